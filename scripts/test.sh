@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Linters, types and the whole test suite; arguments go to pytest. Tests that need GPUs run where
+# there are some. All of it runs, then the exit status tells whether anything failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+scripts/environment.sh || exit
+PATH=$PWD/.venv/bin:$PATH
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks are processes: threads would fight over the cores
+
+status=0
+step() {
+    echo "== $*"
+    "$@" || status=1
+}
+step ruff check .
+step ruff format --check .
+step mypy
+step pytest -q --durations=15 "$@"
+exit $status
