@@ -1,0 +1,257 @@
+"""The import table: which room of the package may import which, and what from outside.
+
+Rooms are the modules and packages directly under `flux_megatron`; "" is its `__init__`. Imports in
+functions and those for type checkers count like any other, unless the table says "lazily".
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "flux_megatron"
+SOURCE = Path(__file__).parents[1] / PACKAGE
+BASE = frozenset({"errors", "problem", "settings"})
+ANY = frozenset({"*"})
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a room may import: our modules and all below them, packages, packages in functions."""
+
+    ours: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
+    lazily: frozenset[str] = frozenset()
+
+
+def room(ours: str = "", packages: str = "", lazily: str = "") -> Room:
+    return Room(frozenset(ours.split()), frozenset(packages.split()), frozenset(lazily.split()))
+
+
+# `__init__` in a list is the package itself. Errors are for all to raise and catch.
+TABLE = {
+    "settings": room(),
+    "errors": room(),
+    "problem": room(),
+    "perf": room("errors problem"),
+    "launch": room("errors problem", "jinja2 pydantic yaml"),
+    "reference": room("errors problem", "torch"),
+    "symm": room("errors problem settings", "torch", lazily="cuda"),
+    # Triton's interpreter is written in numpy; compiled kernels never load it.
+    "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
+    "overlap": room("errors problem settings perf symm kernels", "torch"),
+    "ops": room("errors problem overlap", "torch"),
+    "nn": room("errors ops", "torch"),
+    # apex's kernel for the weight gradient, where it is installed
+    "integration": room(
+        "errors settings ops nn", "torch megatron", lazily="fused_weight_gradient_mlp_cuda"
+    ),
+    "train": room(
+        "errors settings ops nn integration __init__",
+        "torch megatron matplotlib numpy pydantic rich typer yaml",
+    ),
+}
+BELOW = frozenset(TABLE) | {"__init__"}
+TABLE |= {
+    "": Room(BELOW - {"train"}),
+    "bench": Room(BELOW, ANY),
+    "doctor": Room(BELOW, ANY),
+    "cli": Room(BELOW | {"bench", "doctor"}, ANY),
+}
+BY_NAME = {"importlib.import_module", "import_module", "__import__"}
+# These must start fast on any machine: outside functions they import no more than this.
+AT_IMPORT = {
+    "": Room(BASE),
+    "doctor": Room(BASE, frozenset({"rich", "typer"})),
+    "cli": Room(BASE, frozenset({"rich", "typer"})),
+}
+
+
+def allows(names: frozenset[str], name: str) -> bool:
+    return names == ANY or any(name == n or name.startswith(n + ".") for n in names)
+
+
+def module_name(package: Path, dotted: str) -> str:
+    """The longest part of `flux_megatron.a.b.attribute` that is a module, less the first name."""
+    found, folder = "", package
+    for part in dotted.split(".")[1:]:
+        if not ((folder / part).is_dir() or (folder / f"{part}.py").is_file()):
+            break
+        found, folder = f"{found}.{part}".lstrip("."), folder / part
+    return found or "__init__"
+
+
+def imported_names(node: ast.AST, package_of_file: str) -> list[str]:
+    """Absolute dotted names that a statement imports; `from a import b` gives `a.b`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package_of_file.split(".")
+            kept = parents[: len(parents) - node.level + 1]
+            base = ".".join([*kept, *filter(None, [node.module])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME and node.args:
+        return [ast.unparse(node.args[0]).strip("'")]
+    return []
+
+
+def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
+    """(line, absolute dotted name, whether it is inside a function) of every import of a file."""
+    tree = ast.parse(file.read_text(), file.name)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    bodies = [n for n in ast.walk(tree) if isinstance(n, functions)]
+    inside = {id(n) for body in bodies for n in ast.walk(body)}
+    package_of_file = ".".join([PACKAGE, *file.relative_to(package).parent.parts])
+    for node in ast.walk(tree):
+        for name in imported_names(node, package_of_file):
+            yield node.lineno, name, id(node) in inside
+
+
+def is_allowed(rules: Room, target: str, package: Path, lazy: bool) -> bool:
+    if target.split(".")[0] == PACKAGE:
+        return allows(rules.ours, module_name(package, target))
+    return allows(rules.packages | (rules.lazily if lazy else frozenset()), target)
+
+
+def violations(package: Path) -> list[str]:
+    """Every import under `package` that the table does not allow, as `file:line room -> target`."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        name = path.with_suffix("").parts[0].replace("__init__", "").replace("__main__", "cli")
+        if name not in TABLE:
+            found.append(f"{path}: the table has no room {name!r}")
+            continue
+        for line, target, lazy in imports(file, package):
+            top = target.split(".")[0]
+            own = top == PACKAGE and module_name(package, target).split(".")[0] == name
+            if own or top in sys.stdlib_module_names:
+                continue
+            rules = TABLE[name] if lazy else AT_IMPORT.get(name, TABLE[name])
+            if not is_allowed(rules, target, package, lazy):
+                found.append(f"{path}:{line} {name or '__init__'} -> {target}")
+    return found
+
+
+def test_every_import_is_in_the_table():
+    assert not violations(SOURCE)
+
+
+def test_every_room_of_the_package_is_seen():
+    """The walk really looked at the package: the rooms that exist are rooms of the table."""
+    rooms = {path.stem for path in SOURCE.glob("*.py")} | {
+        p.parent.name for p in SOURCE.glob("*/*.py")
+    }
+    assert {"__init__", "kernels", "overlap", "symm"} <= rooms
+    assert rooms - {"__init__", "__main__"} <= TABLE.keys()
+
+
+BAD = {
+    "upwards": ("symm/buffer.py", "from flux_megatron.overlap import fused"),
+    "upwards, lazily": ("symm/buffer.py", "def f():\n    import flux_megatron.overlap.fused"),
+    "upwards, relative": ("symm/buffer.py", "from ..overlap import fused"),
+    "upwards, by name": ("nn/functions.py", "importlib.import_module('flux_megatron.integration')"),
+    "sideways, past the slot numbers": (
+        "kernels/ag_gemm.py",
+        "from flux_megatron.symm import buffer",
+    ),
+    "a room it may not skip to": ("ops.py", "from flux_megatron.symm import buffer"),
+    "the package itself": ("nn/functions.py", "from flux_megatron import report"),
+    "megatron outside integration": ("nn/functions.py", "import megatron.core"),
+    "torch in perf": ("perf/cost.py", "import torch.distributed"),
+    "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
+    "triton in overlap": ("overlap/fused.py", "import triton"),
+    "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
+    "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
+    "cli from below": ("train/loop.py", "from flux_megatron.cli import main"),
+    "torch when the command line loads": ("cli.py", "import torch"),
+    "eager public names": ("__init__.py", "from flux_megatron.nn import functions"),
+    "a room nobody planned": ("helpers.py", "import os"),
+}
+GOOD = {
+    "the slot numbers": ("kernels/ag_gemm.py", "from flux_megatron.symm import signals"),
+    "its own room": (
+        "symm/buffer.py",
+        "from . import signals\nfrom flux_megatron.symm import signals",
+    ),
+    "downwards": ("overlap/fused.py", "from flux_megatron.symm.buffer import SymmetricBuffer"),
+    "a name of an allowed module": (
+        "nn/functions.py",
+        "from flux_megatron.ops import all_gather_gemm",
+    ),
+    "the command line, lazily": (
+        "cli.py",
+        "def f():\n    import torch\n    import flux_megatron.bench",
+    ),
+    "public names, lazily": ("__init__.py", "def f():\n    import flux_megatron.nn"),
+}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A package with every room of the table and nothing in them."""
+    package = tmp_path / PACKAGE
+    for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
+                 "integration/layers", "train/loop", "bench/suite", "perf/cost", "launch/sbatch",
+                 "ops", "cli", "__init__"):  # fmt: skip
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return package
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_import_is_caught(tree, case):
+    path, source = BAD[case]
+    (tree / path).write_text(source)
+    (line,) = violations(tree)
+    assert line.startswith(path)
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_good_import_is_allowed(tree, case):
+    path, source = GOOD[case]
+    (tree / path).write_text(source)
+    assert violations(tree) == []
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules of a fresh interpreter after it ran `code`."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=SOURCE.parent,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in ("settings", "errors", "problem"))
+    loaded = loaded_after(f"import {PACKAGE}, {modules}")
+    assert not loaded & {"torch", "triton", "numpy", "megatron", "yaml", "pydantic", "rich"}
+
+
+def test_what_is_heavy_would_be_noticed():
+    assert "numpy" in loaded_after(f"import {PACKAGE}, numpy")
+
+
+def test_importing_the_layers_below_megatron_touches_no_device_and_no_group():
+    check = (
+        "import torch\n"
+        "assert not torch.cuda.is_initialized(), 'a CUDA context exists'\n"
+        "assert not torch.distributed.is_initialized(), 'a process group exists'"
+    )
+    assert "megatron" not in loaded_after(f"import {PACKAGE}.nn, {PACKAGE}.ops\n{check}")
