@@ -1,0 +1,38 @@
+"""Tensor-parallel linear layers for Megatron that hide their communication behind their GEMMs.
+
+Public names are loaded when they are first used: importing the package imports neither torch nor triton nor megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "ColumnParallelLinear": ("flux_megatron.integration.layers", "FluxColumnParallelLinear"),
+    "RowParallelLinear": ("flux_megatron.integration.layers", "FluxRowParallelLinear"),
+    "Plan": ("flux_megatron.problem", "Plan"),
+    "Tile": ("flux_megatron.problem", "Tile"),
+    "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
+    "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "report": ("flux_megatron.overlap.report", "report"),
+    "reset_report": ("flux_megatron.overlap.report", "reset_report"),
+}
+
+__all__ = [*_PLACES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
+    from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
+    from flux_megatron.ops import all_gather_gemm, gemm_reduce_scatter
+    from flux_megatron.overlap.report import report, reset_report
+    from flux_megatron.problem import Plan, Tile
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute)

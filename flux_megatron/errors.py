@@ -1,0 +1,23 @@
+"""One exception type per thing a user can do about it."""
+
+from __future__ import annotations
+
+
+class FluxError(Exception):
+    """Base of every error this package raises on purpose, `ValueError`s for bad arguments aside."""
+
+
+class ProblemMismatch(FluxError, ValueError):
+    """The ranks of a group did not call the same operation with the same problem. Fix the caller."""
+
+
+class SignalTimeout(FluxError, TimeoutError):
+    """A signal of another rank did not arrive in time. Look at that rank; then restart all."""
+
+
+class FallbackRefused(FluxError):
+    """Strict mode: a call would have run without overlap. Fix the reason or leave strict mode."""
+
+
+class WorkspaceError(FluxError):
+    """Symmetric memory could not be had or was used out of order."""

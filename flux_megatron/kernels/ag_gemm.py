@@ -1,0 +1,74 @@
+"""AG+GEMM: y = all_gather(x) @ w in one kernel whose tiles wait for their rows (FLUX, algorithm 2).
+
+    copy engine:  x of rank s  --push-->  gathered[s] of every rank, then signal [A] in slot (s, communication tile)
+    this kernel:  tiles of the own shard first, read from x itself; then rank+1, rank+2, ...: wait [A], then load
+
+The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
+from flux_megatron.problem import Problem, Tile
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this kernel cannot run the problem, or None."""
+    return launch.supports(problem)
+
+
+# numbers that change from call to call must not compile a kernel each
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
+def ag_gemm_kernel(
+    x, gathered, w, bias, y, pad, status, rank, epoch, timeout_ns, M_shard, N, K, comm_rows,
+    WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    deadline = deadline_after(timeout_ns)
+    tiles_m = tl.cdiv(M_shard, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_shard = tiles_m * tiles_n
+    for tile in range(tl.program_id(0), WORLD_SIZE * tiles_shard, tl.num_programs(0)):
+        source = (rank + tile // tiles_shard) % WORLD_SIZE
+        row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        rows = x
+        if source != rank:
+            last_row = tl.minimum(row + BLOCK_M, M_shard) - 1
+            wait_rows(pad, source, row, last_row, comm_rows, epoch, deadline, status)  # wait [A]
+            if TMA:
+                acquire_for_tma_loads()
+            rows = gathered + source.to(tl.int64) * M_shard * K
+        acc = gemm_tile(rows, w, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+        if HAS_BIAS:
+            cols = col + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        out = y + source.to(tl.int64) * M_shard * N
+        store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
+
+
+def ag_gemm(
+    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
+    pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
+    comm_rows: int, layout: str, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N]: [R * M_shard, N]."""
+    M_shard, K = x.shape
+    M = gathered.shape[0]
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    world_size = M // M_shard
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    tiles = world_size * triton.cdiv(M_shard, tile.block_m) * triton.cdiv(N, tile.block_n)
+    launch.run(
+        ag_gemm_kernel, launch.persistent_grid(x.device, tiles), tile,
+        x, gathered, w, bias if bias is not None else x, y, pad, status,
+        rank, epoch, timeout_ns, M_shard, N, K, comm_rows,
+        WORLD_SIZE=world_size, HAS_BIAS=bias is not None, LAYOUT_NN=layout == "nn",
+    )  # fmt: skip
+    return y

@@ -1,0 +1,81 @@
+"""GEMM+RS: y = reduce_scatter(x @ w), the scatter in the GEMM's epilogue (FLUX, algorithm 1).
+
+    gemm_rs kernel:  tiles of the shard of rank+1 first, the own shard last; each tile is stored into slot `rank` of
+                     its owner's buffer; the last tile of a communication tile raises signal [B] at the owner
+    reduce kernel:   wait [B] of every rank, then the fp32 sum of the slots in rank order (see `reduce_slots`)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.primitives import (
+    MAX_COMM_TILES,
+    complete_tma_stores,
+    count_acq_rel_gpu,
+    signal_release_sys,
+)
+from flux_megatron.problem import Problem, Tile
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this kernel cannot run the problem, or None."""
+    return launch.supports(problem)
+
+
+@triton.jit
+def announce_rows(
+    pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M: tl.constexpr
+):
+    """Count this tile in each communication tile that it overlaps; the last one to arrive signals the owner."""
+    last_row = tl.minimum(row + BLOCK_M, M_shard) - 1
+    for comm_tile in range(row // comm_rows, last_row // comm_rows + 1):
+        first = comm_tile * comm_rows
+        last = tl.minimum(first + comm_rows, M_shard) - 1
+        arrivals = (last // BLOCK_M - first // BLOCK_M + 1) * tiles_n
+        if count_acq_rel_gpu(counters + owner * MAX_COMM_TILES + comm_tile, arrivals):
+            signal_release_sys(pad, rank * MAX_COMM_TILES + comm_tile, epoch)  # signal [B]
+
+
+# numbers that change from call to call must not compile a kernel each
+@triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
+def gemm_rs_kernel(
+    x, w, slot_pointers, pad_pointers, counters, rank, epoch, M_shard, N, K, comm_rows,
+    WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M_shard, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_shard = tiles_m * tiles_n
+    for tile in range(tl.program_id(0), WORLD_SIZE * tiles_shard, tl.num_programs(0)):
+        owner = (rank + 1 + tile // tiles_shard) % WORLD_SIZE
+        row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        rows = x + owner.to(tl.int64) * M_shard * K
+        acc = gemm_tile(rows, w, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+        slots = tl.load(slot_pointers + owner).to(x.dtype)
+        slot = slots + tl.cast(rank, tl.int64) * M_shard * N
+        store_tile(slot, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
+        if TMA:
+            complete_tma_stores()
+        pad = tl.load(pad_pointers + owner).to(counters.dtype)
+        announce_rows(pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M)
+
+
+def gemm_rs(
+    x: Tensor, w: Tensor, *, slot_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
+    rank: int, world_size: int, epoch: int, comm_rows: int, layout: str, tile: Tile,
+) -> None:  # fmt: skip
+    """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of rank r's buffer."""
+    M, K = x.shape
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    M_shard = M // world_size
+    tiles = world_size * triton.cdiv(M_shard, tile.block_m) * triton.cdiv(N, tile.block_n)
+    launch.run(
+        gemm_rs_kernel, launch.persistent_grid(x.device, tiles), tile,
+        x, w, slot_pointers, pad_pointers, counters, rank, epoch, M_shard, N, K, comm_rows,
+        WORLD_SIZE=world_size, LAYOUT_NN=layout == "nn",
+    )  # fmt: skip

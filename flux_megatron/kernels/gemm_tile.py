@@ -1,0 +1,80 @@
+"""One output tile of a GEMM: the main loop that all fused kernels share, and the order of tiles.
+
+x is [M, K] row-major; w is [N, K] (LAYOUT_NN false) or [K, N] (true), row-major. No size needs to be a multiple of
+its block. Products accumulate in fp32; fp32 operands are multiplied in full precision, never as tf32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_origin(tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Row and column of a tile; GROUP_M rows of tiles are walked column by column, to reuse w in L2."""
+    per_group = GROUP_M * tiles_n
+    first_m = tile // per_group * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile % per_group
+    return (first_m + within % group_m) * BLOCK_M, within // group_m * BLOCK_N
+
+
+@triton.jit
+def gemm_tile(
+    x, w, row, col, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); rows and columns outside M and N are zero or unused."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if TMA:
+        x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+        if LAYOUT_NN:
+            w_desc = tl.make_tensor_descriptor(w, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+        else:
+            w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+        for k in range(0, tl.cdiv(K, BLOCK_K)):
+            x_tile = x_desc.load([row, k * BLOCK_K])
+            if LAYOUT_NN:
+                acc = tl.dot(x_tile, w_desc.load([k * BLOCK_K, col]), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x_tile, w_desc.load([col, k * BLOCK_K]).T, acc, input_precision="ieee")
+    else:
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = (col + tl.arange(0, BLOCK_N)).to(tl.int64)
+        if LAYOUT_NN:
+            w_cols, w_stride = w + cols[None, :], N
+        else:
+            w_cols, w_stride = w + cols[None, :] * K, 1
+        for k in range(0, tl.cdiv(K, BLOCK_K)):
+            ks = (k * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
+            x_tile = tl.load(
+                x + rows[:, None] * K + ks[None, :],
+                mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0,
+            )  # fmt: skip
+            w_tile = tl.load(
+                w_cols + ks[:, None] * w_stride,
+                mask=(ks[:, None] < K) & (cols[None, :] < N), other=0.0,
+            )  # fmt: skip
+            acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def store_tile(
+    out, acc, row, col, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Round the tile to out's type and store what lies within [M, N]. A TMA store is not complete on return."""
+    value = acc.to(out.dtype.element_ty)
+    if TMA:
+        out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, BLOCK_N])
+        out_desc.store([row, col], value)
+    else:
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        cols = col + tl.arange(0, BLOCK_N)
+        tl.store(
+            out + rows[:, None] * N + cols[None, :], value,
+            mask=(rows[:, None] < M) & (cols[None, :] < N),
+        )  # fmt: skip

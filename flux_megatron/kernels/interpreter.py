@@ -1,0 +1,131 @@
+"""Triton's interpreter, made fit for our kernels: chosen where there is no GPU, and its bfloat16 repaired.
+
+The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and computes on those bits. Here arithmetic on
+bfloat16 goes through fp32 and is rounded to nearest even, as compiled code does. Not repaired: fp8 casts and bfloat16
+atomics, which our kernels do not use.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from functools import lru_cache
+
+
+def prepare() -> None:
+    """Choose the interpreter on a machine without a GPU and repair it where it is chosen.
+
+    Triton decides at its first import, so this must run before that; if it cannot, `supports` of the kernels says why.
+    """
+    import torch
+
+    if "triton" not in sys.modules and not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        repair()
+
+
+@lru_cache(maxsize=1)
+def repair() -> None:
+    """Replace the interpreter's bfloat16 operations, once a process."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    handle = interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    dot, cast, binary, fma = (
+        builder.create_dot, builder.cast_impl, builder.binary_op, builder.create_fma
+    )  # fmt: skip
+
+    def is_bf16(value) -> bool:
+        return value.dtype.scalar == tl.bfloat16
+
+    def widened(value):
+        return handle(bits_to_fp32(value.data), tl.float32) if is_bf16(value) else value
+
+    def rounded(values):
+        return handle(fp32_to_bits(values), tl.bfloat16)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype.scalar.primitive_bitwidth == 16 and d.data.dtype == np.float32:
+            # converted first, because numpy multiplies only fp32 and fp64 by BLAS
+            left, right = (widened(operand).data.astype(np.float32) for operand in (a, b))
+            return handle(np.matmul(left, right) + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    def cast_impl(self, source, target):
+        origin, goal = source.dtype.scalar, target.scalar
+        if origin == goal or tl.bfloat16 not in (origin, goal):
+            return cast(self, source, target)
+        if goal == tl.bfloat16:
+            return rounded(source.data.astype(np.float32))
+        return handle(bits_to_fp32(source.data).astype(interpreter._get_np_dtype(target)), goal)
+
+    def binary_op(self, left, right, operation):
+        if not is_bf16(left):
+            return binary(self, left, right, operation)
+        result = operation(widened(left).data, widened(right).data)
+        return handle(result, tl.int1) if result.dtype == np.bool_ else rounded(result)
+
+    def create_fma(self, x, y, z):
+        if not is_bf16(z):
+            return fma(self, x, y, z)
+        return rounded(fma(self, widened(x), widened(y), widened(z)).data)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.binary_op, builder.create_fma = binary_op, create_fma
+    builder.get_bf16 = lambda self, value: rounded(np.array([value], dtype=np.float32))
+    _repair_sum(interpreter, rounded)
+    _repair_index(interpreter)
+
+
+def bits_to_fp32(bits):
+    """bfloat16 bit patterns (uint16) to fp32, exactly."""
+    import numpy as np
+
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fp32_to_bits(values):
+    """fp32 to bfloat16 bit patterns, to nearest, ties to even; NaN stays NaN."""
+    import numpy as np
+
+    word = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(np.shape(values))
+    nearest = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+    bits = (nearest >> np.uint32(16)).astype(np.uint16)
+    is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(is_nan, np.uint16(0x7FC0), bits)
+
+
+def _repair_sum(interpreter, rounded) -> None:
+    import numpy as np
+    import triton.language as tl
+
+    original = interpreter.ReduceOps.sum
+
+    def total(self, value):
+        if value.dtype.scalar != tl.bfloat16:
+            return original(self, value)
+        wide = bits_to_fp32(value.handle.data)
+        return self.to_tensor(
+            rounded(np.sum(wide, axis=self.axis, keepdims=self.keep_dims)).data, value.dtype
+        )
+
+    interpreter.ReduceOps.sum = total
+
+
+def _repair_index(interpreter) -> None:
+    """Triton 3.6 with numpy >= 2.4: `range` over a runtime bound needs an array without dimensions."""
+    if "squeeze" in inspect.getsource(interpreter._patch_lang_tensor):
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor

@@ -1,0 +1,1 @@
+"""Autograd for tensor-parallel linear layers: torch only. `functions` is the entrance."""

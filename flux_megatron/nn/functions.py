@@ -1,0 +1,196 @@
+"""Column- and row-parallel linear layers under sequence parallelism: forward, and backward as its dual.
+
+| layer | fprop | dgrad | wgrad |
+| --- | --- | --- | --- |
+| column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or kept |
+| row | RS(x w^T) | AG(dy) w | AG(dy)^T x: dy as dgrad has gathered it |
+
+The weight keeps torch's layout [N, K]; dgrad reads it as it lies. In the column layer's backward the scatter of dx
+also hides behind wgrad, and its sum comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import ops
+
+Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
+
+
+def plain_wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dw [N, K] = dy^T x for dy [M, N], x [M, K]."""
+    return dy.t() @ x
+
+
+def column_parallel_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, *, group: ProcessGroup,
+    wgrad: Wgrad | None = None, save_gathered: bool = False, dy_buffer: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """y = AG(x) w^T + bias.
+
+    | tensor | shape (R = world size, s = sequence) |
+    | --- | --- |
+    | x | [s / R, ..., K] |
+    | w, bias | [N / R, K], [N / R] |
+    | result | [s, ..., N / R] |
+
+    `save_gathered` keeps the gathered x for wgrad, R times the memory of x for one gather less in backward.
+    `wgrad(w, dy, x)` forms, or accumulates elsewhere, the weight's gradient. With `dy_buffer`, backward appends dy
+    to it and leaves wgrad to the caller. Errors are those of `ops.all_gather_gemm`.
+    """
+    options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
+    return _ColumnParallel.apply(x, w, bias, options)
+
+
+def row_parallel_linear(
+    x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None = None
+) -> Tensor:
+    """y = RS(x w^T).
+
+    | tensor | shape (R = world size, s = sequence, a multiple of R) |
+    | --- | --- |
+    | x | [s, ..., K / R] |
+    | w | [N, K / R] |
+    | result | [s / R, ..., N] |
+
+    `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
+    """
+    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
+
+
+def local_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, *, wgrad: Wgrad | None = None,
+    allreduce_group: ProcessGroup | None = None, dy_buffer: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """y = x w^T + bias without communication in forward; for layers without sequence parallelism.
+
+    With `allreduce_group` dx is summed over it, behind wgrad. `wgrad` and `dy_buffer` as above.
+    """
+    options = _Options(allreduce_group, wgrad or plain_wgrad, dy_buffer=dy_buffer)
+    return _Local.apply(x, w, bias, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    group: ProcessGroup | None
+    wgrad: Wgrad
+    save_gathered: bool = False
+    dy_buffer: list[Tensor] | None = None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[s, ..., n] as the contiguous matrix [s * ..., n] that kernels take."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+        rows = _rows(x)
+        kept: list[Tensor] = []
+        needs_dw = ctx.needs_input_grad[1]
+        keep = options.save_gathered and needs_dw and options.dy_buffer is None
+        y = ops.run_ag_gemm(
+            rows, w, bias, options.group,
+            consume=(lambda gathered: kept.append(gathered.clone())) if keep else None,
+        )  # fmt: skip
+        saved = kept[0] if keep else rows if needs_dw and options.dy_buffer is None else None
+        ctx.save_for_backward(saved, w)
+        ctx.options, ctx.x_shape = options, x.shape
+        return y.view(-1, *x.shape[1:-1], w.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        options: _Options = ctx.options
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        rows = _rows(dy)
+        gather = scatter = dx = dw = None
+        if x is not None and not options.save_gathered:
+            gather = ops.start_gather(x, w, options.group)
+        if needs_dx:
+            scatter = ops.start_gemm_rs(rows, w, options.group, layout="nn")
+        if x is not None:
+            dw = options.wgrad(w, rows, gather.complete() if gather else x)
+        elif needs_dw:
+            options.dy_buffer.append(dy)
+        if gather:
+            gather.close()
+        db = rows.sum(0) if needs_db else None
+        if scatter:
+            dx = scatter.finish().view(ctx.x_shape)
+        return dx, dw, db, None
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
+        world_size = options.group.size()
+        if x.shape[0] % world_size:
+            raise ValueError(
+                f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
+                f"group's {world_size} ranks expected"
+            )
+        rows = _rows(x)
+        y = ops.start_gemm_rs(rows, w, options.group).finish()
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, w)
+        ctx.options, ctx.x_shape = options, x.shape
+        return y.view(-1, *x.shape[1:-1], w.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        options: _Options = ctx.options
+        dw: list[Tensor | None] = [None]
+
+        def weight_gradient(gathered_dy: Tensor) -> None:
+            dw[0] = options.wgrad(w, gathered_dy, x)
+
+        dx = None
+        consume = weight_gradient if x is not None else None
+        if ctx.needs_input_grad[0]:
+            dx = ops.run_ag_gemm(
+                _rows(dy), w, None, options.group, layout="nn", consume=consume
+            ).view(ctx.x_shape)
+        elif consume:
+            gather = ops.start_gather(_rows(dy), w, options.group, layout="nn")
+            consume(gather.complete())
+            gather.close()
+        return dx, dw[0], None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+        keep = ctx.needs_input_grad[1] and options.dy_buffer is None
+        ctx.save_for_backward(x if keep else None, w)
+        ctx.options = options
+        y = x @ w.t()
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        options: _Options = ctx.options
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        rows = _rows(dy)
+        dx = work = dw = None
+        if needs_dx:
+            dx = dy @ w
+            if options.group is not None:
+                work = dist.all_reduce(dx, group=options.group, async_op=True)
+        if x is not None:
+            dw = options.wgrad(w, rows, _rows(x))
+        elif needs_dw:
+            options.dy_buffer.append(dy)
+        db = rows.sum(0) if needs_db else None
+        if work is not None:
+            work.wait()
+        return dx, dw, db, None

@@ -1,0 +1,75 @@
+"""What really ran: calls by pattern and strategy, and every call that ran without overlap, with its reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+from flux_megatron import errors, settings
+from flux_megatron.symm.workspace import workspaces
+
+_calls: Counter[tuple[str, str]] = Counter()
+_fallbacks: Counter[tuple[str, str]] = Counter()
+
+
+@dataclass(frozen=True)
+class Report:
+    """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last reset.
+
+    A fallback is also a `sequential` call. `workspace_bytes` is the symmetric memory this rank holds.
+    """
+
+    calls: dict[tuple[str, str], int]
+    fallbacks: dict[tuple[str, str], int]
+    workspace_bytes: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.calls.values())
+
+    @property
+    def overlapped(self) -> int:
+        return sum(n for (_, strategy), n in self.calls.items() if strategy != "sequential")
+
+    @property
+    def share(self) -> float:
+        """Overlapped calls of all calls; 1.0 where there was none."""
+        return self.overlapped / self.total if self.total else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.overlapped} of {self.total} calls overlapped, "
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
+        ]
+        lines += [f"  {p} {s}: {n}" for (p, s), n in sorted(self.calls.items())]
+        lines += [f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())]
+        return "\n".join(lines)
+
+
+def note_call(pattern: str, strategy: str) -> None:
+    """Count a call that ran with `strategy`."""
+    _calls[str(pattern), strategy] += 1
+
+
+def note_fallback(pattern: str, reason: str) -> None:
+    """Count a call that runs without overlap; say so once for each reason; in strict mode raise instead."""
+    key = (str(pattern), reason)
+    if settings.get().strict:
+        raise errors.FallbackRefused(f"{pattern} cannot be overlapped: {reason}")
+    if key not in _fallbacks:
+        warnings.warn(f"flux_megatron: {pattern} runs without overlap: {reason}", stacklevel=3)
+    _fallbacks[key] += 1
+    note_call(pattern, "sequential")
+
+
+def report() -> Report:
+    """The counts so far, and the symmetric memory held."""
+    held = sum(workspace.size_bytes for workspace in workspaces())
+    return Report(dict(_calls), dict(_fallbacks), held)
+
+
+def reset_report() -> None:
+    """Start counting anew."""
+    _calls.clear()
+    _fallbacks.clear()

@@ -1,0 +1,79 @@
+"""The plain strategy: one collective and one library GEMM. Always possible; the yardstick of all others.
+
+Backward still hides its collectives behind the other GEMM, as Megatron does: both directions are asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.workspace import Workspace
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this strategy cannot run the problem: never."""
+    return None
+
+
+def default_plan(problem: Problem) -> Plan:
+    return Plan("sequential")
+
+
+@dataclass(frozen=True)
+class Gather:
+    gathered: Tensor
+    work: dist.Work
+
+    def complete(self) -> Tensor:
+        self.work.wait()
+        return self.gathered
+
+    def close(self) -> None: ...
+
+
+def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> Gather:
+    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
+    gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
+    work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
+    return Gather(gathered, work)
+
+
+def ag_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
+    consume: Callable[[Tensor], None] | None,
+) -> Tensor:  # fmt: skip
+    """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
+    gathered = start_gather(x, plan, workspace).complete()
+    y = torch.mm(gathered, w.t() if layout == "nt" else w)
+    if bias is not None:
+        y += bias
+    if consume is not None:
+        consume(gathered)
+    return y
+
+
+@dataclass(frozen=True)
+class Scatter:
+    partial: Tensor
+    y: Tensor
+    work: dist.Work
+
+    def finish(self) -> Tensor:
+        self.work.wait()
+        return self.y
+
+
+def start_gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> Scatter:
+    """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
+    partial = torch.mm(x, w.t() if layout == "nt" else w)
+    y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
+    work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
+    return Scatter(partial, y, work)

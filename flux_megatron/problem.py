@@ -1,0 +1,82 @@
+"""What is computed (`Pattern`), on what (`Problem`), and how (`Plan`). No torch: configs and models use it too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class Pattern(str, Enum):
+    AG_GEMM = "ag_gemm"
+    GEMM_RS = "gemm_rs"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that the choice of a plan may depend on.
+
+    `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a layer's weight in
+    fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's name without the prefix.
+    """
+
+    pattern: Pattern
+    M: int
+    N: int
+    K: int
+    dtype: str
+    world_size: int
+    layout: str = "nt"
+    device: str = "cuda"
+
+    @property
+    def M_shard(self) -> int:
+        return self.M // self.world_size
+
+    @property
+    def N_local(self) -> int:
+        return self.N // self.world_size if self.pattern is Pattern.AG_GEMM else self.N
+
+    @property
+    def K_local(self) -> int:
+        return self.K // self.world_size if self.pattern is Pattern.GEMM_RS else self.K
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} "
+            f"over {self.world_size} ranks on {self.device}"
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel cuts the local GEMM. Sizes are powers of two, in elements."""
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    tma: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy and its numbers. `comm_rows` is the communication tile: rows of a shard per transfer and signal."""
+
+    strategy: str
+    comm_rows: int = 0
+    tile: Tile = Tile()
+
+    def dumps(self) -> str:
+        """The plan as JSON, for caches and for operators that take only text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def loads(text: str) -> Plan:
+        fields = json.loads(text)
+        return Plan(fields["strategy"], fields["comm_rows"], Tile(**fields["tile"]))

@@ -1,0 +1,66 @@
+"""Who moves bytes beside the GEMM: the GPU's copy engine, or on CPU the calling thread.
+
+Both keep the order "data, then its signal". On CUDA pushes run on a stream of their own; `fork` orders it after
+the caller's stream and `join` orders the caller's stream after it, so that a call leaves no work unjoined.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flux_megatron.symm.signals import as_int32
+
+
+class CpuCopyEngine:
+    """Copies at once. x86-64 keeps stores in order, so a signal never overtakes its data."""
+
+    def fork(self) -> None: ...
+
+    def push(self, destination: Tensor, source: Tensor) -> None:
+        """destination <- source, same shape and dtype; destination is a peer's memory."""
+        destination.copy_(source)
+
+    def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
+        """Announce to the owner of `pad` that everything pushed before has arrived."""
+        pad[slot] = as_int32(epoch)
+
+    def join(self) -> None: ...
+
+
+class CudaCopyEngine:
+    """Pushes over NVLink by copy engine; the signal is a stream write that follows in the same stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def fork(self) -> None:
+        """What is pushed from now on comes after what the caller's stream holds now."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def push(self, destination: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+
+    def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
+        address = pad.data_ptr() + slot * pad.element_size()
+        # flags 0: the write waits for, and is ordered after, all earlier writes of this stream
+        (error,) = self._driver.cuStreamWriteValue32(
+            self._stream.cuda_stream, address, as_int32(epoch) % 2**32, 0
+        )
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuStreamWriteValue32 failed: {error}")
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@lru_cache(maxsize=None)
+def copy_engine(device: torch.device) -> CpuCopyEngine | CudaCopyEngine:
+    """The copy engine of a device: one stream of pushes for the whole process."""
+    return CudaCopyEngine(device) if device.type == "cuda" else CpuCopyEngine()

@@ -1,0 +1,41 @@
+"""Symmetric memory on CPU: one memfd a rank, mapped shared by all ranks of one machine.
+
+A memfd has no name that could be left behind by a crash, and no /dev/shm size limit. Addresses differ from
+process to process, as they do between GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux_megatron.symm.buffer import SymmetricBuffer
+
+
+def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
+    """Zeroed memory of `size_bytes` a rank. Collective over `group`."""
+    rank, world_size = group.rank(), group.size()
+    size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    descriptor = os.memfd_create("flux_megatron")
+    os.ftruncate(descriptor, size_bytes)
+    paths: list[str] = [""] * world_size
+    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=group)
+    maps = []
+    for path in paths:
+        peer = os.open(path, os.O_RDWR)
+        maps.append(mmap.mmap(peer, size_bytes, mmap.MAP_SHARED))
+        os.close(peer)
+    dist.barrier(group=group)  # everybody has mapped mine before its descriptor goes
+    os.close(descriptor)
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in maps]
+    return SymmetricBuffer(
+        rank=rank,
+        shards=tuple(torch.frombuffer(m, dtype=torch.uint8) for m in maps),
+        pointers=torch.tensor(addresses, dtype=torch.int64),
+        keep_alive=maps,
+    )

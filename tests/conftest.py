@@ -1,0 +1,16 @@
+"""One mode a process: without a GPU the kernels are interpreted, which Triton decides at its first import."""
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "20")
+os.environ.setdefault("FLUX_MEGATRON_POISON", "1")
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)
