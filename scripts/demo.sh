@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Trains a small GPT through our layers and through stock Megatron's, with the same seed and data, and
-# compares the losses. Arguments go to `flux-megatron train`, for example `--tp 4`.
+# compares the losses; the last line says where the curves are. Arguments go to `flux-megatron train`,
+# for example `--tp 4`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks are processes: threads would fight over the cores
-exec .venv/bin/flux-megatron train --config configs/train/demo.yaml --compare "$@"
+exec .venv/bin/flux-megatron train --config configs/train/demo.yaml --compare \
+    --out "out/demo-$(date +%Y%m%d-%H%M%S)" "$@"

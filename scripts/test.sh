@@ -5,7 +5,6 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh || exit
 PATH=$PWD/.venv/bin:$PATH
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks are processes: threads would fight over the cores
 
 status=0
 step() {

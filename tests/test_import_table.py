@@ -99,21 +99,25 @@ def imported_names(node: ast.AST, package_of_file: str) -> list[str]:
             kept = parents[: len(parents) - node.level + 1]
             base = ".".join([*kept, *filter(None, [node.module])])
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME and node.args:
-        return [ast.unparse(node.args[0]).strip("'")]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+        return [str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)]
     return []
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, absolute dotted name, whether it is inside a function) of every import of a file."""
+    """(line, absolute dotted name, whether loading the file skips it) of every import of a file."""
     tree = ast.parse(file.read_text(), file.name)
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    bodies = [n for n in ast.walk(tree) if isinstance(n, functions)]
-    inside = {id(n) for body in bodies for n in ast.walk(body)}
+    deferred = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    blocks = [n for n in ast.walk(tree) if isinstance(n, deferred) or for_type_checkers(n)]
+    inside = {id(n) for block in blocks for n in ast.walk(block)}
     package_of_file = ".".join([PACKAGE, *file.relative_to(package).parent.parts])
     for node in ast.walk(tree):
         for name in imported_names(node, package_of_file):
             yield node.lineno, name, id(node) in inside
+
+
+def for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def is_allowed(rules: Room, target: str, package: Path, lazy: bool) -> bool:
@@ -174,6 +178,10 @@ BAD = {
     "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
     "cli from below": ("train/loop.py", "from flux_megatron.cli import main"),
     "torch when the command line loads": ("cli.py", "import torch"),
+    "upwards, for type checkers": (
+        "symm/buffer.py",
+        "if TYPE_CHECKING:\n    from flux_megatron.nn import functions",
+    ),
     "eager public names": ("__init__.py", "from flux_megatron.nn import functions"),
     "a room nobody planned": ("helpers.py", "import os"),
 }
@@ -191,6 +199,10 @@ GOOD = {
     "the command line, lazily": (
         "cli.py",
         "def f():\n    import torch\n    import flux_megatron.bench",
+    ),
+    "public names, for type checkers": (
+        "__init__.py",
+        "if TYPE_CHECKING:\n    from flux_megatron.nn import functions",
     ),
     "public names, lazily": ("__init__.py", "def f():\n    import flux_megatron.nn"),
 }
