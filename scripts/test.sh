@@ -4,12 +4,11 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh || exit
-PATH=$PWD/.venv/bin:$PATH
 
 status=0
 step() {
     echo "== $*"
-    "$@" || status=1
+    .venv/bin/python -m "$@" || status=1
 }
 step ruff check .
 step ruff format --check .
