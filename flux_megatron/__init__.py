@@ -1,6 +1,7 @@
 """Tensor-parallel linear layers for Megatron that hide their communication behind their GEMMs.
 
-Public names are loaded when they are first used: importing the package imports neither torch nor triton nor megatron.
+Public names are loaded when they are first used: importing the package imports neither torch nor
+triton nor megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ _PLACES = {
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
 }
 
-__all__ = [*_PLACES]  # noqa: PLE0604
+__all__ = [
+    "ColumnParallelLinear",
+    "Plan",
+    "RowParallelLinear",
+    "Tile",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "report",
+    "reset_report",
+]
 
 if TYPE_CHECKING:
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear

@@ -8,7 +8,10 @@ class FluxError(Exception):
 
 
 class ProblemMismatch(FluxError, ValueError):
-    """The ranks of a group did not call the same operation with the same problem. Fix the caller."""
+    """The ranks of a group did not call the same operation with the same problem.
+
+    Fix the caller.
+    """
 
 
 class SignalTimeout(FluxError, TimeoutError):

@@ -1,8 +1,8 @@
 """The public operations, and the checks that every call passes before any rank could hang.
 
-`all_gather_gemm` and `gemm_reduce_scatter` are torch custom operators, so torch.compile keeps them whole. They are
-not differentiable by themselves: `nn.functions` joins them to their duals. The functions below them are the same
-operations in pieces, for the schedules of backward.
+`all_gather_gemm` and `gemm_reduce_scatter` are torch custom operators, so torch.compile keeps them
+whole. They are not differentiable by themselves: `nn.functions` joins them to their duals. The
+functions below them are the same operations in pieces, for the schedules of backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron import settings
 from flux_megatron.overlap import registry
@@ -32,7 +31,7 @@ def all_gather_gemm(
 ) -> Tensor:  # fmt: skip
     """AG+GEMM (FLUX, section 4.2): the gathering of x hidden behind the GEMM.
 
-        y = torch.cat([x of rank 0, ..., x of rank R-1]) @ w.t() + bias      # layout "nt"; w instead of w.t() for "nn"
+        y = torch.cat([x of rank 0, ..., x of rank R-1]) @ w.t() + bias  # "nn": w, not w.t()
 
     | tensor | shape on each rank (R = world size) |
     | --- | --- |
@@ -41,8 +40,9 @@ def all_gather_gemm(
     | bias | [N / R] or None |
     | result | [M, N / R] |
 
-    Dense, contiguous, one dtype, one device. `ValueError` names what was given and expected; `ProblemMismatch`, on
-    every rank, if the ranks bring different problems; `SignalTimeout` if a rank does not come.
+    Dense, contiguous, one dtype, one device. `ValueError` names what was given and expected;
+    `ProblemMismatch`, on every rank, if the ranks bring different problems; `SignalTimeout` if a
+    rank does not come.
     """
     return _all_gather_gemm(x, w, bias, group.group_name, layout, plan.dumps() if plan else "")
 
@@ -50,9 +50,9 @@ def all_gather_gemm(
 def gemm_reduce_scatter(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
-    """GEMM+RS (FLUX, section 4.1): the scatter hidden behind the GEMM, then an fp32 sum in rank order.
+    """GEMM+RS (FLUX, section 4.1): the scatter hidden behind the GEMM, then an fp32 sum.
 
-        y = sum over ranks of (x @ w.t()), of which rank r keeps rows r * M / R on      # layout "nt"
+        y = sum([x of rank s @ w.t() of rank s for s in range(R)]).chunk(R)[rank]  # "nn": w
 
     | tensor | shape on each rank (R = world size) |
     | --- | --- |
@@ -60,35 +60,39 @@ def gemm_reduce_scatter(
     | w | [N, K / R], or [K / R, N] for "nn" |
     | result | [M / R, N] |
 
-    M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is rounded to the dtype of
-    x before it travels, as it is for a reduce-scatter of that dtype.
+    M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is
+    rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
     """
     return _gemm_reduce_scatter(x, w, group.group_name, layout, plan.dumps() if plan else "")
+
+
+def _group(name: str) -> ProcessGroup:
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
 @torch.library.custom_op("flux_megatron::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: str, layout: str, plan: str
 ) -> Tensor:
-    return run_ag_gemm(x, w, bias, _resolve_process_group(group), layout=layout, plan=_plan(plan))
+    return run_ag_gemm(x, w, bias, _group(group), layout=layout, plan=_plan(plan))
 
 
 @_all_gather_gemm.register_fake
 def _(x, w, bias, group, layout, plan):
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] * _resolve_process_group(group).size(), N)
+    return x.new_empty(x.shape[0] * _group(group).size(), N)
 
 
 @torch.library.custom_op("flux_megatron::gemm_reduce_scatter", mutates_args=())
 def _gemm_reduce_scatter(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    process_group = _resolve_process_group(group)
+    process_group = _group(group)
     return start_gemm_rs(x, w, process_group, layout=layout, plan=_plan(plan)).finish()
 
 
 @_gemm_reduce_scatter.register_fake
 def _(x, w, group, layout, plan):
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] // _resolve_process_group(group).size(), N)
+    return x.new_empty(x.shape[0] // _group(group).size(), N)
 
 
 @lru_cache(maxsize=1024)
@@ -100,16 +104,18 @@ def run_ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *,
     layout: str = "nt", plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`all_gather_gemm` that also lends the gathered rows [M, K] to `consume`, whose reads it waits for."""
+    """`all_gather_gemm` that also lends the gathered rows [M, K] to `consume`, whose reads it
+    waits for.
+    """
     decision = _decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.count()
-    return decision.strategy.ag_gemm(
-        x, w, bias, layout, decision.plan, decision.workspace, consume
-    )
+    return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, decision.workspace, consume)
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
-    """Gather x as `run_ag_gemm(x, w, ...)` does, in the background: an object with `complete` and `close`."""
+    """Gather x as `run_ag_gemm(x, w, ...)` does, in the background: an object with `complete` and
+    `close`.
+    """
     decision = _decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     return decision.strategy.start_gather(x, decision.plan, decision.workspace)
 
@@ -117,7 +123,9 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
 def start_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ):
-    """`gemm_reduce_scatter` in two steps: an object whose `finish` gives the result; other work fits in between."""
+    """`gemm_reduce_scatter` in two steps: an object whose `finish` gives the result; other work
+    fits in between.
+    """
     decision = _decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
     return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, decision.workspace)
@@ -186,7 +194,9 @@ def _complaint(
     if layout not in LAYOUTS:
         return f"layout {layout!r} given, one of {LAYOUTS} expected"
     if plan is not None and plan.strategy not in registry.STRATEGIES[pattern]:
-        return f"strategy {plan.strategy!r} given, one of {[*registry.STRATEGIES[pattern]]} expected"
+        return (
+            f"strategy {plan.strategy!r} given, one of {[*registry.STRATEGIES[pattern]]} expected"
+        )
     if x.dim() != 2 or w.dim() != 2:
         return f"x {_told(x)} and w {_told(w)} given, two matrices expected"
     if not x.dtype.is_floating_point or w.dtype != x.dtype:

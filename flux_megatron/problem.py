@@ -1,4 +1,7 @@
-"""What is computed (`Pattern`), on what (`Problem`), and how (`Plan`). No torch: configs and models use it too."""
+"""What is computed (`Pattern`), on what (`Problem`), and how (`Plan`).
+
+No torch: configs and models use it too.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ class Pattern(str, Enum):
 class Problem:
     """All that the choice of a plan may depend on.
 
-    `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a layer's weight in
-    fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's name without the prefix.
+    `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a
+    layer's weight in fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's
+    name without the prefix.
     """
 
     pattern: Pattern
@@ -66,7 +70,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy and its numbers. `comm_rows` is the communication tile: rows of a shard per transfer and signal."""
+    """A strategy and its numbers.
+
+    `comm_rows` is the communication tile: rows of a shard per transfer and signal.
+    """
 
     strategy: str
     comm_rows: int = 0

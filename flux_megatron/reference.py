@@ -1,8 +1,9 @@
 """The truth: every pattern over a list of shards, in plain torch, one process, no collectives.
 
-Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does entry r of the result.
-Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the operands' type per rank, as a rank's
-local GEMM does; sums over ranks are fp32 in rank order, rounded once.
+Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does
+entry r of the result. Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the
+operands' type per rank, as a rank's local GEMM does; sums over ranks are fp32 in rank order,
+rounded once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def matmul(x: Tensor, w: Tensor, layout: str = "nt") -> Tensor:
 
 
 def all_gather_gemm(
-    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt", bias: Sequence[Tensor] | None = None
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    layout: str = "nt",
+    bias: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """x[r] [M/R, K], w[r] [N/R, K]  ->  y[r] [M, N/R] = cat(x) @ w[r]^T (+ bias[r])."""
     gathered = torch.cat(list(x))
@@ -39,12 +43,16 @@ def _sum_in_rank_order(x: Sequence[Tensor], w: Sequence[Tensor], layout: str) ->
     return total.to(x[0].dtype)
 
 
-def gemm_reduce_scatter(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt") -> list[Tensor]:
+def gemm_reduce_scatter(
+    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt"
+) -> list[Tensor]:
     """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M/R, N] = rows r of sum over s of x[s] @ w[s]^T."""
     return list(_sum_in_rank_order(x, w, layout).chunk(len(x)))
 
 
 def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt") -> list[Tensor]:
-    """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M, N] = sum over s of x[s] @ w[s]^T, the same on every rank."""
+    """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M, N] = sum over s of x[s] @ w[s]^T, the same on
+    every rank.
+    """
     total = _sum_in_rank_order(x, w, layout)
     return [total.clone() for _ in x]

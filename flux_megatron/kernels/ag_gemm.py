@@ -1,9 +1,12 @@
 """AG+GEMM: y = all_gather(x) @ w in one kernel whose tiles wait for their rows (FLUX, algorithm 2).
 
-    copy engine:  x of rank s  --push-->  gathered[s] of every rank, then signal [A] in slot (s, communication tile)
-    this kernel:  tiles of the own shard first, read from x itself; then rank+1, rank+2, ...: wait [A], then load
+    copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A] in slot
+                 (s, communication tile)
+    this kernel  takes the tiles of the own shard first, read from x itself, then those of
+                 rank+1, rank+2, ...: waits [A], then loads
 
-The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any sizes.
+The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any
+sizes.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ def ag_gemm(
     pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
     comm_rows: int, layout: str, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N]: [R * M_shard, N]."""
+    """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
+
+    Gives y [R * M_shard, N].
+    """
     M_shard, K = x.shape
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]

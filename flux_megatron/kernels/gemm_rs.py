@@ -1,8 +1,9 @@
 """GEMM+RS: y = reduce_scatter(x @ w), the scatter in the GEMM's epilogue (FLUX, algorithm 1).
 
-    gemm_rs kernel:  tiles of the shard of rank+1 first, the own shard last; each tile is stored into slot `rank` of
-                     its owner's buffer; the last tile of a communication tile raises signal [B] at the owner
-    reduce kernel:   wait [B] of every rank, then the fp32 sum of the slots in rank order (see `reduce_slots`)
+gemm_rs_kernel       takes the tiles of the shard of rank+1 first, of the own shard last;
+                     stores each into slot `rank` of its owner's buffer; the last tile of a
+                     communication tile raises signal [B] at the owner
+reduce_slots_kernel  waits [B] of every rank, then sums the slots in fp32 in rank order
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def supports(problem: Problem) -> str | None:
 def announce_rows(
     pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M: tl.constexpr
 ):
-    """Count this tile in each communication tile that it overlaps; the last one to arrive signals the owner."""
+    """Count this tile in each communication tile that it overlaps; the last one to arrive
+    signals the owner.
+    """
     last_row = tl.minimum(row + BLOCK_M, M_shard) - 1
     for comm_tile in range(row // comm_rows, last_row // comm_rows + 1):
         first = comm_tile * comm_rows
@@ -69,7 +72,9 @@ def gemm_rs(
     x: Tensor, w: Tensor, *, slot_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
     rank: int, world_size: int, epoch: int, comm_rows: int, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of rank r's buffer."""
+    """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of
+    rank r's buffer.
+    """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = M // world_size

@@ -1,7 +1,8 @@
 """One output tile of a GEMM: the main loop that all fused kernels share, and the order of tiles.
 
-x is [M, K] row-major; w is [N, K] (LAYOUT_NN false) or [K, N] (true), row-major. No size needs to be a multiple of
-its block. Products accumulate in fp32; fp32 operands are multiplied in full precision, never as tf32.
+x is [M, K] row-major; w is [N, K] (LAYOUT_NN false) or [K, N] (true), row-major. No size needs to
+be a multiple of its block. Products accumulate in fp32; fp32 operands are multiplied in full
+precision, never as tf32.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_origin(tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column of a tile; GROUP_M rows of tiles are walked column by column, to reuse w in L2."""
+def tile_origin(
+    tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """Row and column of a tile. GROUP_M rows of tiles go column by column, to reuse w in L2."""
     per_group = GROUP_M * tiles_n
     first_m = tile // per_group * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -26,7 +29,7 @@ def gemm_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); rows and columns outside M and N are zero or unused."""
+    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); what lies outside M and N is not stored."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if TMA:
         x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
@@ -66,7 +69,10 @@ def store_tile(
     out, acc, row, col, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Round the tile to out's type and store what lies within [M, N]. A TMA store is not complete on return."""
+    """Round the tile to out's type and store what lies within [M, N].
+
+    A TMA store is not complete on return.
+    """
     value = acc.to(out.dtype.element_ty)
     if TMA:
         out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, BLOCK_N])

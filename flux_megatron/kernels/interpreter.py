@@ -1,8 +1,9 @@
-"""Triton's interpreter, made fit for our kernels: chosen where there is no GPU, and its bfloat16 repaired.
+"""Triton's interpreter, made fit for our kernels: chosen where there is no GPU, and its bfloat16
+repaired.
 
-The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and computes on those bits. Here arithmetic on
-bfloat16 goes through fp32 and is rounded to nearest even, as compiled code does. Not repaired: fp8 casts and bfloat16
-atomics, which our kernels do not use.
+The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and computes on those bits.
+Here arithmetic on bfloat16 goes through fp32 and is rounded to nearest even, as compiled code does.
+Not repaired: fp8 casts and bfloat16 atomics, which our kernels do not use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from functools import lru_cache
 def prepare() -> None:
     """Choose the interpreter on a machine without a GPU and repair it where it is chosen.
 
-    Triton decides at its first import, so this must run before that; if it cannot, `supports` of the kernels says why.
+    Triton decides at its first import, so this must run before that; if it cannot, `supports` of
+    the kernels says why.
     """
     import torch
 

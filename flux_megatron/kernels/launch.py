@@ -1,8 +1,10 @@
-"""What all launchers share: which problems the kernels take, the size of a persistent grid, the call itself."""
+"""What all launchers share: which problems the kernels take, the size of a persistent grid, the
+call itself.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -18,19 +20,21 @@ def supports(problem: Problem) -> str | None:
         return f"dtype {problem.dtype} is none of {', '.join(DTYPES)}"
     interpreted = triton.knobs.runtime.interpret
     if problem.device == "cpu" and not interpreted:
-        return "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
+        return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
     if problem.device != "cpu" and interpreted:
         return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def persistent_grid(device: torch.device, tiles: int) -> tuple[int]:
-    """One program a multiprocessor, so that all are resident; interpreted programs run one after another anyway."""
+    """One program a multiprocessor, so that all are resident; interpreted programs run one after
+    another anyway.
+    """
     return (1,) if device.type == "cpu" else (min(_multiprocessors(device), tiles),)
 
 
@@ -39,7 +43,9 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 def run(kernel, grid: tuple[int, ...], tile: Tile, *args, **constexprs) -> None:
-    """Launch `kernel`; the tile's sizes go to the constexprs of the same names that the kernel has."""
+    """Launch `kernel`; the tile's sizes go to the constexprs of the same names that the kernel
+    has.
+    """
     sizes = {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -1,4 +1,5 @@
-"""All memory order between ranks and between programs; no other file spells `sem=`, `scope=` or PTX.
+"""All memory order between ranks and between programs; no other file spells `sem=`, `scope=` or
+PTX.
 
 | primitive | order |
 | --- | --- |
@@ -8,8 +9,9 @@
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
-Interpreted, a wait is a host function that polls, gives the CPU away, and raises when time runs out; the fences are
-no-ops, because the interpreter's atomics are sequentially consistent on x86-64 and it has no asynchronous copies.
+Interpreted, a wait is a host function that polls, gives the CPU away, and raises when time runs
+out; the fences are no-ops, because the interpreter's atomics are sequentially consistent on x86-64
+and it has no asynchronous copies.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ def signal_release_sys(pad, slot, epoch):
 
 @triton.jit
 def count_acq_rel_gpu(counter, arrivals):
-    """Count one arrival; True for the last of `arrivals`, which resets the counter for the next launch.
+    """Count one arrival; True for the last of `arrivals`, which resets the counter for the next
+    launch.
 
-    The last program has acquired what the others released, so a signal of its own covers their stores too.
+    The last program has acquired what the others released, so a signal of its own covers their
+    stores too.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
@@ -79,7 +83,8 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
 
 @triton.jit
 def _complete_tma_stores_device():
-    # Triton 3.6 and 3.7 wait only until shared memory has been read (wait_group.read); 3.9 waits for completion.
+    # Triton 3.6 and 3.7 wait only until shared memory has been read (wait_group.read); 3.9 waits
+    # for completion.
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }",
         "=r",
@@ -143,8 +148,8 @@ acquire_for_tma_loads = _no_fence_needed if INTERPRETED else _acquire_for_tma_lo
 
 @triton.jit
 def wait_rows(pad, source, first_row, last_row, comm_rows, epoch, deadline, status):
-    """Wait for every communication tile of `source` that overlaps rows first_row to last_row of its shard."""
+    """Wait for every communication tile of `source` that overlaps rows first_row to last_row of
+    its shard.
+    """
     for comm_tile in range(first_row // comm_rows, last_row // comm_rows + 1):
-        wait_acquire_sys(
-            pad, source * MAX_COMM_TILES + comm_tile, epoch, deadline, status
-        )
+        wait_acquire_sys(pad, source * MAX_COMM_TILES + comm_tile, epoch, deadline, status)

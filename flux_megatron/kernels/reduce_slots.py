@@ -1,7 +1,7 @@
 """The last step of GEMM+RS: the sum over ranks of the partial results in a rank's slots.
 
-fp32, in rank order, rounded once: deterministic, and the same whichever rank was late. Programs wait [B] for the
-communication tiles that their rows need and for nothing else.
+fp32, in rank order, rounded once: deterministic, and the same whichever rank was late. Programs
+wait [B] for the communication tiles that their rows need and for nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def reduce_slots(
     """slots [R, M_shard, N], one partial result a rank  ->  their sum [M_shard, N]."""
     world_size, M_shard, N = slots.shape
     y = torch.empty((M_shard, N), dtype=slots.dtype, device=slots.device)
-    # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than many
+    # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than
+    # many
     block_m, block_n = (64, 512) if slots.device.type == "cpu" else (16, 256)
     block_m = min(block_m, triton.next_power_of_2(M_shard))
     block_n = min(block_n, triton.next_power_of_2(N))

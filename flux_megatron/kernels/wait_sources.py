@@ -1,4 +1,5 @@
-"""A wait of its own, for strategies whose GEMM is a library's: one program that returns when rows have arrived.
+"""A wait of its own, for strategies whose GEMM is a library's: one program that returns when rows
+have arrived.
 
 A stream wait by the driver would do the same for less, but it cannot be bounded.
 """
@@ -27,7 +28,9 @@ def wait_sources(
     *, pad: Tensor, status: Tensor, first_source: int, count: int, world_size: int,
     epoch: int, timeout_ns: int, M_shard: int, comm_rows: int,
 ) -> None:  # fmt: skip
-    """Order the current stream after the shards of `count` ranks from `first_source` on, around the ring."""
+    """Order the current stream after the shards of `count` ranks from `first_source` on, around
+    the ring.
+    """
     launch.run(
         wait_sources_kernel, (1,), Tile(num_warps=1, num_stages=1),
         pad, status, first_source, count, world_size, epoch, timeout_ns, M_shard, comm_rows,

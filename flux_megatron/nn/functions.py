@@ -1,12 +1,13 @@
-"""Column- and row-parallel linear layers under sequence parallelism: forward, and backward as its dual.
+"""Column- and row-parallel linear layers under sequence parallelism: forward, and backward as its
+dual.
 
 | layer | fprop | dgrad | wgrad |
 | --- | --- | --- | --- |
 | column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or kept |
 | row | RS(x w^T) | AG(dy) w | AG(dy)^T x: dy as dgrad has gathered it |
 
-The weight keeps torch's layout [N, K]; dgrad reads it as it lies. In the column layer's backward the scatter of dx
-also hides behind wgrad, and its sum comes last.
+The weight keeps torch's layout [N, K]; dgrad reads it as it lies. In the column layer's backward
+the scatter of dx also hides behind wgrad, and its sum comes last.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def column_parallel_linear(
     | w, bias | [N / R, K], [N / R] |
     | result | [s, ..., N / R] |
 
-    `save_gathered` keeps the gathered x for wgrad, R times the memory of x for one gather less in backward.
-    `wgrad(w, dy, x)` forms, or accumulates elsewhere, the weight's gradient. With `dy_buffer`, backward appends dy
-    to it and leaves wgrad to the caller. Errors are those of `ops.all_gather_gemm`.
+    `save_gathered` keeps the gathered x for wgrad, R times the memory of x for one gather less in
+    backward. `wgrad(w, dy, x)` forms, or accumulates elsewhere, the weight's gradient. With
+    `dy_buffer`, backward appends dy to it and leaves wgrad to the caller. Errors are those of
+    `ops.all_gather_gemm`.
     """
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
     return _ColumnParallel.apply(x, w, bias, options)
@@ -73,13 +75,20 @@ def local_linear(
 
     With `allreduce_group` dx is summed over it, behind wgrad. `wgrad` and `dy_buffer` as above.
     """
-    options = _Options(allreduce_group, wgrad or plain_wgrad, dy_buffer=dy_buffer)
+    options = _LocalOptions(allreduce_group, wgrad or plain_wgrad, dy_buffer)
     return _Local.apply(x, w, bias, options)
 
 
 @dataclass(frozen=True)
-class _Options:
+class _LocalOptions:
     group: ProcessGroup | None
+    wgrad: Wgrad
+    dy_buffer: list[Tensor] | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    group: ProcessGroup
     wgrad: Wgrad
     save_gathered: bool = False
     dy_buffer: list[Tensor] | None = None
@@ -119,7 +128,7 @@ class _ColumnParallel(torch.autograd.Function):
             scatter = ops.start_gemm_rs(rows, w, options.group, layout="nn")
         if x is not None:
             dw = options.wgrad(w, rows, gather.complete() if gather else x)
-        elif needs_dw:
+        elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
         if gather:
             gather.close()
@@ -168,7 +177,7 @@ class _RowParallel(torch.autograd.Function):
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _LocalOptions) -> Tensor:
         keep = ctx.needs_input_grad[1] and options.dy_buffer is None
         ctx.save_for_backward(x if keep else None, w)
         ctx.options = options
@@ -178,7 +187,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: _LocalOptions = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         rows = _rows(dy)
         dx = work = dw = None
@@ -188,7 +197,7 @@ class _Local(torch.autograd.Function):
                 work = dist.all_reduce(dx, group=options.group, async_op=True)
         if x is not None:
             dw = options.wgrad(w, rows, _rows(x))
-        elif needs_dw:
+        elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
         db = rows.sum(0) if needs_db else None
         if work is not None:

@@ -1,4 +1,6 @@
-"""FLUX: communication tiles inside one GEMM kernel. AG waits per tile in the prologue, RS scatters in the epilogue."""
+"""FLUX: communication tiles inside one GEMM kernel. AG waits per tile in the prologue, RS scatters
+in the epilogue.
+"""
 
 from __future__ import annotations
 

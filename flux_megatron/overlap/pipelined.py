@@ -1,6 +1,8 @@
-"""Chunks: the copy engine moves one while the library's GEMM computes another. No kernel of ours but the waits.
+"""Chunks: the copy engine moves one while the library's GEMM computes another. No kernel of ours
+but the waits.
 
-AG: own rows first, then each source's rows as they arrive. RS: the shards of others first, own shard last.
+AG: own rows first, then each source's rows as they arrive. RS: the shards of others first, own
+shard last.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from flux_megatron.symm.workspace import Workspace
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this strategy cannot run the problem, or None. Its waits and its reduction are kernels of ours."""
+    """Why this strategy cannot run the problem, or None.
+
+    Its waits and its reduction are kernels of ours.
+    """
     return launch.supports(problem)
 
 

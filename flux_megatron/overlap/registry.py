@@ -1,6 +1,7 @@
 """The table of strategies, and which one a problem gets.
 
-The choice is simple here: the strategy asked for, else the first in the table that supports the problem.
+The choice is simple here: the strategy asked for, else the first in the table that supports the
+problem.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What really ran: calls by pattern and strategy, and every call that ran without overlap, with its reason."""
+"""What really ran: calls by pattern and strategy, and every call that ran without overlap, with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 
 @dataclass(frozen=True)
 class Report:
-    """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last reset.
+    """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last
+    reset.
 
-    A fallback is also a `sequential` call. `workspace_bytes` is the symmetric memory this rank holds.
+    A fallback is also a `sequential` call. `workspace_bytes` is the symmetric memory this rank
+    holds.
     """
 
     calls: dict[tuple[str, str], int]
@@ -43,7 +47,9 @@ class Report:
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
         ]
         lines += [f"  {p} {s}: {n}" for (p, s), n in sorted(self.calls.items())]
-        lines += [f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())]
+        lines += [
+            f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())
+        ]
         return "\n".join(lines)
 
 
@@ -53,7 +59,9 @@ def note_call(pattern: str, strategy: str) -> None:
 
 
 def note_fallback(pattern: str, reason: str) -> None:
-    """Count a call that runs without overlap; say so once for each reason; in strict mode raise instead."""
+    """Count a call that runs without overlap; say so once for each reason; in strict mode raise
+    instead.
+    """
     key = (str(pattern), reason)
     if settings.get().strict:
         raise errors.FallbackRefused(f"{pattern} cannot be overlapped: {reason}")

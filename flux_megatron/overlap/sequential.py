@@ -1,6 +1,8 @@
-"""The plain strategy: one collective and one library GEMM. Always possible; the yardstick of all others.
+"""The plain strategy: one collective and one library GEMM. Always possible; the yardstick of all
+others.
 
-Backward still hides its collectives behind the other GEMM, as Megatron does: both directions are asynchronous.
+Backward still hides its collectives behind the other GEMM, as Megatron does: both directions are
+asynchronous.
 """
 
 from __future__ import annotations
@@ -69,9 +71,7 @@ class Scatter:
         return self.y
 
 
-def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> Scatter:
+def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     partial = torch.mm(x, w.t() if layout == "nt" else w)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])

@@ -1,8 +1,8 @@
 """The two directions in which overlapped calls move data, over one workspace.
 
 `Gather`: every rank's rows into this rank's buffer, pushed by their owners' copy engines.
-`Scatter`: every rank's partial results into this rank's slots, then their sum.
-A strategy starts one, runs its GEMM beside it, and ends it; each holds its channel from start to end.
+`Scatter`: every rank's partial results into this rank's slots, then their sum. A strategy starts
+one, runs its GEMM beside it, and ends it; each holds its channel from start to end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def timeout_ns() -> int:
 
 @dataclass(frozen=True)
 class Gather:
-    """x [M_shard, K] of every rank on its way to `gathered` [M, K]; the own rows come only if asked for."""
+    """x [M_shard, K] of every rank on its way to `gathered` [M, K]; the own rows come only if
+    asked for.
+    """
 
     workspace: Workspace
     call: Call
@@ -35,7 +37,9 @@ class Gather:
     comm_rows: int
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
-        """Order the current stream after the rows of `count` ranks from `first_source` on, around the ring."""
+        """Order the current stream after the rows of `count` ranks from `first_source` on,
+        around the ring.
+        """
         wait_sources(
             pad=self.call.pads[self.call.rank],
             status=self.call.status,
@@ -49,7 +53,10 @@ class Gather:
         )
 
     def complete(self) -> Tensor:
-        """All rows, ready on the current stream; valid until `close`. Needs `start_gather(own_rows=True)`."""
+        """All rows, ready on the current stream; valid until `close`.
+
+        Needs `start_gather(own_rows=True)`.
+        """
         copy_engine(self.x.device).join()
         self.wait_for(self.call.rank + 1, self.call.world_size - 1)
         return self.gathered
@@ -61,9 +68,11 @@ class Gather:
 
 
 def start_gather(x: Tensor, workspace: Workspace, comm_rows: int, own_rows: bool) -> Gather:
-    """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal [A].
+    """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
+    [A].
 
-    Rank r is served first by rank r+1, whose rows it needs first: nobody's memory is written by all at once.
+    Rank r is served first by rank r+1, whose rows it needs first: nobody's memory is written by all
+    at once.
     """
     engine = copy_engine(x.device)
     world_size, M_shard = workspace.group.size(), x.shape[0]
@@ -86,7 +95,9 @@ def start_gather(x: Tensor, workspace: Workspace, comm_rows: int, own_rows: bool
 
 @dataclass(frozen=True)
 class Scatter:
-    """Partial results on their way to their owners: each writes slot `rank` [M_shard, N] of every owner's buffer."""
+    """Partial results on their way to their owners: each writes slot `rank` [M_shard, N] of every
+    owner's buffer.
+    """
 
     workspace: Workspace
     call: Call

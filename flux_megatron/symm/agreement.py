@@ -1,7 +1,9 @@
-"""Do all ranks mean the same call? Asked once for each new problem, through the job's key-value store.
+"""Do all ranks mean the same call? Asked once for each new problem, through the job's key-value
+store.
 
-A collective would hang where one rank does not come. Here every rank publishes its words under the number of the
-question and reads the others' with a deadline, so every rank learns who said what, or who said nothing.
+A collective would hang where one rank does not come. Here every rank publishes its words under the
+number of the question and reads the others' with a deadline, so every rank learns who said what, or
+who said nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +24,24 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._world_size = group.rank(), group.size()
-        nonce = [uuid.uuid4().hex]  # a group created later under the same name must not read old answers
+        nonce = [
+            uuid.uuid4().hex
+        ]  # a group created later under the same name must not read old answers
         dist.broadcast_object_list(nonce, group=group, group_src=0)
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)
         self._number = 0
 
     def confirm(self, words: str) -> None:
-        """Return if every rank says `words`; else raise `ProblemMismatch` that quotes every rank."""
+        """Return if every rank says `words`; else raise `ProblemMismatch` that quotes every
+        rank.
+        """
         said = self._exchange(words)
         if any(other != words for other in said):
             quotes = "; ".join(f"rank {r}: {text or 'no answer'}" for r, text in enumerate(said))
-            raise errors.ProblemMismatch(f"the ranks of the group do not agree on the call: {quotes}")
+            raise errors.ProblemMismatch(
+                f"the ranks of the group do not agree on the call: {quotes}"
+            )
 
     def refuse(self, reason: str) -> None:
         """Tell the others, who may be asking right now, that this rank cannot take part."""
@@ -41,10 +49,16 @@ class Agreement:
         self._number += 1
 
     def refusals(self) -> str:
-        """What other ranks refused under the current number: the likely reason for a missing signal."""
+        """What other ranks refused under the current number: the likely reason for a missing
+        signal.
+        """
         keys = {r: f"{self._number}/{r}" for r in range(self._world_size) if r != self._rank}
-        said = {r: self._store.get(key).decode() for r, key in keys.items() if self._store.check([key])}
-        return "; ".join(f"rank {r} {text}" for r, text in said.items() if text.startswith(_REFUSED))
+        said = {
+            r: self._store.get(key).decode() for r, key in keys.items() if self._store.check([key])
+        }
+        return "; ".join(
+            f"rank {r} {text}" for r, text in said.items() if text.startswith(_REFUSED)
+        )
 
     def _exchange(self, words: str) -> list[str]:
         number, self._number = self._number, self._number + 1

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 class SymmetricBuffer:
     """`shards[r]` is rank r's memory (uint8 [size_bytes]) as this process sees it.
 
-    `pointers` (int64 [R], on the device) holds the same addresses for kernels. `keep_alive` owns the mappings.
+    `pointers` (int64 [R], on the device) holds the same addresses for kernels. `keep_alive` owns
+    the mappings.
     """
 
     rank: int

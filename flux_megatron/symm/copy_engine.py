@@ -1,12 +1,13 @@
 """Who moves bytes beside the GEMM: the GPU's copy engine, or on CPU the calling thread.
 
-Both keep the order "data, then its signal". On CUDA pushes run on a stream of their own; `fork` orders it after
-the caller's stream and `join` orders the caller's stream after it, so that a call leaves no work unjoined.
+Both keep the order "data, then its signal". On CUDA pushes run on a stream of their own; `fork`
+orders it after the caller's stream and `join` orders the caller's stream after it, so that a call
+leaves no work unjoined.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class CpuCopyEngine:
 
 
 class CudaCopyEngine:
-    """Pushes over NVLink by copy engine; the signal is a stream write that follows in the same stream."""
+    """Pushes over NVLink by copy engine; the signal is a stream write that follows in the same
+    stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -60,7 +63,7 @@ class CudaCopyEngine:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-@lru_cache(maxsize=None)
+@cache
 def copy_engine(device: torch.device) -> CpuCopyEngine | CudaCopyEngine:
     """The copy engine of a device: one stream of pushes for the whole process."""
     return CudaCopyEngine(device) if device.type == "cuda" else CpuCopyEngine()

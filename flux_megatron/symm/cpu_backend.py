@@ -1,7 +1,7 @@
 """Symmetric memory on CPU: one memfd a rank, mapped shared by all ranks of one machine.
 
-A memfd has no name that could be left behind by a crash, and no /dev/shm size limit. Addresses differ from
-process to process, as they do between GPUs.
+A memfd has no name that could be left behind by a crash, and no /dev/shm size limit. Addresses
+differ from process to process, as they do between GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where signals lie and how epochs compare.
 
-A pad holds one int32 slot for each (source rank, communication tile). A slot only ever receives the epoch of the
-call whose data has arrived; nobody resets it. Epochs wrap around at 2**32 and are compared by their difference.
+A pad holds one int32 slot for each (source rank, communication tile). A slot only ever receives the
+epoch of the call whose data has arrived; nobody resets it. Epochs wrap around at 2**32 and are
+compared by their difference.
 """
 
 from __future__ import annotations

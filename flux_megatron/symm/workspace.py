@@ -1,9 +1,10 @@
-"""Memory that calls travel through: one workspace a group, shared by all layers, growing to the largest call.
+"""Memory that calls travel through: one workspace a group, shared by all layers, growing to the
+largest call.
 
-A workspace has one `Channel` a direction. A channel alternates between two halves. That needs no barrier:
-a rank enters call e only after it has received from every peer in call e-1, and a peer sends in call e-1 only
-after it has finished call e-2, the last user of the half that call e writes. The rule this rests on, one open
-call a channel, is enforced by `begin` and `end`.
+A workspace has one `Channel` a direction. A channel alternates between two halves. That needs no
+barrier: a rank enters call e only after it has received from every peer in call e-1, and a peer
+sends in call e-1 only after it has finished call e-2, the last user of the half that call e writes.
+The rule this rests on, one open call a channel, is enforced by `begin` and `end`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from flux_megatron.symm.buffer import SymmetricBuffer
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a channel. `pointers` and `pad_pointers` are int64 [R]: this half, and the signals, of each rank."""
+    """One use of a channel.
+
+    `pointers` and `pad_pointers` are int64 [R]: this half, and the signals, of each rank.
+    """
 
     epoch: int
     rank: int
@@ -72,7 +76,10 @@ class Channel:
         return self._data.size_bytes if self._data is not None else 0
 
     def begin(self, size_bytes: int) -> Call:
-        """Open the next call with `size_bytes` in a half. Grows, collectively, when that is too small."""
+        """Open the next call with `size_bytes` in a half.
+
+        Grows, collectively, when that is too small.
+        """
         self.check()
         if self._open:
             raise errors.WorkspaceError("a call was begun on this channel while another was open")
