@@ -18,6 +18,7 @@ _PLACES = {
     "Tile": ("flux_megatron.problem", "Tile"),
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "check": ("flux_megatron.symm.workspace", "check"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
 }
@@ -28,6 +29,7 @@ __all__ = [
     "RowParallelLinear",
     "Tile",
     "all_gather_gemm",
+    "check",
     "gemm_reduce_scatter",
     "report",
     "reset_report",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from flux_megatron.ops import all_gather_gemm, gemm_reduce_scatter
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
+    from flux_megatron.symm.workspace import check
 
 
 def __getattr__(name: str) -> Any:

@@ -121,7 +121,7 @@ def _repair_sum(interpreter, rounded) -> None:
 
 
 def _repair_index(interpreter) -> None:
-    """Triton 3.6 with numpy >= 2.4: `range` over a runtime bound needs an array without dimensions."""
+    """Triton 3.6 with numpy >= 2.4: `range` over a runtime bound needs a zero-dimensional array."""
     if "squeeze" in inspect.getsource(interpreter._patch_lang_tensor):
         return
     original = interpreter._patch_lang_tensor

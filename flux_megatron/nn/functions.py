@@ -48,7 +48,8 @@ def column_parallel_linear(
     `ops.all_gather_gemm`.
     """
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
-    return _ColumnParallel.apply(x, w, bias, options)
+    y = _ColumnParallel.apply(_rows(x), w, bias, options)
+    return y.view(-1, *x.shape[1:-1], w.shape[0])
 
 
 def row_parallel_linear(
@@ -64,7 +65,13 @@ def row_parallel_linear(
 
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
-    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
+    if x.shape[0] % group.size():
+        raise ValueError(
+            f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
+            f"group's {group.size()} ranks expected"
+        )
+    y = _RowParallel.apply(_rows(x), w, _Options(group, wgrad or plain_wgrad))
+    return y.view(-1, *x.shape[1:-1], w.shape[0])
 
 
 def local_linear(
@@ -76,7 +83,7 @@ def local_linear(
     With `allreduce_group` dx is summed over it, behind wgrad. `wgrad` and `dy_buffer` as above.
     """
     options = _LocalOptions(allreduce_group, wgrad or plain_wgrad, dy_buffer)
-    return _Local.apply(x, w, bias, options)
+    return _Local.apply(_rows(x), w, bias, options).view(*x.shape[:-1], w.shape[0])
 
 
 @dataclass(frozen=True)
@@ -100,58 +107,51 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _ColumnParallel(torch.autograd.Function):
+    """On matrices: outputs that are views could not be modified in place by the caller."""
+
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
-        rows = _rows(x)
+        needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
         kept: list[Tensor] = []
-        needs_dw = ctx.needs_input_grad[1]
-        keep = options.save_gathered and needs_dw and options.dy_buffer is None
+        keep = options.save_gathered and needs_x
         y = ops.run_ag_gemm(
-            rows, w, bias, options.group,
+            x, w, bias, options.group,
             consume=(lambda gathered: kept.append(gathered.clone())) if keep else None,
         )  # fmt: skip
-        saved = kept[0] if keep else rows if needs_dw and options.dy_buffer is None else None
-        ctx.save_for_backward(saved, w)
-        ctx.options, ctx.x_shape = options, x.shape
-        return y.view(-1, *x.shape[1:-1], w.shape[0])
+        ctx.save_for_backward(kept[0] if keep else x if needs_x else None, w)
+        ctx.options = options
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
         options: _Options = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        rows = _rows(dy)
+        dy = dy.contiguous()
         gather = scatter = dx = dw = None
         if x is not None and not options.save_gathered:
             gather = ops.start_gather(x, w, options.group)
         if needs_dx:
-            scatter = ops.start_gemm_rs(rows, w, options.group, layout="nn")
+            scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
         if x is not None:
-            dw = options.wgrad(w, rows, gather.complete() if gather else x)
+            dw = options.wgrad(w, dy, gather.complete() if gather else x)
         elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
         if gather:
             gather.close()
-        db = rows.sum(0) if needs_db else None
+        db = dy.sum(0) if needs_db else None
         if scatter:
-            dx = scatter.finish().view(ctx.x_shape)
+            dx = scatter.finish()
         return dx, dw, db, None
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
-        world_size = options.group.size()
-        if x.shape[0] % world_size:
-            raise ValueError(
-                f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
-                f"group's {world_size} ranks expected"
-            )
-        rows = _rows(x)
-        y = ops.start_gemm_rs(rows, w, options.group).finish()
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, w)
-        ctx.options, ctx.x_shape = options, x.shape
-        return y.view(-1, *x.shape[1:-1], w.shape[0])
+        y = ops.start_gemm_rs(x, w, options.group).finish()
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+        ctx.options = options
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -162,14 +162,13 @@ class _RowParallel(torch.autograd.Function):
         def weight_gradient(gathered_dy: Tensor) -> None:
             dw[0] = options.wgrad(w, gathered_dy, x)
 
+        dy = dy.contiguous()
         dx = None
         consume = weight_gradient if x is not None else None
         if ctx.needs_input_grad[0]:
-            dx = ops.run_ag_gemm(
-                _rows(dy), w, None, options.group, layout="nn", consume=consume
-            ).view(ctx.x_shape)
+            dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
         elif consume:
-            gather = ops.start_gather(_rows(dy), w, options.group, layout="nn")
+            gather = ops.start_gather(dy, w, options.group, layout="nn")
             consume(gather.complete())
             gather.close()
         return dx, dw[0], None
@@ -178,8 +177,8 @@ class _RowParallel(torch.autograd.Function):
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _LocalOptions) -> Tensor:
-        keep = ctx.needs_input_grad[1] and options.dy_buffer is None
-        ctx.save_for_backward(x if keep else None, w)
+        needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
+        ctx.save_for_backward(x if needs_x else None, w)
         ctx.options = options
         y = x @ w.t()
         return y if bias is None else y + bias
@@ -189,17 +188,17 @@ class _Local(torch.autograd.Function):
         x, w = ctx.saved_tensors
         options: _LocalOptions = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        rows = _rows(dy)
+        dy = dy.contiguous()
         dx = work = dw = None
         if needs_dx:
             dx = dy @ w
             if options.group is not None:
                 work = dist.all_reduce(dx, group=options.group, async_op=True)
         if x is not None:
-            dw = options.wgrad(w, rows, _rows(x))
+            dw = options.wgrad(w, dy, x)
         elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
-        db = rows.sum(0) if needs_db else None
+        db = dy.sum(0) if needs_db else None
         if work is not None:
             work.wait()
         return dx, dw, db, None

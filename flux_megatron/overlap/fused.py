@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
@@ -32,7 +31,7 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def _clamped(size: int, smallest: int, largest: int) -> int:
-    return max(smallest, min(largest, triton.next_power_of_2(size)))
+    return max(smallest, min(largest, 1 << (size - 1).bit_length()))
 
 
 def _interpreted_tile(problem: Problem) -> Tile:

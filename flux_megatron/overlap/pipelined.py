@@ -45,19 +45,19 @@ def ag_gemm(
     gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=consume is not None)
     rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
-    y = x.new_empty(world_size, x.shape[0], right.shape[1])
-    shards = gather.gathered.view(world_size, *x.shape)
-    torch.mm(x, right, out=y[rank])
+    y = x.new_empty(world_size * x.shape[0], right.shape[1])
+    outputs, shards = y.chunk(world_size), gather.gathered.chunk(world_size)
+    torch.mm(x, right, out=outputs[rank])
     for step in range(1, world_size):
         source = (rank + step) % world_size
         gather.wait_for(source)
-        torch.mm(shards[source], right, out=y[source])
+        torch.mm(shards[source], right, out=outputs[source])
     if bias is not None:
         y += bias
     if consume is not None:
         consume(gather.complete())
     gather.close()
-    return y.flatten(0, 1)
+    return y
 
 
 def start_gemm_rs(

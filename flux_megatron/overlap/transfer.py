@@ -106,7 +106,7 @@ class Scatter:
     keep_alive: object = None
 
     def finish(self) -> Tensor:
-        """y [M_shard, N]: the fp32 sum of this rank's slots in rank order, once all have arrived."""
+        """y [M_shard, N]: the fp32 sum of this rank's slots in rank order, when all have come."""
         y = reduce_slots(
             self.slots,
             pad=self.call.pads[self.call.rank],

@@ -111,6 +111,8 @@ class Channel:
         if self._device.type == "cuda":
             self._last_stream = torch.cuda.current_stream()
         self._open = False
+        if self._device.type == "cpu":  # kernels have returned: what they met is known
+            self.check()
 
     def check(self) -> None:
         """Raise `SignalTimeout` if a kernel's wait has run out of time since."""
@@ -194,6 +196,18 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
 def workspaces() -> list[Workspace]:
     """All workspaces of this process, for reports and checks."""
     return list(_workspaces.values())
+
+
+def check() -> None:
+    """Raise `SignalTimeout` if any call enqueued so far has missed a rank.
+
+    On CUDA it speaks of kernels that have finished: call it after a synchronisation, before
+    results are trusted. Every later call does it too.
+    """
+    for space in workspaces():
+        if space.unavailable is None:
+            space.gather.check()
+            space.scatter.check()
 
 
 def release() -> None:

@@ -1,0 +1,113 @@
+"""From a call to its plan: the checks that every call passes before any rank could hang.
+
+A call is checked on its rank, gets a plan, and is confirmed with the other ranks once for each new
+kind of call; after that a look-up is all it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import settings
+from flux_megatron.overlap import registry
+from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.workspace import Workspace, workspace
+
+LAYOUTS = ("nt", "nn")
+
+
+@dataclass(frozen=True)
+class Decision:
+    problem: Problem
+    strategy: ModuleType
+    plan: Plan
+    workspace: Workspace
+    fallback: str | None
+
+    def count(self) -> None:
+        if self.fallback is None:
+            note_call(self.problem.pattern, self.plan.strategy)
+        else:
+            note_fallback(self.problem.pattern, self.fallback)
+
+
+def decide(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
+    layout: str, plan: Plan | None,
+) -> Decision:  # fmt: skip
+    """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
+    space = workspace(group, x.device)
+    if complaint := _complaint(pattern, x, w, bias, group.size(), layout, plan):
+        space.agreement.refuse(complaint)
+        raise ValueError(f"{pattern}: {complaint}")
+    key = (pattern, x.shape, w.shape, x.dtype, bias is None, layout, plan, settings.get())
+    if key not in space.decisions:
+        space.decisions[key] = _new_decision(pattern, x, w, group.size(), layout, plan, space)
+    return space.decisions[key]
+
+
+def _new_decision(
+    pattern: Pattern, x: Tensor, w: Tensor, world_size: int, layout: str, plan: Plan | None,
+    space: Workspace,
+) -> Decision:  # fmt: skip
+    gathers = pattern is Pattern.AG_GEMM
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    problem = Problem(
+        pattern=pattern,
+        M=x.shape[0] * (world_size if gathers else 1),
+        N=N * (world_size if gathers else 1),
+        K=x.shape[1] * (1 if gathers else world_size),
+        dtype=str(x.dtype).removeprefix("torch."),
+        world_size=world_size,
+        layout=layout,
+        device=x.device.type,
+    )
+    fallback = None
+    if plan is None:
+        plan, fallback = registry.choose(problem, space.unavailable)
+    elif reason := space.unavailable or registry.strategy(problem, plan.strategy).supports(problem):
+        raise ValueError(f"{problem}: the plan {plan} cannot run: {reason}")
+    space.agreement.confirm(f"{problem} with {plan.dumps()}")
+    return Decision(problem, registry.strategy(problem, plan.strategy), plan, space, fallback)
+
+
+def _complaint(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, world_size: int,
+    layout: str, plan: Plan | None,
+) -> str | None:  # fmt: skip
+    """What is wrong with the arguments of this rank: what was given and what was expected."""
+    if layout not in LAYOUTS:
+        return f"layout {layout!r} given, one of {LAYOUTS} expected"
+    if plan is not None and plan.strategy not in registry.STRATEGIES[pattern]:
+        return (
+            f"strategy {plan.strategy!r} given, one of {[*registry.STRATEGIES[pattern]]} expected"
+        )
+    if x.dim() != 2 or w.dim() != 2:
+        return f"x {_told(x)} and w {_told(w)} given, two matrices expected"
+    if not x.dtype.is_floating_point or w.dtype != x.dtype:
+        return f"x {_told(x)} and w {_told(w)} given, one floating-point dtype expected"
+    if w.device != x.device:
+        return f"x {_told(x)} and w {_told(w)} given, one device expected"
+    if not x.is_contiguous() or not w.is_contiguous():
+        return f"strides x {x.stride()}, w {w.stride()} given, contiguous rows expected"
+    inner, outer = (w.shape[1], w.shape[0]) if layout == "nt" else (w.shape[0], w.shape[1])
+    if inner != x.shape[1]:
+        return f"x {_told(x)} and w {_told(w)} given, equal K expected for layout {layout!r}"
+    if 0 in (*x.shape, *w.shape):
+        return f"x {_told(x)} and w {_told(w)} given, no empty dimension expected"
+    if pattern is Pattern.GEMM_RS and x.shape[0] % world_size:
+        return f"x {_told(x)} given, rows divisible by the group's {world_size} ranks expected"
+    if bias is not None and (bias.shape != (outer,) or bias.dtype != x.dtype):
+        return f"bias {_told(bias)} given, [{outer}] {x.dtype} expected"
+    if bias is not None and bias.device != x.device:
+        return f"bias {_told(bias)} given, {x.device} expected"
+    return None
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
