@@ -4,6 +4,7 @@ call itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -46,6 +47,8 @@ def run(kernel, grid: tuple[int, ...], tile: Tile, *args, **constexprs) -> None:
     """Launch `kernel`; the tile's sizes go to the constexprs of the same names that the kernel
     has.
     """
+    if tile.tma and any(a.data_ptr() % 16 for a in args if isinstance(a, torch.Tensor)):
+        tile = replace(tile, tma=False)  # a view that starts between two 16-byte units
     sizes = {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
