@@ -1,4 +1,7 @@
-"""The command `flux-megatron`. Commands import what they need when they run: `--help` needs no torch."""
+"""The command `flux-megatron`.
+
+Commands import what they need when they run: `--help` needs no torch.
+"""
 
 from __future__ import annotations
 

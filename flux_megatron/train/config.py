@@ -1,0 +1,196 @@
+"""What one training run is.
+
+The YAML schema, command-line overrides, and the rules a run must keep. No torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
+VOCAB_MULTIPLE = 64
+
+Layers = Literal["flux", "stock", "stock-rank-order", "stock-reverse-order"]
+Count = Field(gt=0)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the file and the key."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer.
+
+    There is no dropout: runs that are compared must not draw random numbers.
+    """
+
+    num_layers: int = Count
+    hidden: int = Count
+    heads: int = Count
+    ffn: int = Count
+    seq_length: int = Count
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    swiglu: bool = False
+    bias: bool = False
+    tied_embeddings: bool = True
+    position_embedding: Literal["rope", "learned_absolute"] = "rope"
+
+
+class ParallelConfig(Section):
+    """`world_size`: all ranks; null means every GPU of this machine, or `tp` without GPUs."""
+
+    tp: int = Field(default=2, gt=0)
+    sequence_parallel: bool = True
+    world_size: int | None = Field(default=None, gt=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class DataConfig(Section):
+    """`path`.
+
+    A folder of text files; null means the source of the running Python's standard library.
+    """
+
+    path: Path | None = None
+    pattern: str = "*"
+    cache: Path | None = None
+
+
+class LoopConfig(Section):
+    """`decay_steps`: of the cosine from `lr` to `min_lr`; null keeps `lr` after the warmup."""
+
+    steps: int = Count
+    micro_batch: int = Count
+    global_batch: int = Count
+    lr: float = Count
+    min_lr: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int | None = Field(default=None, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=1.0, ge=0)
+    seed: int = Field(default=1234, gt=0)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    save_every: int | None = Field(default=None, gt=0)
+    log_every: int = Field(default=10, gt=0)
+
+
+class TrainConfig(Section):
+    """One run.
+
+    `layers`: ours, Megatron's, or Megatron's with the sums of its reduce-scatters in another order.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    train: LoopConfig
+    layers: Layers = "flux"
+    strategy: Literal["auto", "fused", "pipelined", "sequential"] = "auto"
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TrainConfig:
+        model, tp, loop = self.model, self.parallel.tp, self.train
+        _must_divide("model.hidden", model.hidden, "model.heads", model.heads)
+        for name in ("heads", "hidden", "ffn"):
+            _must_divide(f"model.{name}", getattr(model, name), "parallel.tp", tp)
+        if self.parallel.sequence_parallel:
+            _must_divide("model.seq_length", model.seq_length, "parallel.tp", tp)
+        if self.parallel.world_size is not None:
+            _must_divide("parallel.world_size", self.parallel.world_size, "parallel.tp", tp)
+        _must_divide("train.global_batch", loop.global_batch, "train.micro_batch", loop.micro_batch)
+        if loop.decay_steps is not None and loop.warmup_steps >= loop.decay_steps:
+            raise ValueError(
+                f"train.warmup_steps={loop.warmup_steps} must be below "
+                f"train.decay_steps={loop.decay_steps}"
+            )
+        return self
+
+    @property
+    def padded_vocab(self) -> int:
+        """The byte vocabulary rounded up so that every rank gets the same whole number of rows."""
+        multiple = VOCAB_MULTIPLE
+        while multiple % self.parallel.tp:
+            multiple += VOCAB_MULTIPLE
+        return -(-BYTE_VOCAB // multiple) * multiple
+
+    def microbatches(self, data_parallel: int) -> int:
+        """Microbatches per step and rank; `ConfigError` where the batch cannot be shared out."""
+        per_round = self.train.micro_batch * data_parallel
+        if self.train.global_batch % per_round:
+            raise ConfigError(
+                f"train.global_batch={self.train.global_batch} is not a multiple of "
+                f"train.micro_batch x data parallel size = {per_round}"
+            )
+        return self.train.global_batch // per_round
+
+    def eligible_calls(self, steps: int, microbatches: int) -> int:
+        """Calls per rank that ought to overlap in `steps` steps.
+
+        Each of a layer's four linears and the LM head meets one collective in its forward and one
+        in its backward pass, under sequence parallelism on several ranks.
+        """
+        if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
+            return 0
+        return (8 * self.model.num_layers + 2) * steps * microbatches
+
+
+def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
+    """The run described by `file` with dotted `overrides` (`{"train.steps".
+
+    10}`); `ConfigError` says what is wrong.
+    """
+    try:
+        raw = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{file}: expected sections (model, train, ...), got {type(raw).__name__}"
+        )
+    for dotted, value in overrides.items():
+        _override(raw, dotted, value)
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = "\n".join(f"{file}: {_explain(item)}" for item in error.errors())
+        raise ConfigError(lines) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`model.hidden=128` -> ("model.hidden", 128), the value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: expected key=value, such as train.lr=0.001")
+    return key.strip(), yaml.safe_load(value)
+
+
+def _override(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for name in sections:
+        raw = raw.setdefault(name, {})
+        if not isinstance(raw, dict):
+            raise ConfigError(f"--set {dotted}: {name!r} is not a section")
+    raw[key] = value
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _must_divide(name: str, value: int, by_name: str, by: int) -> None:
+    if value % by:
+        raise ValueError(f"{name}={value} must be divisible by {by_name}={by}")

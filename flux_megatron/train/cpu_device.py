@@ -1,0 +1,77 @@
+"""Megatron-core on CPU tensors.
+
+Torch.cuda is made to answer, for a training rank without a GPU and for nobody else.
+
+Megatron places its own buffers on `torch.cuda.current_device()` or "cuda", keeps the CUDA
+generator's state in its random number tracker, and compares tensor types with
+"torch.cuda.FloatTensor". Only those are answered; `is_available()` stays False, so whoever asks
+learns the truth. Nothing of Megatron is edited.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _Generator:
+    """A state to seed, save and fork in place of the CUDA generator's.
+
+    Not the CPU generator's own: Megatron forks the tracker while it draws initial weights on the
+    CPU.
+    """
+
+    def __init__(self) -> None:
+        self.state = torch.Generator().get_state()
+
+    def seed(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    def get(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.state.clone()
+
+    def set(self, state: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.state = state.clone()
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Reads "cuda" as "cpu" wherever a torch function is given a device."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
+        return function(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def pretend_cuda() -> None:
+    """Patch this process. Call once, before the first Megatron model is built."""
+    from megatron.core.tensor_parallel import random as tracker
+
+    generator = _Generator()
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # before a checkpoint is written
+    torch.cuda.manual_seed = generator.seed
+    torch.cuda.get_rng_state = generator.get
+    torch.cuda.set_rng_state = generator.set  # type: ignore[assignment]
+    tracker._get_cuda_rng_state = generator.get
+    tracker._set_cuda_rng_state = generator.set
+    _CpuForCuda().__enter__()

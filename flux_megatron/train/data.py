@@ -1,0 +1,144 @@
+"""From a folder of text files to Megatron's GPTDataset.
+
+One document a file, indexed files built once and kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import (
+    DType,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
+)
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from flux_megatron.train.config import ConfigError, DataConfig, TrainConfig
+from flux_megatron.train.tokenizer import ByteTokenizer
+
+SNIFF_BYTES = 8192  # a NUL byte this early means that a file is no text
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def text_files(data: DataConfig) -> tuple[Path, list[Path]]:
+    """(root, files) in an order that depends on their names only.
+
+    `ConfigError` where there is nothing to read.
+    """
+    root = data.path or Path(sysconfig.get_path("stdlib"))
+    if not root.is_dir():
+        raise ConfigError(f"data.path: {root} is not a folder")
+    files = [
+        file
+        for file in root.rglob(data.pattern if data.path else "*.py")
+        if file.is_file() and not _hidden(file.relative_to(root), stdlib=data.path is None)
+    ]
+    files = sorted((f for f in files if _is_text(f)), key=lambda f: f.relative_to(root).as_posix())
+    if not files:
+        raise ConfigError(f"data.path: no text file in {root} matches {data.pattern!r}")
+    return root, files
+
+
+def indexed_dataset(data: DataConfig, cache: Path, console: Console) -> Path:
+    """Prefix of the .bin/.idx pair of these files, built if `cache` lacks it. Call on one rank."""
+    root, files = text_files(data)
+    prefix = cache / f"bytes-{_fingerprint(root, files)}" / "text"
+    if prefix.parent.is_dir():
+        return prefix
+    partial = prefix.parent.with_suffix(f".partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        _build(files, str(partial / "text"), console)
+        partial.rename(prefix.parent)  # whole or absent, also when we are killed
+    except OSError:
+        if not prefix.parent.is_dir():  # else another run was quicker
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return prefix
+
+
+def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
+    """One shuffled epoch of samples, the same for any number of steps. Collective."""
+    settings = GPTDatasetConfig(
+        random_seed=config.train.seed,
+        sequence_length=config.model.seq_length,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        path_to_cache=str(prefix.parent / "indices"),
+        tokenizer=ByteTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    sizes: list[int | None] = [None, None, None]
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings)
+    dataset = builder.build()[0]
+    if not len(dataset):
+        raise ConfigError(f"data.path: less text than model.seq_length={config.model.seq_length}")
+    return dataset
+
+
+def microbatches(
+    dataset: GPTDataset,
+    config: TrainConfig,
+    rank: int,
+    ranks: int,
+    consumed: int,
+    device: torch.device,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless microbatches of data parallel rank `rank` of `ranks`, after `consumed` samples.
+
+    Epochs repeat.
+    """
+    size = config.train.micro_batch
+    while True:
+        start = consumed + rank * size
+        samples = [dataset[i % len(dataset)] for i in range(start, start + size)]
+        yield {key: torch.stack([s[key] for s in samples]).to(device) for key in samples[0]}
+        consumed += size * ranks
+
+
+def _build(files: list[Path], prefix: str, console: Console) -> None:
+    eod = ByteTokenizer().eod
+    builder = IndexedDatasetBuilder(
+        get_bin_path(prefix), dtype=DType.optimal_dtype(ByteTokenizer().vocab_size)
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for file in progress.track(files, description="text to tokens"):
+            tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.uint16(eod))
+            builder.add_document(torch.from_numpy(tokens.astype(np.int32)), [tokens.size])
+    builder.finalize(get_idx_path(prefix))
+
+
+def _hidden(relative: Path, stdlib: bool) -> bool:
+    skipped = NOT_STDLIB if stdlib else set()
+    return any(part.startswith(".") or part in skipped for part in relative.parts)
+
+
+def _is_text(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return b"\0" not in stream.read(SNIFF_BYTES)
+
+
+def _fingerprint(root: Path, files: list[Path]) -> str:
+    facts = [
+        (f.relative_to(root).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in files
+    ]
+    text = json.dumps([ByteTokenizer().unique_identifiers, str(root.resolve()), facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

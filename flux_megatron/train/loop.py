@@ -1,0 +1,205 @@
+"""The steps of a run on one rank.
+
+Schedule, optimizer, metrics, checkpoints, and an orderly end when asked to stop.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from rich.console import Console
+
+import flux_megatron
+from flux_megatron.train import checkpoint, run_folder
+from flux_megatron.train.config import TrainConfig
+from flux_megatron.train.data import microbatches
+from flux_megatron.train.display import StepDisplay, summary_table
+from flux_megatron.train.model import Trainee
+
+
+class StopRequest:
+    """Remembers SIGTERM or SIGINT until the step is done; a second one acts as if without us."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.defaults = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def _note(self, number: int, _: object) -> None:
+        self.requested = True
+        signal.signal(number, self.defaults[signal.Signals(number)])
+
+    def agreed(self, device: torch.device) -> bool:
+        """True on all ranks as soon as one of them was asked. Collective."""
+        flag = torch.tensor([int(self.requested)], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+class Loop:
+    """One run on this rank, from `step` (already done) to the configured number of steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        out: Path,
+        trainee: Trainee,
+        dataset: GPTDataset,
+        device: torch.device,
+    ) -> None:
+        self.config, self.out, self.trainee, self.device = config, out, trainee, device
+        self.dataset = dataset
+        self.data_parallel = parallel_state.get_data_parallel_world_size()
+        self.num_microbatches = config.microbatches(self.data_parallel)
+        self.step = self.consumed = 0
+        self.forward_backward = get_forward_backward_func()
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, or from the beginning where there is none.
+
+        Collective.
+        """
+        found = checkpoint.latest(self.out)
+        if found is not None:
+            self.step, self.consumed = checkpoint.load(found, self.trainee)
+        if dist.get_rank() == 0:
+            run_folder.keep_metrics(self.out, self.step)
+
+    def run(self, console: Console | None) -> bool:
+        """Train.
+
+        `console` is rank 0's. True if the run reached its last step, False if it was asked to stop.
+        """
+        loop, first, started, stopped = self.config.train, self.step + 1, time.monotonic(), False
+        if self.step >= loop.steps and (self.out / "summary.json").exists():
+            return True  # a finished run was resumed: its record stays
+        stop, saved = StopRequest(), self.step
+        rank = parallel_state.get_data_parallel_rank()
+        batches = microbatches(
+            self.dataset, self.config, rank, self.data_parallel, self.consumed, self.device
+        )
+        flux_megatron.reset_report()
+        with StepDisplay(console, self.config, self.step) if console else nullcontext() as display:
+            while self.step < loop.steps and not stopped:
+                row = self._one_step(batches)
+                if display is not None:
+                    run_folder.append_metrics(self.out, row)
+                    display.show(row)
+                stopped = stop.agreed(self.device)
+                last = stopped or self.step == loop.steps
+                if last or (loop.save_every and self.step % loop.save_every == 0):
+                    checkpoint.save(self.out, self.trainee, self.step, self.consumed)
+                    saved = self.step
+        assert saved == self.step, (
+            f"step {self.step} ends the run but {saved} is the last one saved"
+        )
+        self._finish(console, first, time.monotonic() - started)
+        return self.step >= loop.steps
+
+    def _one_step(self, batches: Any) -> dict[str, Any]:
+        started, trainee, model = time.monotonic(), self.trainee, self.config.model
+        trainee.model.zero_grad_buffer()
+        trainee.optimizer.zero_grad()
+        reduced = self.forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=batches,
+            model=[trainee.model],
+            num_microbatches=self.num_microbatches,
+            seq_length=model.seq_length,
+            micro_batch_size=self.config.train.micro_batch,
+            forward_only=False,
+        )
+        rate = trainee.learning_rate()
+        updated, grad_norm, _ = trainee.optimizer.step()
+        if updated:
+            trainee.scheduler.step(1)
+        loss = torch.stack([part["loss"] for part in reduced]).mean()
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        self.step += 1
+        self.consumed += self.config.train.global_batch
+        report, value = flux_megatron.report(), loss.item() / self.data_parallel
+        seconds = time.monotonic() - started
+        return {
+            "step": self.step,
+            "loss": value,
+            "lr": rate,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "tokens_per_s": self.config.train.global_batch * model.seq_length / seconds,
+            "overlapped_share": report.share if report.total else None,
+            "seconds": seconds,
+        }
+
+    def _finish(self, console: Console | None, first: int, seconds: float) -> None:
+        counts = _counts_of_all_ranks()
+        if console is None:
+            return
+        rows, steps = run_folder.metrics(self.out), self.step - first + 1
+        eligible = 0
+        if self.config.layers == "flux":
+            per_rank = self.config.eligible_calls(steps, self.num_microbatches)
+            eligible = per_rank * dist.get_world_size()
+        summary = {
+            "layers": self.config.layers,
+            "first_step": first,
+            "last_step": self.step,
+            "final_loss": rows[-1]["loss"],
+            "seconds": seconds,
+            "eligible": eligible,
+            "silent": eligible - _accounted(self.config, counts),
+            **counts,
+        }
+        run_folder.write_json(self.out / "summary.json", summary)
+        run_folder.plot_losses(self.out / "loss.png", {self.config.layers: rows})
+        console.print(summary_table(f"{self.config.layers} layers", summary))
+
+
+def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask = batch["loss_mask"]
+        loss = (losses.float() * mask).sum() / mask.sum()
+        return loss, {"loss": loss.detach()}
+
+    return losses, mean_loss
+
+
+def _accounted(config: TrainConfig, counts: dict[str, Any]) -> int:
+    """Calls that did what was asked of them or said why not.
+
+    `auto` and `sequential` may choose not to overlap.
+    """
+    if config.strategy in ("auto", "sequential"):
+        return int(counts["total"])
+    return int(counts["overlapped"] + sum(counts["fallbacks"].values()))
+
+
+def _counts_of_all_ranks() -> dict[str, Any]:
+    """Sums over all ranks of what each one's report counted. Collective."""
+    report = flux_megatron.report()
+    mine = (dict(report.calls), dict(report.fallbacks), report.overlapped, report.total)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    calls: Counter[str] = Counter()
+    fallbacks: Counter[str] = Counter()
+    for rank_calls, rank_fallbacks, _, _ in ranks:
+        calls.update({f"{pattern} {strategy}": n for (pattern, strategy), n in rank_calls.items()})
+        fallbacks.update(
+            {f"{pattern}: {reason}": n for (pattern, reason), n in rank_fallbacks.items()}
+        )
+    return {
+        "calls": dict(sorted(calls.items())),
+        "fallbacks": dict(sorted(fallbacks.items())),
+        "overlapped": sum(rank[2] for rank in ranks),
+        "total": sum(rank[3] for rank in ranks),
+    }

@@ -1,0 +1,103 @@
+"""The folder of one run.
+
+Its configuration, metrics, summary and loss curve. No torch; the parent and rank 0 use it.
+
+OUT/config.json  OUT/metrics.jsonl  OUT/summary.json  OUT/loss.png  OUT/checkpoints/
+OUT/logs/rank_N.log
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flux_megatron.train.config import ConfigError, TrainConfig
+
+MAY_CHANGE = {"train.steps", "train.save_every", "train.log_every", "data.cache"}
+
+
+def refuse_used(out: Path, resume: bool) -> None:
+    """`ConfigError` if `out` holds anything and this is not a resumption.
+
+    No run is ever overwritten.
+    """
+    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty: give another --out, or --resume to continue it")
+
+
+def prepare(config: TrainConfig, out: Path, resume: bool) -> None:
+    """Claim `out` for this run and record its configuration, which a resumption must match."""
+    refuse_used(out, resume)
+    file = out / "config.json"
+    if file.exists():
+        old, new = _flat(json.loads(file.read_text())), _flat(json.loads(config.model_dump_json()))
+        keys = (key for key in sorted(old | new) if key not in MAY_CHANGE)
+        changed = [f"{k}: {old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
+        if changed:
+            raise ConfigError(f"{out} cannot be resumed with other settings: " + "; ".join(changed))
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(file, json.loads(config.model_dump_json()))
+
+
+def recorded_config(out: Path) -> TrainConfig:
+    return TrainConfig.model_validate_json((out / "config.json").read_text())
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Atomically: a reader sees the old file or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """One row per step. A last line without its end is what a killed run left, and is dropped."""
+    file = out / "metrics.jsonl"
+    if not file.exists():
+        return []
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def keep_metrics(out: Path, step: int) -> None:
+    """Forget the rows after `step`: a resumed run writes them again."""
+    rows = [row for row in metrics(out) if row["step"] <= step]
+    partial = out / "metrics.partial"
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(partial, out / "metrics.jsonl")
+
+
+def append_metrics(out: Path, row: dict[str, Any]) -> None:
+    with (out / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def plot_losses(file: Path, curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Loss over steps, one line per named run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
+    styles = ("-", "--", ":", "-.")
+    for index, (name, rows) in enumerate(curves.items()):
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        axes.plot(steps, losses, styles[index % len(styles)], label=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
