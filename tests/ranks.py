@@ -1,30 +1,38 @@
 """Real processes for tests: `run_ranks(body, world_size, *args)` runs `body(rank, *args)` on each rank.
 
-CPU ranks are forked (a parent that has imported torch and triton starts one in 50 ms) and speak gloo; with `device="cuda"` they
-are spawned and speak NCCL. If one fails all are stopped, and the failure carries every rank's traceback.
+CPU ranks are forked (a parent that has imported torch and triton starts one in 20 ms) and speak gloo; with
+`device="cuda"` they are spawned, so bodies must be functions of a module, and speak NCCL. `on_device` takes the
+GPUs if there are some. If one rank fails all are stopped, and the failure carries every rank's traceback.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import os
-import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RankFailure(AssertionError):
     """At least one rank failed; the message holds the tracebacks."""
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def on_device(body: Callable, world_size: int, *args, **options) -> list:
+    """`run_ranks` on GPUs, one a rank, if this machine has any; skips a test that needs more than it has."""
+    if DEVICE == "cuda" and world_size > torch.cuda.device_count():
+        pytest.skip(f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} here")
+    return run_ranks(body, world_size, *args, device=DEVICE, **options)
 
 
 def run_ranks(
@@ -33,35 +41,31 @@ def run_ranks(
 ) -> list:  # fmt: skip
     """What each rank returned, in rank order. `RankFailure` if any raised or the limit passed."""
     context = mp.get_context("fork" if device == "cpu" else "spawn")
-    results = context.SimpleQueue()
-    port = free_port()
+    if device == "cpu":
+        for module in ("flux_megatron.nn.functions", "torch._dynamo"):  # custom operators load it
+            importlib.import_module(module)  # once here, not once in each fork
+    ports, results = context.SimpleQueue(), context.SimpleQueue()
     processes = [
         context.Process(
             target=_rank_main,
-            args=(rank, world_size, port, device, environment or {}, results, body, args),
+            args=(rank, world_size, ports, device, environment or {}, limit_s, results, body, args),
             daemon=True,
         )
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
-    outcomes: dict[int, tuple[bool, object]] = {}
-    deadline = time.monotonic() + limit_s
+    # The store lives here, because a rank that is done early must not take it away from the others; and it starts
+    # after the forks, because a fork inherits whatever lock a thread of the store holds at that moment.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in processes:
+        ports.put(store.port)
     try:
-        while len(outcomes) < world_size and time.monotonic() < deadline:
-            if results.empty():
-                alive = [p.is_alive() for p in processes]
-                if not any(alive) and results.empty():
-                    break
-                time.sleep(0.01)
-                continue
-            rank, ok, value = results.get()
-            outcomes[rank] = (ok, value)
-            if not ok:  # the others may wait for it: give them a moment to say what they saw
-                deadline = min(deadline, time.monotonic() + 30)
+        outcomes = _collect(processes, results, limit_s)
     finally:
+        store.set("all have answered", "")
         for process in processes:
-            process.join(1 if len(outcomes) == world_size else 0.1)
+            process.join(1)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -73,22 +77,49 @@ def run_ranks(
     return [outcomes[rank][1] for rank in range(world_size)]
 
 
-def _rank_main(rank, world_size, port, device, environment, results, body, args) -> None:
+def _collect(processes: list, results, limit_s: float) -> dict[int, tuple[bool, object]]:
+    outcomes: dict[int, tuple[bool, object]] = {}
+    deadline = time.monotonic() + limit_s
+    while len(outcomes) < len(processes) and time.monotonic() < deadline:
+        if results.empty():
+            if not any(process.is_alive() for process in processes) and results.empty():
+                break
+            time.sleep(0.002)
+            continue
+        rank, ok, value = results.get()
+        outcomes[rank] = (ok, value)
+        if not ok:  # the others may wait for it: give them a moment to say what they saw
+            deadline = min(deadline, time.monotonic() + 30)
+    return outcomes
+
+
+def _rank_main(
+    rank, world_size, ports, device, environment, limit_s, results, body, args
+) -> None:  # fmt: skip
+    faulthandler.dump_traceback_later(limit_s - 1)  # where a rank hangs, before it is killed
+    port = ports.get()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank), **environment,
     )  # fmt: skip
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
         from flux_megatron import settings
 
         settings.reload()
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=torch.device(
-            "cuda", rank) if device == "cuda" else None)  # fmt: skip
-        value = body(rank, *args)
-        results.put((rank, True, value))
-        dist.destroy_process_group()
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        )
+        results.put((rank, True, body(rank, *args)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
+    sys.stdout.flush()
+    store.wait(["all have answered"], timedelta(hours=1))  # others may still use this rank's memory
+    os._exit(0)  # at once: the threads of communicators have nothing to say any more
