@@ -47,7 +47,7 @@ def all_gather_gemm(
     `ProblemMismatch`, on every rank, if the ranks bring different problems; `SignalTimeout` if a
     rank does not come.
     """
-    return _all_gather_gemm(x, w, bias, group.group_name, layout, plan.dumps() if plan else "")
+    return _all_gather_gemm(x, w, bias, group.group_name, layout, _words(plan))
 
 
 def gemm_reduce_scatter(
@@ -66,7 +66,7 @@ def gemm_reduce_scatter(
     M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is
     rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
     """
-    return _gemm_reduce_scatter(x, w, group.group_name, layout, plan.dumps() if plan else "")
+    return _gemm_reduce_scatter(x, w, group.group_name, layout, _words(plan))
 
 
 def _group(name: str) -> ProcessGroup:
@@ -96,6 +96,11 @@ def _gemm_reduce_scatter(x: Tensor, w: Tensor, group: str, layout: str, plan: st
 def _(x, w, group, layout, plan):
     N = w.shape[0] if layout == "nt" else w.shape[1]
     return x.new_empty(x.shape[0] // _group(group).size(), N)
+
+
+@torch.compiler.assume_constant_result  # the JSON encoder is nothing that Dynamo can trace
+def _words(plan: Plan | None) -> str:
+    return plan.dumps() if plan else ""
 
 
 @lru_cache(maxsize=1024)

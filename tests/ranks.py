@@ -24,6 +24,14 @@ import torch.multiprocessing as mp
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def be_late(seconds: float) -> None:
+    """Keep what this rank sends next from leaving for a while: on GPUs the stream sleeps, not the host."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+    else:
+        time.sleep(seconds)
+
+
 class RankFailure(AssertionError):
     """At least one rank failed; the message holds the tracebacks."""
 
@@ -69,6 +77,7 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+        del store  # a failure's traceback keeps this frame, and later forks must not inherit the store
     missing = [f"rank {r}: no answer (exit code {processes[r].exitcode})" for r in range(world_size)
                if r not in outcomes]  # fmt: skip
     failed = [f"rank {r}:\n{value}" for r, (ok, value) in sorted(outcomes.items()) if not ok]

@@ -1,0 +1,77 @@
+"""Operands of both operations for all ranks, and the truth: what the tests of `ops` and the soak test have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from closeness import assert_exact, assert_sums_exact, small_integers
+from ranks import DEVICE
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import ops, reference
+from flux_megatron.problem import Plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sizes on each rank, so that any of them may be ragged at any world size."""
+
+    pattern: str
+    M_shard: int
+    N_local: int
+    K_local: int
+    dtype: torch.dtype = torch.float32
+    layout: str = "nt"
+    bias: bool = False
+    plan: Plan | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Entry r of each list belongs to rank r; so does entry r of `expected`."""
+
+    x: list[Tensor]
+    w: list[Tensor]
+    bias: list[Tensor] | None
+    expected: list[Tensor]
+
+
+def operands(case: Case, world_size: int) -> Operands:
+    """Small integers, the same on every rank that asks; asserts that all sums of them are exact."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def shards(*shape: int) -> list[Tensor]:
+        return [small_integers(shape, case.dtype, generator) for _ in range(world_size)]
+
+    gathers = case.pattern == "ag_gemm"
+    x = shards(case.M_shard * (1 if gathers else world_size), case.K_local)
+    N, K = case.N_local, case.K_local
+    w = shards(*((N, K) if case.layout == "nt" else (K, N)))
+    bias = shards(N) if case.bias else None
+    columns = [shard.t() if case.layout == "nt" else shard for shard in w]
+    if gathers:
+        assert_sums_exact(torch.cat(x), torch.cat(columns, 1), extra=1)
+        return Operands(x, w, bias, reference.all_gather_gemm(x, w, case.layout, bias))
+    assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
+    return Operands(x, w, None, reference.gemm_reduce_scatter(x, w, case.layout))
+
+
+def call(case: Case, given: Operands, group: ProcessGroup) -> Tensor:
+    """The public operation on this rank's shards."""
+    r = group.rank()
+    x, w = given.x[r].to(DEVICE), given.w[r].to(DEVICE)
+    if case.pattern == "ag_gemm":
+        bias = given.bias[r].to(DEVICE) if given.bias else None
+        return ops.all_gather_gemm(x, w, group, bias=bias, layout=case.layout, plan=case.plan)
+    return ops.gemm_reduce_scatter(x, w, group, layout=case.layout, plan=case.plan)
+
+
+def check(case: Case, group: ProcessGroup | None = None) -> None:
+    """Call and compare, with no tolerance."""
+    group = group or dist.group.WORLD
+    given = operands(case, group.size())
+    assert_exact(call(case, given, group), given.expected[group.rank()], str(case))

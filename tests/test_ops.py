@@ -1,0 +1,262 @@
+"""The two operations in real processes: exact on integers, and on random data as close to fp64 as plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Operands, call, check, operands
+from closeness import assert_as_close_as
+from ranks import DEVICE, be_late, on_device
+
+import flux_megatron
+from flux_megatron import errors, ops, reference
+from flux_megatron.problem import Plan, Tile
+
+PATTERNS = ["ag_gemm", "gemm_rs"]
+STRATEGIES = ["fused", "pipelined", "sequential"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = ["nt", "nn"]
+# (M_shard, N_local, K_local): single elements, below, at and beyond one tile, never a multiple twice
+SHAPES = [(1, 1, 1), (16, 16, 16), (13, 7, 5), (33, 18, 24), (20, 33, 17), (70, 17, 19)]
+SMALL, WIDE, TALL = Tile(16, 16, 16), Tile(16, 64, 32, group_m=1), Tile(64, 16, 16, group_m=2)
+# communication tiles: the shard, one row (more than there are slots for 70 rows), ragged, too large
+PLANS = {
+    "fused": [
+        None,
+        Plan("fused", tile=SMALL),
+        Plan("fused", comm_rows=1, tile=SMALL),
+        Plan("fused", comm_rows=7, tile=WIDE),
+        Plan("fused", comm_rows=24, tile=TALL),
+        Plan("fused", comm_rows=1000, tile=TALL),
+    ],
+    "pipelined": [
+        Plan("pipelined"),
+        Plan("pipelined", comm_rows=1),
+        Plan("pipelined", comm_rows=7),
+        Plan("pipelined", comm_rows=1000),
+    ],
+    "sequential": [Plan("sequential")],
+}
+
+
+def cases_of(pattern: str, strategy: str, count: int) -> list[Case]:
+    """`count` of all combinations, the same ones each time, in an order in which neighbours differ in all."""
+    combinations = itertools.product(SHAPES, PLANS[strategy], DTYPES, LAYOUTS, [False, True])
+    chosen = random.Random(f"{pattern} {strategy}").sample(
+        [c for c in combinations if pattern == "ag_gemm" or not c[4]], count
+    )
+    return [
+        Case(pattern, *shape, dtype=dtype, layout=layout, bias=bias, plan=plan, seed=seed)
+        for seed, (shape, plan, dtype, layout, bias) in enumerate(chosen)
+    ]
+
+
+def run_cases(rank: int, cases: list[Case]) -> dict[tuple[str, str], int]:
+    for case in cases:
+        check(case)
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_exact(world_size, pattern, strategy):
+    count = min({1: 36, 2: 36, 3: 24, 4: 18, 8: 8}[world_size], 36 if strategy != "sequential" else 12)
+    cases = cases_of(pattern, strategy, count)
+    if world_size == 1:  # without a plan one rank has nothing to overlap
+        cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]
+    for calls in on_device(run_cases, world_size, cases):
+        assert calls == {(pattern, strategy): len(cases)}
+
+
+def test_every_dtype_layout_shape_and_plan_is_drawn():
+    for pattern, strategy in itertools.product(PATTERNS, ("fused", "pipelined")):
+        drawn = cases_of(pattern, strategy, 24)
+        assert {(c.M_shard, c.N_local, c.K_local) for c in drawn} == set(SHAPES)
+        assert {c.plan for c in drawn} == set(PLANS[strategy])
+        assert {(c.dtype, c.layout) for c in drawn} == {*itertools.product(DTYPES, LAYOUTS)}
+
+
+def default_plans(rank: int) -> dict[tuple[str, str], int]:
+    for pattern, dtype, layout in itertools.product(PATTERNS, DTYPES, LAYOUTS):
+        check(Case(pattern, 40, 24, 16, dtype=dtype, layout=layout))
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize(
+    ("setting", "strategy"),
+    [("auto", "fused"), *[(s, s) for s in STRATEGIES]],
+)
+def test_the_strategy_setting_decides(setting, strategy):
+    for calls in on_device(default_plans, 2, environment={"FLUX_MEGATRON_STRATEGY": setting}):
+        assert calls == {("ag_gemm", strategy): 6, ("gemm_rs", strategy): 6}
+
+
+def test_one_rank_has_nothing_to_overlap():
+    (calls,) = on_device(default_plans, 1)
+    assert calls == {("ag_gemm", "sequential"): 6, ("gemm_rs", "sequential"): 6}
+
+
+def falls_back(rank: int) -> tuple[dict, dict]:
+    for pattern in PATTERNS:
+        check(Case(pattern, 6, 5, 7, dtype=torch.float64))
+        check(Case(pattern, 6, 5, 7, dtype=torch.float64, seed=1))
+    report = flux_megatron.report()
+    return report.calls, report.fallbacks
+
+
+def test_float64_falls_back_and_says_why():
+    for calls, fallbacks in on_device(falls_back, 2):
+        assert calls == {("ag_gemm", "sequential"): 2, ("gemm_rs", "sequential"): 2}
+        why = "dtype float64 is none of float32, bfloat16, float16"
+        assert fallbacks == {("ag_gemm", why): 2, ("gemm_rs", why): 2}
+
+
+def refuses_to_fall_back(rank: int) -> list[str]:
+    said = []
+    for pattern in PATTERNS:
+        with pytest.raises(errors.FallbackRefused) as caught:
+            check(Case(pattern, 6, 5, 7, dtype=torch.float64))
+        said.append(str(caught.value))
+        check(Case(pattern, 6, 5, 7))
+    return said
+
+
+def test_strict_mode_refuses_float64_and_nothing_else():
+    for said in on_device(refuses_to_fall_back, 2, environment={"FLUX_MEGATRON_STRICT": "1"}):
+        assert said == [
+            f"{p} cannot be overlapped: dtype float64 is none of float32, bfloat16, float16"
+            for p in PATTERNS
+        ]
+
+
+def random_operands(case: Case, world_size: int) -> Operands:
+    """Normally distributed; `expected` is the fp64 truth."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def shards(*shape: int) -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator).to(case.dtype) for _ in range(world_size)]
+
+    gathers = case.pattern == "ag_gemm"
+    x = shards(case.M_shard * (1 if gathers else world_size), case.K_local)
+    w = shards(case.N_local, case.K_local)
+    bias = shards(case.N_local) if case.bias else None
+    wide = [[t.double() for t in shard] for shard in (x, w, bias or [])]
+    if gathers:
+        expected = reference.all_gather_gemm(wide[0], wide[1], "nt", wide[2] or None)
+    else:
+        expected = reference.gemm_reduce_scatter(wide[0], wide[1])
+    return Operands(x, w, bias, expected)
+
+
+def plain_torch(case: Case, given: Operands, rank: int) -> torch.Tensor:
+    """What a user would write in the same dtype, on one device."""
+    x, w = ([t.to(DEVICE) for t in shards] for shards in (given.x, given.w))
+    if case.pattern == "ag_gemm":
+        y = torch.cat(x) @ w[rank].t()
+        return y + given.bias[rank].to(DEVICE) if given.bias else y
+    total = x[0] @ w[0].t()
+    for a, b in zip(x[1:], w[1:], strict=True):
+        total = total + a @ b.t()
+    return total.chunk(len(x))[rank]
+
+
+def stays_close(rank: int, cases: list[Case]) -> None:
+    group = dist.group.WORLD
+    for case in cases:
+        given = random_operands(case, group.size())
+        baseline = plain_torch(case, given, rank)
+        assert_as_close_as(call(case, given, group), baseline, given.expected[rank], str(case))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_data_is_as_close_as_plain_torch(world_size):
+    cases = [
+        Case(pattern, 65, 50, 129, dtype=dtype, bias=pattern == "ag_gemm", plan=plan)
+        for pattern in PATTERNS
+        for dtype in DTYPES
+        for plan in (None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined"))
+    ]
+    on_device(stays_close, world_size, cases)
+
+
+def same_bits(rank: int) -> None:
+    group = dist.group.WORLD
+    case = Case("gemm_rs", 40, 24, 64, dtype=torch.float32, plan=Plan("fused", 7, Tile(16, 16, 16)))
+    given = random_operands(case, group.size())
+    first = call(case, given, group)
+    for late in range(group.size()):
+        if rank == late:
+            be_late(0.05)
+        assert torch.equal(call(case, given, group), first), f"rank {late} was late"
+
+
+def test_the_sum_does_not_depend_on_who_is_late():
+    on_device(same_bits, 3)
+
+
+def opchecks(rank: int) -> None:
+    name = dist.group.WORLD.group_name
+    x, w, bias = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4), (5,)))
+    for layout, weight in (("nt", w), ("nn", w.t().contiguous())):
+        torch.library.opcheck(ops._all_gather_gemm, (x, weight, None, name, layout, ""))
+        torch.library.opcheck(ops._all_gather_gemm, (x, weight, bias, name, layout, ""))
+        torch.library.opcheck(ops._gemm_reduce_scatter, (x, weight, name, layout, ""))
+
+
+def test_opcheck():
+    on_device(opchecks, 1)
+
+
+def compiles(rank: int) -> None:
+    group = dist.group.WORLD
+    plan = Plan("pipelined", comm_rows=3)
+
+    def block(x, w1, w2):
+        """Both operations and arithmetic between them, as in a transformer's MLP."""
+        h = ops.all_gather_gemm(x, w1, group).relu()
+        y = ops.gemm_reduce_scatter(h, w2, group)
+        return y + ops.gemm_reduce_scatter(h, w2, group, plan=plan) + x
+
+    generator = torch.Generator().manual_seed(rank)
+    x, w1, w2 = (
+        torch.randint(-2, 3, s, generator=generator).float().to(DEVICE)
+        for s in ((4, 6), (10, 6), (6, 10))
+    )
+    expected = block(x, w1, w2)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(x, w1, w2), expected), backend
+    assert flux_megatron.report().calls == {
+        ("ag_gemm", "fused"): 3, ("gemm_rs", "fused"): 3, ("gemm_rs", "pipelined"): 3
+    }  # fmt: skip
+
+
+def test_compile_without_a_graph_break():
+    on_device(compiles, 2)
+
+
+def fakes(rank: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    group = dist.group.WORLD
+    R = group.size()
+    with FakeTensorMode():
+        x = torch.empty(6 * R, 4, dtype=torch.bfloat16, device=DEVICE)
+        for layout, shape in (("nt", (5, 4)), ("nn", (4, 5))):
+            w = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+            y = ops.all_gather_gemm(x, w, group, layout=layout)
+            assert (y.shape, y.dtype, y.device) == ((6 * R * R, 5), x.dtype, x.device)
+            y = ops.gemm_reduce_scatter(x, w, group, layout=layout)
+            assert (y.shape, y.dtype, y.device) == ((6, 5), x.dtype, x.device)
+    assert flux_megatron.report().total == 0
+
+
+def test_fake_kernels_give_the_shapes_and_run_nothing():
+    on_device(fakes, 2)
