@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 # integers up to this magnitude are exact in a dtype, and so is every sum that stays below it
-EXACT_LIMIT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+EXACT_LIMIT = {
+    torch.bfloat16: 2**8,
+    torch.float16: 2**11,
+    torch.float32: 2**24,
+    torch.float64: 2**53,
+}
 
 
 def small_integers(

@@ -66,7 +66,9 @@ def run_cases(rank: int, cases: list[Case]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_exact(world_size, pattern, strategy):
-    count = min({1: 36, 2: 36, 3: 24, 4: 18, 8: 8}[world_size], 36 if strategy != "sequential" else 12)
+    count = min(
+        {1: 36, 2: 36, 3: 24, 4: 18, 8: 8}[world_size], 36 if strategy != "sequential" else 12
+    )
     cases = cases_of(pattern, strategy, count)
     if world_size == 1:  # without a plan one rank has nothing to overlap
         cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]

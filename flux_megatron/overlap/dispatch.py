@@ -42,10 +42,11 @@ def decide(
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
     space = workspace(group, x.device)
-    if complaint := _complaint(pattern, x, w, bias, group.size(), layout, plan):
+    if complaint := _complaint(pattern, x, w, bias, space, layout, plan):
         space.agreement.refuse(complaint)
         raise ValueError(f"{pattern}: {complaint}")
-    key = (pattern, x.shape, w.shape, x.dtype, bias is None, layout, plan, settings.get())
+    # nothing in which ranks may differ: they would ask a different number of times
+    key = (pattern, x.shape, w.shape, x.dtype, layout, plan, settings.get())
     if key not in space.decisions:
         space.decisions[key] = _new_decision(pattern, x, w, group.size(), layout, plan, space)
     return space.decisions[key]
@@ -71,16 +72,18 @@ def _new_decision(
     if plan is None:
         plan, fallback = registry.choose(problem, space.unavailable)
     elif reason := space.unavailable or registry.strategy(problem, plan.strategy).supports(problem):
-        raise ValueError(f"{problem}: the plan {plan} cannot run: {reason}")
+        space.agreement.refuse(f"the plan {plan.dumps()} cannot run: {reason}")
+        raise ValueError(f"{problem}: the plan {plan.dumps()} cannot run: {reason}")
     space.agreement.confirm(f"{problem} with {plan.dumps()}")
     return Decision(problem, registry.strategy(problem, plan.strategy), plan, space, fallback)
 
 
 def _complaint(
-    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, world_size: int,
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
     layout: str, plan: Plan | None,
 ) -> str | None:  # fmt: skip
     """What is wrong with the arguments of this rank: what was given and what was expected."""
+    world_size = space.group.size()
     if layout not in LAYOUTS:
         return f"layout {layout!r} given, one of {LAYOUTS} expected"
     if plan is not None and plan.strategy not in registry.STRATEGIES[pattern]:
@@ -93,6 +96,8 @@ def _complaint(
         return f"x {_told(x)} and w {_told(w)} given, one floating-point dtype expected"
     if w.device != x.device:
         return f"x {_told(x)} and w {_told(w)} given, one device expected"
+    if x.device != space.device:
+        return f"x {_told(x)} given, {space.device} expected, where the group's first call was"
     if not x.is_contiguous() or not w.is_contiguous():
         return f"strides x {x.stride()}, w {w.stride()} given, contiguous rows expected"
     inner, outer = (w.shape[1], w.shape[0]) if layout == "nt" else (w.shape[0], w.shape[1])

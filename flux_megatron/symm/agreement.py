@@ -9,6 +9,7 @@ who said nothing.
 from __future__ import annotations
 
 import datetime
+import time
 import uuid
 
 import torch.distributed as dist
@@ -63,12 +64,13 @@ class Agreement:
     def _exchange(self, words: str) -> list[str]:
         number, self._number = self._number, self._number + 1
         self._store.set(f"{number}/{self._rank}", words)
-        limit = datetime.timedelta(seconds=settings.get().timeout_s)
+        deadline = time.monotonic() + settings.get().timeout_s
         said = []
         for rank in range(self._world_size):
             key = f"{number}/{rank}"
+            remaining_s = max(deadline - time.monotonic(), 0.01)  # a store takes 0 for no limit
             try:
-                self._store.wait([key], limit)
+                self._store.wait([key], datetime.timedelta(seconds=remaining_s))
                 said.append(self._store.get(key).decode())
             except dist.DistStoreError:
                 said.append("")

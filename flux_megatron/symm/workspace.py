@@ -156,7 +156,7 @@ class Workspace:
     """What one group shares: the agreement, a channel for gathers and one for scatters."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self.group, self.device = group, device
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.unavailable = _why_unavailable(group, device)

@@ -1,0 +1,297 @@
+"""Calls that cannot work: every rank is told why, none hangs, and the group is good for the next call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, check
+from ranks import DEVICE, on_device
+
+from flux_megatron import errors, ops
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.problem import Plan
+from flux_megatron.symm import workspace as workspaces
+
+SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=DEVICE)
+
+
+def told(*shape: int, dtype: str = "float32", device: str = DEVICE) -> str:
+    device = f"{device}:{torch.cuda.current_device()}" if device == "cuda" else device
+    return f"{list(shape)} {dtype} on {device}"
+
+
+def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
+    """Calls of a group of 2 and what each message must contain; made on the rank, which knows its device."""
+    half, w = torch.float16, tensor(5, 4)
+    group = dist.group.WORLD
+    calls: dict[str, tuple[Callable, list[str]]] = {
+        "rows": (
+            lambda: SCATTER(tensor(7, 4), w, group),
+            [f"x {told(7, 4)} given", "divisible by the group's 2 ranks expected"],
+        ),
+        "first dimension": (
+            lambda: row_parallel_linear(tensor(3, 2, 4), w, group=group),
+            ["x [3, 2, 4] given", "divisible by the group's 2 ranks expected"],
+        ),
+        "bias shape": (
+            lambda: GATHER(tensor(6, 4), w, group, bias=tensor(4)),
+            [f"bias {told(4)} given", "[5] torch.float32 expected"],
+        ),
+        "bias dtype": (
+            lambda: GATHER(tensor(6, 4), w, group, bias=tensor(5, dtype=half)),
+            [f"bias {told(5, dtype='float16')} given", "[5] torch.float32 expected"],
+        ),
+        "weight of a layer": (
+            lambda: column_parallel_linear(tensor(3, 2, 6), w, None, group=group),
+            [f"x {told(6, 6)} and w {told(5, 4)} given", "equal K expected for layout 'nt'"],
+        ),
+    }
+    for op in (GATHER, SCATTER):
+        x, integers = tensor(6, 4), tensor(6, 4, dtype=torch.int32)
+        calls |= {
+            f"{op.__name__}: {name}": (lambda op=op, a=arguments, o=options: op(*a, group, **o), words)
+            for name, arguments, options, words in [
+                ("integers", (integers, w.int()), {}, ["int32", "one floating-point dtype expected"]),
+                ("two dtypes", (x, w.half()), {},
+                 [f"x {told(6, 4)} and w {told(5, 4, dtype='float16')} given", "one floating-point"]),
+                ("K", (tensor(6, 3), w), {}, [f"x {told(6, 3)} and w {told(5, 4)} given", "equal K"]),
+                ("K of nn", (x, w), {"layout": "nn"}, ["equal K expected for layout 'nn'"]),
+                ("one dimension", (tensor(4), w), {}, [f"x {told(4)}", "two matrices expected"]),
+                ("three dimensions", (tensor(2, 3, 4), w), {}, ["two matrices expected"]),
+                ("no rows", (tensor(0, 4), w), {}, [f"x {told(0, 4)}", "no empty dimension expected"]),
+                ("no columns", (x, tensor(0, 4)), {}, ["no empty dimension expected"]),
+                ("strides of x", (tensor(4, 6).t(), w), {},
+                 ["strides x (1, 6), w (4, 1) given", "contiguous rows expected"]),
+                ("strides of w", (x, tensor(4, 5).t()), {}, ["w (1, 5) given", "contiguous"]),
+                ("layout", (x, w), {"layout": "tn"}, ["layout 'tn' given, one of ('nt', 'nn') expected"]),
+                ("strategy", (x, w), {"plan": Plan("magic")},
+                 ["strategy 'magic' given", "one of ['fused', 'pipelined', 'sequential'] expected"]),
+                ("unsupported plan", (x.double(), w.double()), {"plan": Plan("fused")},
+                 ["cannot run", "dtype float64 is none of float32, bfloat16, float16"]),
+            ]
+        }  # fmt: skip
+    return calls
+
+
+def all_are_bad(rank: int) -> None:
+    check(Case("ag_gemm", 3, 5, 4))
+    for name, (bad, words) in bad_calls().items():
+        with pytest.raises(ValueError, match="given|cannot run") as caught:
+            bad()
+        for word in words:
+            assert word in str(caught.value), f"{name}: {word!r} is not in {caught.value}"
+    for pattern in ("ag_gemm", "gemm_rs"):
+        check(Case(pattern, 3, 5, 4))
+        check(Case(pattern, 7, 2, 3))
+
+
+def test_every_rank_is_told_and_the_group_still_works():
+    on_device(all_are_bad, 2)
+
+
+def another_device(rank: int) -> list[str]:
+    group = dist.group.WORLD
+    check(Case("ag_gemm", 3, 5, 4))
+    said = []
+    for x, w in (
+        (tensor(6, 4).to("meta"), tensor(5, 4).to("meta")),
+        (tensor(6, 4), tensor(5, 4).to("meta")),
+    ):
+        with pytest.raises(ValueError, match="given") as caught:
+            ops.run_ag_gemm(x, w, None, group)
+        said.append(str(caught.value))
+    check(Case("ag_gemm", 3, 5, 6))
+    return said
+
+
+def test_another_device_is_refused():
+    for first, second in on_device(another_device, 2):
+        assert "[6, 4] float32 on meta given" in first
+        assert "where the group's first call was" in first
+        assert "[5, 4] float32 on meta given, one device expected" in second
+
+
+def seconds_until(error: type[Exception], call: Callable) -> tuple[str, float]:
+    started = time.monotonic()
+    with pytest.raises(error) as caught:
+        call()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        workspaces.check()
+    return str(caught.value), time.monotonic() - started
+
+
+def different_problems(rank: int) -> tuple[str, float]:
+    group = dist.group.WORLD
+    check(Case("gemm_rs", 3, 5, 4))
+    answer = seconds_until(
+        errors.ProblemMismatch, lambda: GATHER(tensor(6, 4 + rank), tensor(5, 4 + rank), group)
+    )
+    check(Case("gemm_rs", 3, 5, 4))
+    check(Case("ag_gemm", 3, 5, 4))
+    return answer
+
+
+def test_different_shapes_are_told_to_every_rank():
+    for said, seconds in on_device(different_problems, 3, environment=SHORT):
+        for rank in range(3):
+            assert f"rank {rank}: ag_gemm M=18 N=15 K={4 + rank} nt float32 over 3 ranks" in said
+        assert seconds < 2
+
+
+def different_operations(rank: int) -> str:
+    group = dist.group.WORLD
+    op = GATHER if rank == 0 else SCATTER
+    said, _ = seconds_until(errors.ProblemMismatch, lambda: op(tensor(6, 4), tensor(5, 4), group))
+    check(Case("ag_gemm", 3, 5, 4))
+    return said
+
+
+def test_different_operations_are_told_to_every_rank():
+    for said in on_device(different_operations, 2, environment=SHORT):
+        assert "rank 0: ag_gemm" in said
+        assert "rank 1: gemm_rs" in said
+
+
+def one_refuses(rank: int, bad: dict, plan: Plan | None) -> tuple[str, float]:
+    """Rank 1 brings what cannot work, the others a new problem."""
+    group = dist.group.WORLD
+    good = {"x": (6, 4), "w": (5, 4), "dtype": torch.float32, "layout": "nt"}
+    given = good | (bad if rank == 1 else {})
+    x, w = (tensor(*given[name], dtype=given["dtype"]) for name in ("x", "w"))
+    plan = plan if rank == 1 else None
+    expected = ValueError if rank == 1 else errors.ProblemMismatch
+    answer = seconds_until(expected, lambda: GATHER(x, w, group, layout=given["layout"], plan=plan))
+    check(Case("ag_gemm", 3, 5, 4))
+    check(Case("gemm_rs", 3, 5, 4))
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("bad", "plan", "reason"),
+    [
+        ({"w": (5, 3)}, None, "equal K expected"),
+        ({"dtype": torch.int32}, None, "one floating-point dtype expected"),
+        ({"layout": "tn"}, None, "layout 'tn' given"),
+        ({"dtype": torch.float64}, Plan("fused"), "cannot run: dtype float64"),
+    ],
+    ids=["shape", "dtype", "layout", "plan"],
+)
+def test_the_others_are_told_why_one_refuses(bad, plan, reason):
+    answers = on_device(one_refuses, 3, bad, plan, environment=SHORT)
+    for rank, (said, seconds) in enumerate(answers):
+        assert reason in said
+        assert seconds < 2
+        if rank != 1:
+            assert "rank 1: refused: " in said
+            assert f"rank {rank}: ag_gemm M=18" in said
+
+
+def one_refuses_what_is_known(rank: int) -> str:
+    """The others have asked about this problem before, so that only a signal is missing."""
+    group = dist.group.WORLD
+    x, w = tensor(6, 4), tensor(5, 4)
+    GATHER(x, w, group)
+    if rank == 1:
+        with pytest.raises(ValueError, match="equal K"):
+            GATHER(x[:, :3].contiguous(), w, group)
+        time.sleep(3)
+        return ""
+    said, seconds = seconds_until(errors.SignalTimeout, lambda: GATHER(x, w, group))
+    assert 1.9 < seconds < 4
+    return said
+
+
+def test_a_missing_signal_is_explained_by_a_refusal():
+    said, _ = on_device(one_refuses_what_is_known, 2, environment=SHORT)
+    assert "rank 0 of group" in said
+    assert "communication tile 0 of rank 1: epoch 2 expected, 1 seen" in said
+    assert "rank 1 refused: " in said
+    assert "equal K expected" in said
+
+
+def one_never_comes(rank: int, known: bool, pattern: str) -> tuple[str, float]:
+    group = dist.group.WORLD
+    check(Case(pattern, 3, 5, 4))
+    if rank == 2:
+        time.sleep(4)
+        return "", 0.0
+    case = Case(pattern, 3, 5, 4 if known else 6)
+    return seconds_until(
+        errors.SignalTimeout if known else errors.ProblemMismatch, lambda: check(case, group)
+    )
+
+
+@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
+def test_a_rank_that_never_comes_is_named(pattern):
+    *answers, _ = on_device(one_never_comes, 3, True, pattern, environment=SHORT)
+    for said, seconds in answers:
+        assert "waited 2 s for communication tile 0 of rank 2: epoch 2 expected, 1 seen" in said
+        assert 1.9 < seconds < 4
+
+
+def test_a_rank_that_never_asks_is_named():
+    *answers, _ = on_device(one_never_comes, 3, False, "ag_gemm", environment=SHORT)
+    for said, seconds in answers:
+        assert "rank 2: no answer" in said
+        assert 1.9 < seconds < 4
+
+
+def two_never_come(rank: int) -> float:
+    """The time limit is one for all, not one for each missing rank."""
+    check(Case("ag_gemm", 3, 5, 4))
+    if rank:
+        time.sleep(4)
+        return 0.0
+    said, seconds = seconds_until(errors.ProblemMismatch, lambda: check(Case("ag_gemm", 3, 5, 6)))
+    assert "rank 1: no answer; rank 2: no answer" in said
+    return seconds
+
+
+def test_missing_ranks_share_one_time_limit():
+    seconds, *_ = on_device(two_never_come, 3, environment=SHORT)
+    assert 1.9 < seconds < 3.5
+
+
+def begins_twice(rank: int) -> None:
+    group = dist.group.WORLD
+    x, w = tensor(6, 4), tensor(5, 4)
+    first = ops.start_gemm_rs(x, w, group)
+    with pytest.raises(errors.WorkspaceError, match="while another was open"):
+        ops.start_gemm_rs(x, w, group)
+    assert torch.equal(first.finish().cpu(), torch.full((3, 5), 8.0))
+    gather = ops.start_gather(x, w, group)
+    with pytest.raises(errors.WorkspaceError, match="while another was open"):
+        GATHER(x, w, group)
+    # the other direction is another channel
+    assert torch.equal(SCATTER(x, w, group).cpu(), torch.full((3, 5), 8.0))
+    assert torch.equal(gather.complete().cpu(), torch.ones(12, 4))
+    gather.close()
+    check(Case("ag_gemm", 3, 5, 4))
+
+
+def test_a_second_call_while_one_is_open_is_refused():
+    on_device(begins_twice, 2)
+
+
+def biases_differ(rank: int) -> None:
+    """Whether there is a bias is a rank's own affair: it changes no communication, and no question."""
+    group = dist.group.WORLD
+    x, w, bias = tensor(6, 4), tensor(5, 4), tensor(5)
+    for given in (bias if rank else None, None):
+        y = GATHER(x, w, group, bias=given)
+        assert torch.equal(y.cpu(), torch.full((12, 5), 4.0 if given is None else 5.0))
+    GATHER(tensor(2, 4), w, group)
+
+
+def test_a_bias_on_some_ranks_only():
+    on_device(biases_differ, 2, environment=SHORT)
