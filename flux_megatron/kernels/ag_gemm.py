@@ -19,6 +19,7 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
 
 
@@ -70,7 +71,7 @@ def ag_gemm(
     N = w.shape[0] if layout == "nt" else w.shape[1]
     world_size = M // M_shard
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tiles = world_size * triton.cdiv(M_shard, tile.block_m) * triton.cdiv(N, tile.block_n)
+    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     launch.run(
         ag_gemm_kernel, launch.persistent_grid(x.device, tiles), tile,
         x, gathered, w, bias if bias is not None else x, y, pad, status,

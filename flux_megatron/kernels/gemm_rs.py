@@ -20,6 +20,7 @@ from flux_megatron.kernels.primitives import (
     count_acq_rel_gpu,
     signal_release_sys,
 )
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
 
 
@@ -78,7 +79,7 @@ def gemm_rs(
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = M // world_size
-    tiles = world_size * triton.cdiv(M_shard, tile.block_m) * triton.cdiv(N, tile.block_n)
+    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     launch.run(
         gemm_rs_kernel, launch.persistent_grid(x.device, tiles), tile,
         x, w, slot_pointers, pad_pointers, counters, rank, epoch, M_shard, N, K, comm_rows,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.problem import Tile
 
 
@@ -48,9 +49,9 @@ def reduce_slots(
     # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than
     # many
     block_m, block_n = (64, 512) if slots.device.type == "cpu" else (16, 256)
-    block_m = min(block_m, triton.next_power_of_2(M_shard))
-    block_n = min(block_n, triton.next_power_of_2(N))
-    tiles = triton.cdiv(M_shard, block_m) * triton.cdiv(N, block_n)
+    block_m = min(block_m, next_power_of_2(M_shard))
+    block_n = min(block_n, next_power_of_2(N))
+    tiles = cdiv(M_shard, block_m) * cdiv(N, block_n)
     launch.run(
         reduce_slots_kernel, (tiles,), Tile(block_m, block_n),
         slots, y, pad, status, epoch, timeout_ns, M_shard, N, comm_rows,

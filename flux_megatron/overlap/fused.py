@@ -12,6 +12,7 @@ from torch import Tensor
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
@@ -31,7 +32,7 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def _clamped(size: int, smallest: int, largest: int) -> int:
-    return max(smallest, min(largest, 1 << (size - 1).bit_length()))
+    return max(smallest, min(largest, next_power_of_2(size)))
 
 
 def _interpreted_tile(problem: Problem) -> Tile:

@@ -21,7 +21,7 @@ class CpuCopyEngine:
     def fork(self) -> None: ...
 
     def push(self, destination: Tensor, source: Tensor) -> None:
-        """destination <- source, same shape and dtype; destination is a peer's memory."""
+        """destination <- source: same shape and dtype, both contiguous."""
         destination.copy_(source)
 
     def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
@@ -40,15 +40,19 @@ class CudaCopyEngine:
         from cuda.bindings import driver
 
         self._driver = driver
+        self._device = device.index  # a stream is looked up faster by index than by device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def fork(self) -> None:
         """What is pushed from now on comes after what the caller's stream holds now."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def push(self, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
+        # the driver's call, not Tensor.copy_ in a stream context: a few us less on the host
+        (error,) = self._driver.cuMemcpyDtoDAsync(
+            destination.data_ptr(), source.data_ptr(), source.nbytes, self._stream.cuda_stream
+        )
+        self._check("cuMemcpyDtoDAsync", error)
 
     def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
         address = pad.data_ptr() + slot * pad.element_size()
@@ -56,11 +60,14 @@ class CudaCopyEngine:
         (error,) = self._driver.cuStreamWriteValue32(
             self._stream.cuda_stream, address, as_int32(epoch) % 2**32, 0
         )
+        self._check("cuStreamWriteValue32", error)
+
+    def _check(self, call: str, error: object) -> None:
         if error != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuStreamWriteValue32 failed: {error}")
+            raise RuntimeError(f"{call} failed: {error}")
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 @cache

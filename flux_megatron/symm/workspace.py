@@ -109,7 +109,7 @@ class Channel:
             # No peer writes this half before our next call's data tells it that we are done here.
             call.view(call.rank, (self._half_bytes,), torch.uint8).fill_(0xFF)
         if self._device.type == "cuda":
-            self._last_stream = torch.cuda.current_stream()
+            self._last_stream = torch.cuda.current_stream(self._device.index)
         self._open = False
         if self._device.type == "cpu":  # kernels have returned: what they met is known
             self.check()
@@ -132,7 +132,7 @@ class Channel:
     def _follow_last_stream(self) -> None:
         if self._last_stream is None:
             return
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device.index)
         if current != self._last_stream:
             current.wait_stream(self._last_stream)
 
