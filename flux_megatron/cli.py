@@ -1,7 +1,4 @@
-"""The command `flux-megatron`.
-
-Commands import what they need when they run: `--help` needs no torch.
-"""
+"""The command `flux-megatron`. Commands import what they need when they run: `--help` is quick."""
 
 from __future__ import annotations
 

@@ -111,13 +111,14 @@ def test_placement_refuses(monkeypatch):
 
 
 def test_a_used_folder_is_refused_and_other_settings_do_not_resume(tmp_path):
-    config, out = configs.load(DEMO, {}), tmp_path / "run"
+    config, out = configs.load(DEMO, {"train.lr": 0.01}), tmp_path / "run"
     run_folder.prepare(config, out, resume=False)
     assert run_folder.recorded_config(out) == config
     with pytest.raises(ConfigError, match="is not empty"):
         run_folder.prepare(config, out, resume=False)
-    run_folder.prepare(configs.load(DEMO, {"train.steps": 7}), out, resume=True)
-    with pytest.raises(ConfigError, match=r"train\.lr: 0\.003 -> 0\.1"):
+    longer = configs.load(DEMO, {"train.lr": 0.01, "train.steps": 7})
+    run_folder.prepare(longer, out, resume=True)
+    with pytest.raises(ConfigError, match=r"train\.lr: 0\.01 -> 0\.1"):
         run_folder.prepare(configs.load(DEMO, {"train.lr": 0.1}), out, resume=True)
 
 

@@ -100,15 +100,12 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_resuming_changes_no_bit(tmp_path, text):
-    """Six steps at once, and three and three, on stock layers.
-
-    The same losses, weights and moments.
-    """
+    """Six steps at once, and three and three: the same losses, weights and moments."""
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    output = train(straight, text, "--steps", "6", layers="stock", train__save_every=4)
-    assert re.search(r"stock step 6/6 +loss [0-9.]+ .* tokens/s", output)
-    train(halves, text, "--steps", "3", layers="stock")
-    train(halves, text, "--steps", "6", "--resume", layers="stock")
+    output = train(straight, text, "--steps", "6", train__save_every=4)
+    assert re.search(r"flux step 6/6 +loss [0-9.]+ .* tokens/s", output)
+    train(halves, text, "--steps", "3")
+    train(halves, text, "--steps", "6", "--resume")
 
     assert losses(halves) == losses(straight)
     assert losses(straight)[-1] < losses(straight)[0]

@@ -1,6 +1,4 @@
-"""Checkpoints in Megatron's distributed format.
-
-Everything that the next step depends on, so that resuming changes no bit.
+"""Checkpoints in Megatron's distributed format, whole enough that resuming changes no bit.
 
 OUT/checkpoints/step_N/   whole or absent: written as step_N.partial, then renamed
 OUT/checkpoints/latest    the name of the newest whole one, replaced atomically afterwards
@@ -8,6 +6,7 @@ OUT/checkpoints/latest    the name of the newest whole one, replaced atomically 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped] # noqa: F401 - see save()
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -25,6 +23,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
 
+if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
+    raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
+
 
 def latest(out: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
@@ -33,10 +34,7 @@ def latest(out: Path) -> Path | None:
 
 
 def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
-    """Write step_`step` and point `latest` to it. Collective; rank 0 renames.
-
-    Megatron's writer processes need psutil: where it is missing a save would never return.
-    """
+    """Write step_`step` and point `latest` to it. Collective; rank 0 renames."""
     folder = out / "checkpoints"
     final, partial = folder / f"step_{step}", folder / f"step_{step}.partial"
     if dist.get_rank() == 0:
@@ -49,9 +47,7 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
         "consumed_samples": consumed_samples,
         "world_size": dist.get_world_size(),
     }
-    if (
-        not final.exists()
-    ):  # else an earlier run came this far and was ended before it moved the pointer
+    if not final.exists():  # else an earlier run came this far, but did not move the pointer
         dist_checkpointing.save(state, str(partial))
     if dist.get_rank() == 0:
         if not final.exists():

@@ -1,6 +1,4 @@
-"""`--compare`.
-
-The same run on stock Megatron layers, both curves side by side, and a verdict. No torch.
+"""`--compare`: the same run on stock Megatron layers, both curves, and a verdict. No torch.
 
 float32: no step's loss may differ from stock by more than a tolerance. Lower precision: two correct
 programs drift apart, so stock Megatron is also trained with its sums in other orders, and our curve
@@ -30,7 +28,7 @@ Rows = list[dict[str, Any]]
 def compare(config: TrainConfig, out: Path, resume: bool) -> int:
     """Train every arm in OUT/ARM.
 
-    0 if ours agrees with stock and overlapped wherever it could, else 1.
+    0 if ours agrees with stock and overlapped wherever it could, else 1 (130 after Ctrl-C).
     """
     if config.layers != "flux":
         raise ConfigError(
@@ -86,8 +84,9 @@ def judge_exact(curves: dict[str, Rows]) -> dict[str, Any]:
 
 
 def judge_spread(curves: dict[str, Rows]) -> dict[str, Any]:
-    """Mean difference to the nearest stock curve, against the widest mean difference between two
-    stock curves.
+    """Distance to the nearest stock curve, against the widest between two stock curves.
+
+    A distance is the mean over the steps of |loss difference|.
     """
     stock = [arm for arm in curves if arm != "flux"]
     ours = {arm: _mean_difference(curves["flux"], curves[arm]) for arm in stock}
@@ -107,10 +106,7 @@ def judge_spread(curves: dict[str, Rows]) -> dict[str, Any]:
 
 
 def _differences(ours: Rows, stock: Rows) -> list[float]:
-    """|loss difference| per step.
-
-    Infinite where a loss is not a number, so that no comparison passes by accident.
-    """
+    """|loss difference| per step; infinite where it is not a number, so that this never passes."""
     steps = [row["step"] for row in ours]
     if not steps or steps != [row["step"] for row in stock]:
         raise ConfigError(f"the runs have different steps: {len(ours)} and {len(stock)} rows")

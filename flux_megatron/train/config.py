@@ -1,7 +1,4 @@
-"""What one training run is.
-
-The YAML schema, command-line overrides, and the rules a run must keep. No torch.
-"""
+"""What one training run is: YAML schema, overrides and the rules a run must keep. No torch."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer.
-
-    There is no dropout: runs that are compared must not draw random numbers.
-    """
+    """A decoder-only transformer, without dropout: compared runs must not draw random numbers."""
 
     num_layers: int = Count
     hidden: int = Count
@@ -54,9 +48,9 @@ class ParallelConfig(Section):
 
 
 class DataConfig(Section):
-    """`path`.
+    """`path`: a folder of text files; null means the running Python's standard library.
 
-    A folder of text files; null means the source of the running Python's standard library.
+    `cache`: where the indexed files are kept; null means OUT/cache.
     """
 
     path: Path | None = None
@@ -83,10 +77,7 @@ class LoopConfig(Section):
 
 
 class TrainConfig(Section):
-    """One run.
-
-    `layers`: ours, Megatron's, or Megatron's with the sums of its reduce-scatters in another order.
-    """
+    """One run, on our `layers`, on Megatron's, or on Megatron's with its sums in another order."""
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -134,8 +125,8 @@ class TrainConfig(Section):
     def eligible_calls(self, steps: int, microbatches: int) -> int:
         """Calls per rank that ought to overlap in `steps` steps.
 
-        Each of a layer's four linears and the LM head meets one collective in its forward and one
-        in its backward pass, under sequence parallelism on several ranks.
+        Under sequence parallelism each of a layer's four linears, and the LM head, meets one
+        collective in its forward and one in its backward pass.
         """
         if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
             return 0
@@ -143,9 +134,9 @@ class TrainConfig(Section):
 
 
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
-    """The run described by `file` with dotted `overrides` (`{"train.steps".
+    """The run of `file` with dotted `overrides`, as {"train.steps": 10}.
 
-    10}`); `ConfigError` says what is wrong.
+    `ConfigError` says what is wrong.
     """
     try:
         raw = yaml.safe_load(file.read_text())

@@ -1,6 +1,4 @@
-"""Megatron-core on CPU tensors.
-
-Torch.cuda is made to answer, for a training rank without a GPU and for nobody else.
+"""Megatron-core on CPU tensors: torch.cuda is made to answer, in a training rank without a GPU.
 
 Megatron places its own buffers on `torch.cuda.current_device()` or "cuda", keeps the CUDA
 generator's state in its random number tracker, and compares tensor types with

@@ -1,7 +1,4 @@
-"""From a folder of text files to Megatron's GPTDataset.
-
-One document a file, indexed files built once and kept.
-"""
+"""From a folder of text files to Megatron's GPTDataset: one document a file, built once, kept."""
 
 from __future__ import annotations
 

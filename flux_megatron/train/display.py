@@ -1,7 +1,4 @@
-"""What rank 0 shows.
-
-A live progress bar on a terminal, plain lines elsewhere, and a table at the end.
-"""
+"""What rank 0 shows: a progress bar on a terminal, plain lines elsewhere, a table at the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The parent of a run.
-
-Starts one process per rank, passes Ctrl-C on, and leaves none behind. No torch but to count GPUs.
-"""
+"""The parent of a run: starts one process per rank, passes Ctrl-C on, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ def train(config: TrainConfig, out: Path, resume: bool) -> int:
 
 
 def placement(config: TrainConfig) -> tuple[int, bool]:
-    """(number of ranks, on GPUs?).
-
-    All GPUs of this machine where they suffice for `tp`, else processes on the CPU.
-    """
+    """How many ranks, and whether on GPUs: on all of them if they suffice for `tp`, else on CPU."""
     parallel = config.parallel
     gpus = 0 if parallel.device == "cpu" else gpu_count()
     needed = parallel.world_size or parallel.tp
@@ -67,9 +61,7 @@ def placement(config: TrainConfig) -> tuple[int, bool]:
 
 
 class Ranks:
-    """The processes of one run, each in a session of its own, so that a terminal's Ctrl-C reaches
-    only us.
-    """
+    """The processes of one run, each in its own session: a terminal's Ctrl-C reaches only us."""
 
     def __init__(
         self, config: TrainConfig, out: Path, resume: bool, world_size: int, on_gpu: bool
@@ -100,10 +92,7 @@ class Ranks:
 
     @contextmanager
     def forward_signals(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) asks every rank to finish its step and save.
-
-        The second kills.
-        """
+        """The first Ctrl-C (or SIGTERM) asks all ranks to end after this step, the second kills."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:

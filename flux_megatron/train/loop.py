@@ -1,7 +1,4 @@
-"""The steps of a run on one rank.
-
-Schedule, optimizer, metrics, checkpoints, and an orderly end when asked to stop.
-"""
+"""The steps of a run on one rank: schedule, optimizer, metrics, checkpoints, an orderly end."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ class Loop:
         self.forward_backward = get_forward_backward_func()
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, or from the beginning where there is none.
-
-        Collective.
-        """
+        """Continue from the newest checkpoint; where there is none, from step 0. Collective."""
         found = checkpoint.latest(self.out)
         if found is not None:
             self.step, self.consumed = checkpoint.load(found, self.trainee)
@@ -75,14 +69,11 @@ class Loop:
             run_folder.keep_metrics(self.out, self.step)
 
     def run(self, console: Console | None) -> bool:
-        """Train.
-
-        `console` is rank 0's. True if the run reached its last step, False if it was asked to stop.
-        """
+        """Train, shown on `console` by rank 0; True unless it was asked to stop earlier."""
         loop, first, started, stopped = self.config.train, self.step + 1, time.monotonic(), False
         if self.step >= loop.steps and (self.out / "summary.json").exists():
             return True  # a finished run was resumed: its record stays
-        stop, saved = StopRequest(), self.step
+        stop = StopRequest()
         rank = parallel_state.get_data_parallel_rank()
         batches = microbatches(
             self.dataset, self.config, rank, self.data_parallel, self.consumed, self.device
@@ -98,10 +89,6 @@ class Loop:
                 last = stopped or self.step == loop.steps
                 if last or (loop.save_every and self.step % loop.save_every == 0):
                     checkpoint.save(self.out, self.trainee, self.step, self.consumed)
-                    saved = self.step
-        assert saved == self.step, (
-            f"step {self.step} ends the run but {saved} is the last one saved"
-        )
         self._finish(console, first, time.monotonic() - started)
         return self.step >= loop.steps
 
@@ -127,6 +114,7 @@ class Loop:
         self.step += 1
         self.consumed += self.config.train.global_batch
         report, value = flux_megatron.report(), loss.item() / self.data_parallel
+        flux_megatron.check()  # the loss has been read, so all kernels of the step are done
         seconds = time.monotonic() - started
         return {
             "step": self.step,
@@ -169,16 +157,14 @@ def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
     def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = batch["loss_mask"]
         loss = (losses.float() * mask).sum() / mask.sum()
-        return loss, {"loss": loss.detach()}
+        # a copy, because the schedule divides the loss in place by the number of microbatches
+        return loss, {"loss": loss.detach().clone()}
 
     return losses, mean_loss
 
 
 def _accounted(config: TrainConfig, counts: dict[str, Any]) -> int:
-    """Calls that did what was asked of them or said why not.
-
-    `auto` and `sequential` may choose not to overlap.
-    """
+    """Calls that overlapped or said why not; `auto` and `sequential` may choose not to."""
     if config.strategy in ("auto", "sequential"):
         return int(counts["total"])
     return int(counts["overlapped"] + sum(counts["fallbacks"].values()))

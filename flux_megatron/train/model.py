@@ -1,7 +1,4 @@
-"""Builds what is trained, out of megatron-core.
-
-GPTModel, DistributedDataParallel, optimizer, learning-rate schedule.
-"""
+"""What is trained, from megatron-core: GPTModel, DistributedDataParallel, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ from flux_megatron.train.reordered import reordered_reduce_scatter
 
 
 class Trainee:
-    """A model with everything that changes while it trains.
-
-    `module` is the GPTModel inside the wrappers.
-    """
+    """All that changes in training. `module` is the GPTModel inside the wrappers of `model`."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         settings = transformer_config(config)
@@ -50,10 +44,7 @@ class Trainee:
 
 
 def layer_context(config: TrainConfig) -> AbstractContextManager[Any]:
-    """What must surround the whole run of a stock arm whose sums are reordered.
-
-    Nothing for the others.
-    """
+    """What must surround the run of a stock arm whose sums are reordered; else nothing."""
     return reordered_reduce_scatter(config.layers) if "order" in config.layers else nullcontext()
 
 

@@ -1,10 +1,7 @@
-"""Stock Megatron with its sequence-parallel sums added up in another order.
-
-The yardstick for low precision.
+"""Stock Megatron with its sequence-parallel sums in another order: a yardstick for low precision.
 
 Two correct programs that add the same partial results in different orders drift apart in bfloat16.
-How far stock Megatron drifts from itself says how far another correct implementation may drift from
-it.
+How far stock Megatron drifts from itself says how far another correct implementation may drift.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The folder of one run.
+"""The folder of one run. No torch; the parent and rank 0 use it.
 
-Its configuration, metrics, summary and loss curve. No torch; the parent and rank 0 use it.
-
-OUT/config.json  OUT/metrics.jsonl  OUT/summary.json  OUT/loss.png  OUT/checkpoints/
-OUT/logs/rank_N.log
+config.json  metrics.jsonl  summary.json  loss.png  checkpoints/  logs/rank_N.log
 """
 
 from __future__ import annotations

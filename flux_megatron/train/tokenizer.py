@@ -1,7 +1,4 @@
-"""The byte tokenizer.
-
-Token i is byte i, token 256 ends a document. Nothing to download, every text fits.
-"""
+"""The byte tokenizer: token i is byte i, token 256 ends a document. Every text fits."""
 
 from __future__ import annotations
 

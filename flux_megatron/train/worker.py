@@ -1,6 +1,6 @@
-"""One rank of a run.
+"""One rank of a run: `python -m flux_megatron.train.worker OUT --parent PID`, by `launcher`.
 
-`python -m flux_megatron.train.worker OUT --parent PID`, started by `launcher` or by torchrun.
+Under torchrun the command line calls `run` in the process it is given.
 """
 
 from __future__ import annotations
