@@ -1,0 +1,170 @@
+"""megatron-core's tensor-parallel linear layers with their communication behind their GEMMs.
+
+Subclasses: constructors, parameters, attributes and checkpoints are megatron-core's, and so is what
+surrounds the GEMM where no sequence parallelism asks for overlap. Column is taken over around its
+GEMM, Row as a whole, because its reduce-scatter stands outside the method around its GEMM.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers as stock
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
+from flux_megatron.nn import functions
+from flux_megatron.ops import note_fallback
+
+# options of `_forward_impl` that these layers know, and the neutral values of others if not None
+_UNDERSTOOD = {
+    "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group",
+    "grad_output_buffer", "wgrad_deferral_limit",
+}  # fmt: skip
+_OFF = {"gtp_remat_size": 1}
+_NO_SP = "sequence parallelism is off: whole activations are all-reduced"
+
+
+class FluxColumnParallelLinear(ColumnParallelLinear):
+    """megatron-core's `ColumnParallelLinear`: x [s / R, b, K] -> (y [s, b, N / R], bias or None).
+
+    Under sequence parallelism forward is AG+GEMM and backward GEMM+RS. `save_gathered = True`, on
+    the class or a layer, keeps the gathered x for the weight gradient: R times the memory, one
+    gather less.
+
+    Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then:
+    `RuntimeError`.
+    """
+
+    save_gathered = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = kwargs["config"]
+        # megatron-core's constructor refuses fusion without apex, which is not needed here
+        super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
+        self.config = config
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        deferred = config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
+        if deferred and not stock._grad_accum_fusion_available:
+            raise RuntimeError(
+                "defer_embedding_wgrad_compute needs apex's fused_weight_gradient_mlp_cuda, which "
+                "is not installed: Megatron calls it when the pipeline drains"
+            )
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        buffer = kwargs["grad_output_buffer"]
+        if buffer is not None and torch.is_grad_enabled() and not weight.requires_grad:
+            raise ValueError("a frozen weight given, but its gradient is deferred")
+        if reason := _left_to_megatron(self, input, kwargs):
+            if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
+                note_fallback("ag_gemm", reason)
+            return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
+        wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
+        dy_buffer: list[Tensor] | None = None
+        if buffer is not None and weight.requires_grad and self._was_put_aside(input):
+            dy_buffer = []
+            weight = _Deferred.apply(weight, dy_buffer, buffer, input.shape[1:-1])
+        if kwargs["sequence_parallel"]:
+            return functions.column_parallel_linear(
+                input, weight, kwargs["bias"], group=self.tp_group, wgrad=wgrad,
+                save_gathered=self.save_gathered, dy_buffer=dy_buffer,
+            )  # fmt: skip
+        if kwargs["allreduce_dgrad"]:
+            note_fallback("ag_gemm", _NO_SP)
+        return functions.local_linear(
+            input, weight, kwargs["bias"], wgrad=wgrad, dy_buffer=dy_buffer,
+            allreduce_group=self.tp_group if kwargs["allreduce_dgrad"] else None,
+        )  # fmt: skip
+
+    def _was_put_aside(self, input: Tensor) -> bool:
+        """Whether `forward` kept this input for a deferred gradient: past a limit it does not."""
+        kept = self.embedding_activation_buffer
+        return bool(kept) and kept[-1] is input
+
+
+class FluxRowParallelLinear(RowParallelLinear):
+    """megatron-core's `RowParallelLinear`: x [s, b, K / R] -> (y [s / R, b, N], bias or None).
+
+    Under sequence parallelism forward is GEMM+RS and backward AG+GEMM, which leaves the gathered dy
+    to the weight gradient.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
+        scatters = self.sequence_parallel and self._communicates()
+        if not scatters or _left_to_megatron(self, input_, options):
+            return super().forward(input_)
+        wgrad = into_main_grad(self.weight) if self.gradient_accumulation_fusion else None
+        output = functions.row_parallel_linear(
+            input_, self.weight, group=self.tp_group, wgrad=wgrad
+        )
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        """The GEMM alone; megatron-core's forward communicates around it."""
+        reason = _left_to_megatron(self, input, kwargs)
+        if self._communicates():
+            note_fallback("gemm_rs", reason or _NO_SP)
+        if reason:
+            return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
+        wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
+        return functions.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
+
+    def _communicates(self) -> bool:
+        """Experts leave communication to their token dispatcher."""
+        return self.tp_group.size() > 1 and not self.explicit_expert_comm
+
+
+class _Deferred(torch.autograd.Function):
+    """The weight itself, whose gradient comes later: autograd gets a placeholder meanwhile.
+
+    By then the linear layer has left dy [M, N] in `dy_buffer`; Megatron finds it in its own buffer,
+    in the shape of the layer's output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Any, dy_buffer: list[Tensor], buffer: list[Tensor], inner: torch.Size
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
+        ctx.buffers, ctx.inner = (dy_buffer, buffer), inner
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, None, None, None]:
+        dy_buffer, buffer = ctx.buffers
+        dy = dy_buffer.pop()
+        buffer.append(dy.view(-1, *ctx.inner, dy.shape[-1]))
+        ctx.weight.main_grad = ctx.main_grad
+        return placeholder_gradient(ctx.weight, dy.dtype), None, None, None
+
+
+def _without_fusion(config: Any) -> Any:
+    config = copy.copy(config)
+    config.gradient_accumulation_fusion = False
+    return config
+
+
+def _for_megatron(options: dict[str, Any]) -> dict[str, Any]:
+    """Without apex megatron-core can only return a gradient, which hooks then add to main_grad."""
+    fusion = options["gradient_accumulation_fusion"] and stock._grad_accum_fusion_available
+    return {**options, "gradient_accumulation_fusion": fusion}
+
+
+def _left_to_megatron(layer: Any, input: Tensor, options: dict[str, Any]) -> str | None:
+    """Why this call is megatron-core's to compute, or None."""
+    for name, value in options.items():
+        if name not in _UNDERSTOOD and value != _OFF.get(name):
+            return f"{name}={value} is computed by megatron-core"
+    if torch.is_autocast_enabled(input.device.type):
+        return "autocast chooses the dtype of the GEMM"
+    offloading = layer.config._cpu_offloading_context
+    if offloading is not None and offloading.inside_context:
+        return "what backward needs is offloaded to the CPU by megatron-core"
+    return None

@@ -1,0 +1,86 @@
+"""Norms for sequence parallelism, which megatron-core's torch norm refuses.
+
+Each rank normalises its own part of the sequence, so the gradients of a norm's parameters are
+partial sums. Megatron adds them over the tensor-parallel group for every parameter tagged
+`sequence_parallel`: the tag is all that a norm has to bring. Flags that only choose a faster kernel
+(persist_layer_norm, memory_efficient_layer_norm) are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class _Norm(torch.nn.Module):
+    """Computes in the input's dtype; the result has the parameters' dtype."""
+
+    returns_residual = False  # read by newer versions of Megatron
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.weight = self._parameter(config, hidden_size, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def _parameter(self, config: Any, hidden_size: int, value: float) -> Parameter:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = Parameter(
+            torch.full((hidden_size,), value, dtype=config.params_dtype, device=device)
+        )
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return parameter
+
+    def _scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x and gamma in one dtype; 1 + weight would lose bits below fp32."""
+        if self.zero_centered_gamma:
+            return x.float(), self.weight.float() + 1.0
+        return x, self.weight.to(x.dtype)
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) * gamma + bias over the last dimension."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = self._parameter(config, hidden_size, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gamma = self._scale(x)
+        y = F.layer_norm(x, self.weight.shape, gamma, self.bias.to(x.dtype), self.eps)
+        return y.to(self.weight.dtype)
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * gamma over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gamma = self._scale(x)
+        return F.rms_norm(x, self.weight.shape, gamma, self.eps).to(self.weight.dtype)
+
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+class FluxNorm:
+    """Builds the norm of `config.normalization`: [..., hidden_size] -> the same.
+
+    Transformer Engine's where it is installed and parameters are made on the GPU, otherwise one of
+    this module's. Parameter names are torch's: weight, and bias for LayerNorm. `ValueError` for
+    another normalization.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        if config.normalization not in NORMS:
+            raise ValueError(
+                f"normalization is {config.normalization!r}, one of {sorted(NORMS)} expected"
+            )
+        # without Transformer Engine TENorm is a stand-in: only the flag tells
+        if transformer_engine.HAVE_TE and not config.use_cpu_initialization:
+            return transformer_engine.TENorm(config=config, hidden_size=hidden_size, eps=eps)
+        return NORMS[config.normalization](config, hidden_size, eps)

@@ -1,0 +1,51 @@
+"""What megatron-core's local layer specification is built from: its `BackendSpecProvider` seam."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.backends import LocalSpecProvider
+
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.norm import FluxNorm
+
+
+class StockSpecProvider(LocalSpecProvider):
+    """megatron-core's own linears, with a norm that allows sequence parallelism."""
+
+    def layer_norm(self, *_: Any, **__: Any) -> type:
+        return FluxNorm
+
+    def core_attention(self) -> type:
+        """Transformer Engine's attention where it can run; it alone does context parallelism."""
+        if transformer_engine.HAVE_TE and torch.cuda.is_available():
+            return transformer_engine.TEDotProductAttention
+        return super().core_attention()
+
+
+class FluxSpecProvider(StockSpecProvider):
+    """This package's linears; in experts too, where they gain wgrad fusion without apex."""
+
+    def column_parallel_linear(self) -> type:
+        return FluxColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return FluxRowParallelLinear
+
+    def grouped_mlp_modules(self, *args: Any, **kwargs: Any) -> Any:
+        experts = super().grouped_mlp_modules(*args, **kwargs)
+        if isinstance(experts, functools.partial):  # newer than 0.16
+            submodules = _ours(experts.keywords["submodules"])
+            return functools.partial(experts.func, **{**experts.keywords, "submodules": submodules})
+        experts, submodules = experts
+        return experts, submodules and _ours(submodules)
+
+
+def _ours(submodules: Any) -> Any:
+    return dataclasses.replace(
+        submodules, linear_fc1=FluxColumnParallelLinear, linear_fc2=FluxRowParallelLinear
+    )

@@ -1,0 +1,102 @@
+"""Ready layer specifications for megatron-core's `GPTModel`, and a way to its LM head besides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.norm import FluxNorm
+from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
+
+PROVIDERS = {"flux": FluxSpecProvider, "stock": StockSpecProvider}
+
+
+def gpt_block_spec(
+    config: Any, layers: str = "flux", vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of this (virtual) pipeline stage and the final norm.
+
+    For `GPTModel(transformer_layer_spec=)`. `layers` is "flux", or "stock" for megatron-core's own
+    linears; with either the norm is `FluxNorm`, because megatron-core's does not allow sequence
+    parallelism. Process groups must exist. `ValueError` for other `layers`.
+    """
+    with local_spec_from(layers):
+        block = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    return dataclasses.replace(block, layer_norm=FluxNorm)
+
+
+def gpt_layer_spec(config: Any, layers: str = "flux") -> ModuleSpec:
+    """One decoder layer of a model whose layers are all alike; `ValueError` if they are not.
+
+    A model built from it takes its final norm from megatron-core: with sequence parallelism use
+    `gpt_block_spec`.
+    """
+    with local_spec_from(layers):
+        first, *others = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+        )
+    if any(other is not first for other in others):
+        raise ValueError("dense and expert layers given, all alike expected: use gpt_block_spec")
+    return first
+
+
+@contextlib.contextmanager
+def local_spec_from(layers: str) -> Iterator[None]:
+    """Inside, megatron-core builds its local specifications from our provider.
+
+    Its functions take no provider as an argument, but make one from a global of their module.
+    """
+    if layers not in PROVIDERS:
+        raise ValueError(f"layers is {layers!r}, one of {sorted(PROVIDERS)} expected")
+    with _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]):
+        yield
+
+
+@contextlib.contextmanager
+def use_flux_output_layer() -> Iterator[None]:
+    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head.
+
+    Only the name that gpt_model.py looks up is replaced. The class in megatron-core's own layers.py
+    must stay: its constructor finds its parent by that name.
+    """
+    ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=FluxColumnParallelLinear)
+    with _attribute(gpt_model, "tensor_parallel", ours):
+        yield
+
+
+class _Overlay(types.ModuleType):
+    """A module seen through a few replaced names."""
+
+    def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(replaced, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,134 @@
+"""A stock layer and ours: built from the same seed, given the same input."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import layers as stock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.train.cpu_device import pretend_cuda
+
+SEQUENCE, BATCH, HIDDEN, FFN = 8, 3, 20, 24
+PAIRS = {
+    "column": (stock.ColumnParallelLinear, FluxColumnParallelLinear),
+    "row": (stock.RowParallelLinear, FluxRowParallelLinear),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to use a layer.
+
+    `prepare` is given each layer before its forward; `call` gives more arguments of forward.
+    """
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] = lambda layer: None
+    call: Callable[[Any], dict[str, Any]] = lambda layer: {}
+    only_sp: bool | None = None  # True, False: makes sense with, without sequence parallelism
+    frozen_input: bool = False
+
+    def runs_with(self, sp: bool) -> bool:
+        return self.only_sp is None or self.only_sp == sp
+
+
+def start(tp: int, **more: Any) -> None:
+    """Megatron's groups and seeds in this rank."""
+    if not parallel_state.is_initialized():
+        pretend_cuda()
+    stop()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **more)
+    seed()
+
+
+def seed() -> None:
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    torch.manual_seed(7)
+
+
+def stop() -> None:
+    """Megatron forgets its process groups, and each gloo group keeps threads."""
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def settings(tp: int, sp: bool, dtype: torch.dtype, **more: Any) -> TransformerConfig:
+    given = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4,
+        "tensor_model_parallel_size": tp, "sequence_parallel": sp and tp > 1,
+        "use_cpu_initialization": True, "params_dtype": dtype, "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16, **more,
+    }  # fmt: skip
+    return TransformerConfig(**given)
+
+
+def give_stock_a_wgrad_kernel() -> None:
+    """A stand-in for apex's extension, in stock's module alone: ours is to do without."""
+
+    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.copy_(main_grad.float() + dy.t().float() @ x.float())
+
+    kernels = {f"wgrad_gemm_accum_fp{bits}": accumulate for bits in (16, 32)}
+    stock.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(**kernels)
+    stock._grad_accum_fusion_available = True
+
+
+def build(case: Case, ours: bool, config: Any) -> Any:
+    seed()
+    defaults = {"bias": True, "skip_bias_add": False, "keep_master_weight_for_test": True}
+    defaults |= {"gather_output": False} if case.kind == "column" else {"input_is_parallel": True}
+    layer = PAIRS[case.kind][ours](
+        *((HIDDEN, FFN) if case.kind == "column" else (FFN, HIDDEN)),
+        config=config, init_method=torch.nn.init.xavier_normal_, **{**defaults, **case.options},
+    )  # fmt: skip
+    if layer.bias is not None:
+        torch.nn.init.normal_(layer.bias)
+        if case.kind == "row":
+            dist.broadcast(layer.bias.data, 0)
+    case.prepare(layer)
+    return layer
+
+
+def operands(case: Case, sp: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank is given for x and for dy, in fp64."""
+    generator = torch.Generator().manual_seed(11)
+    widths = (HIDDEN, FFN) if case.kind == "column" else (FFN, HIDDEN)
+    x, dy = (torch.randn(SEQUENCE, BATCH, n, generator=generator).double() for n in widths)
+    if case.kind == "column":
+        return (share(x, 0) if sp else x), share(dy, 2)
+    parallel = case.options.get("input_is_parallel", True)
+    return (share(x, 2) if parallel else x), (share(dy, 0) if sp else dy)
+
+
+def use(case: Case, layer: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Any]:
+    """Everything that one forward and backward leaves behind."""
+    call = case.call(layer)
+    weight = call.get("weight", layer.weight)
+    x = x.to(weight.dtype).clone().requires_grad_(not case.frozen_input)
+    y, bias = layer(x, **call)
+    if y.requires_grad:
+        y.backward(dy.to(y.dtype) if dy.shape == y.shape else torch.ones_like(y))
+    left = {"y": y.detach(), "dx": x.grad, "dw": weight.grad, "bias": bias}
+    left["db"] = None if layer.bias is None else layer.bias.grad
+    left["main_grad"] = getattr(weight, "main_grad", None)
+    return left
+
+
+def share(whole: torch.Tensor, axis: int) -> torch.Tensor:
+    return whole.chunk(dist.get_world_size(), axis)[dist.get_rank()].contiguous()
+
+
+def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((got.double() - truth.double()).norm() / truth.double().norm())

@@ -1,0 +1,248 @@
+"""What one option changes: what is saved, said, refused or left to megatron-core."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers as stock
+from ranks import RankFailure, run_ranks
+from side_by_side import Case
+
+import flux_megatron
+from flux_megatron import errors, settings
+
+KINDS = ["column", "row"]
+
+
+def layer_of(kind: str, sp: bool = True, dtype=torch.float32, prepare=None, config=None, **options):
+    case = Case(kind, options, config or {}, prepare or (lambda layer: None))
+    tp = dist.get_world_size()
+    layer = sbs.build(case, True, sbs.settings(tp, sp, dtype, **case.config))
+    x, dy = (t.to(dtype) for t in sbs.operands(case, sp))
+    return layer, x.requires_grad_(), dy
+
+
+def saved_sizes(layer, x) -> list[int]:
+    """Elements of every tensor that forward keeps for backward."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sizes
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weight_saves_no_input(kind, sp):
+    run_ranks(_saves_weight_alone, 2, kind, sp)
+
+
+def _saves_weight_alone(rank, kind, sp) -> None:
+    sbs.start(2)
+    layer, x, _ = layer_of(kind, sp, bias=False)
+    assert sorted(saved_sizes(layer, x)) == sorted([x.numel(), layer.weight.numel()])
+    layer.weight.requires_grad_(False)
+    assert saved_sizes(layer, x) == [layer.weight.numel()]
+    with torch.no_grad():
+        assert saved_sizes(layer, x) == []
+
+
+def test_gathered_input_is_kept_on_request():
+    run_ranks(_keeps_gathered_input, 2)
+
+
+def _keeps_gathered_input(rank) -> None:
+    sbs.start(2)
+    layer, x, _ = layer_of("column", bias=False)
+    layer.save_gathered = True
+    assert sorted(saved_sizes(layer, x)) == sorted([2 * x.numel(), layer.weight.numel()])
+
+
+def test_bias_beside_a_frozen_weight_learns():
+    """Stock gives it no gradient."""
+    run_ranks(_bias_learns, 2)
+
+
+def _bias_learns(rank) -> None:
+    sbs.start(2)
+    for kind in KINDS:
+        layer, x, dy = layer_of(kind, prepare=lambda layer: layer.weight.requires_grad_(False))
+        layer(x)[0].backward(dy)
+        assert torch.allclose(layer.bias.grad, dy.sum((0, 1)))
+        assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("column", "ag_gemm"), ("row", "gemm_rs")])
+def test_without_sequence_parallelism_it_is_said_once_and_counted(kind, pattern):
+    run_ranks(_says_once, 2, kind, pattern)
+
+
+def _says_once(rank, kind, pattern) -> None:
+    sbs.start(2)
+    layer, x, _ = layer_of(kind, sp=False)
+    flux_megatron.reset_report()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            layer(x)
+    assert [str(w.message) for w in said if "flux_megatron" in str(w.message)] == [
+        f"flux_megatron: {pattern} runs without overlap: sequence parallelism is off: whole "
+        "activations are all-reduced"
+    ]
+    ((key, count),) = flux_megatron.report().fallbacks.items()
+    assert (key[0], count) == (pattern, 3)
+
+
+def test_strict_mode_refuses_to_run_without_overlap():
+    run_ranks(_strict, 2, environment={"FLUX_MEGATRON_STRICT": "1"})
+
+
+def _strict(rank) -> None:
+    sbs.start(2)
+    assert settings.get().strict
+    for kind in KINDS:
+        layer, x, dy = layer_of(kind)
+        layer(x)[0].backward(dy)
+        layer, x, _ = layer_of(kind, sp=False)
+        with pytest.raises(errors.FallbackRefused, match="sequence parallelism is off"):
+            layer(x)
+        layer, x, dy = layer_of(kind, sp=True, is_expert=True, skip_bias_add=True)
+        layer(x)  # communicates nothing, so nothing falls back
+
+
+@pytest.mark.parametrize("why", ["autocast", "offloading", "a newer option"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_left_to_megatron_with_a_reason(kind, why):
+    run_ranks(_left_to_megatron, 2, kind, why)
+
+
+def _left_to_megatron(rank, kind, why) -> None:
+    sbs.start(2)
+    fused = {"gradient_accumulation_fusion": True}
+    ours, x, dy = layer_of(kind, config=fused)
+    theirs = sbs.build(Case(kind), False, sbs.settings(2, True, torch.float32))
+    flux_megatron.reset_report()
+    results = []
+    for layer in (theirs, ours):
+        x.grad = None
+        if why == "offloading":
+            layer.config._cpu_offloading_context = types.SimpleNamespace(inside_context=True)
+        if why == "a newer option" and layer is ours:
+            _pass_newer_option(layer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
+            y = layer(x)[0]
+        if why != "autocast":  # megatron-core's backward knows that of CUDA only
+            y.backward(dy)
+        results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
+    for got, wanted in zip(*results, strict=True):
+        assert got is wanted is None or torch.equal(got, wanted)
+    reasons = {
+        "autocast": "autocast",
+        "offloading": "offloaded",
+        "a newer option": "gtp_remat_size=2",
+    }
+    ((pattern, reason),) = flux_megatron.report().fallbacks
+    assert pattern == ("ag_gemm" if kind == "column" else "gemm_rs")
+    assert reasons[why] in reason
+    assert not flux_megatron.report().overlapped
+
+
+def _pass_newer_option(layer) -> None:
+    """As later versions do: an attribute, and one more argument around the GEMM."""
+    layer.gtp_remat_size = 2
+    ours, theirs = type(layer)._forward_impl, stock.ColumnParallelLinear._forward_impl
+    layer._forward_impl = lambda **kwargs: ours(layer, **kwargs, gtp_remat_size=2)
+
+    def without(self, *args, gtp_remat_size=1, **kwargs):
+        return theirs(self, *args, **kwargs)
+
+    for kind in (stock.ColumnParallelLinear, stock.RowParallelLinear):
+        kind._forward_impl = without
+
+
+def test_bad_input_is_told_on_every_rank():
+    run_ranks(_bad_inputs, 2)
+
+
+def _bad_inputs(rank) -> None:
+    sbs.start(2)
+    column, x, _ = layer_of("column")
+    row, x_row, _ = layer_of("row")
+    passed, _, _ = layer_of("column", skip_weight_param_allocation=True)
+    complaints = [
+        (ValueError, "equal K expected", lambda: column(x[..., :-1])),
+        (ValueError, "equal K expected", lambda: row(x_row[..., :-1])),
+        (ValueError, "one floating-point dtype", lambda: column(x.bfloat16())),
+        (ValueError, "divisible by the group's 2 ranks", lambda: row(x_row[:3])),
+        (RuntimeError, "weight was not supplied", lambda: passed(x)),
+        (RuntimeError, "supplied weight's shape", lambda: passed(x, torch.zeros(2, 2))),
+        (RuntimeError, "input_is_parallel", lambda: layer_of("row", input_is_parallel=False)),
+    ]
+    for error, message, call in complaints:
+        with pytest.raises(error, match=message):
+            call()
+    column(x)  # and the layers still work
+
+
+def test_fusion_needs_a_main_grad():
+    run_ranks(_no_main_grad, 2)
+
+
+def _no_main_grad(rank) -> None:
+    sbs.start(2)
+    layer, x, dy = layer_of("column", config={"gradient_accumulation_fusion": True})
+    with pytest.raises(RuntimeError, match="the weight has no main_grad"):
+        layer(x)[0].backward(dy)
+
+
+def test_constructor_leaves_the_config_as_it_was():
+    run_ranks(_config_unchanged, 1)
+
+
+def _config_unchanged(rank) -> None:
+    sbs.start(1)
+    config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        sbs.build(Case("column"), False, config)
+    layer = sbs.build(Case("column"), True, config)
+    assert layer.config is config
+    assert config.gradient_accumulation_fusion
+    assert layer.gradient_accumulation_fusion
+
+
+def test_a_weight_used_twice_goes_to_the_main_grad_of_each_use():
+    run_ranks(_used_twice, 2)
+
+
+def _used_twice(rank) -> None:
+    sbs.start(2)
+    for kind in KINDS:
+        layer, x, dy = layer_of(kind, config={"gradient_accumulation_fusion": True})
+        grads = [torch.zeros_like(layer.weight) for _ in range(2)]
+        outputs = []
+        for scale, main_grad in zip((1, 3), grads, strict=True):
+            layer.weight.main_grad = main_grad
+            outputs.append(layer(x * scale)[0])
+        outputs[0].backward(dy)
+        outputs[1].backward(dy)
+        assert grads[0].any()
+        assert sbs.relative_error(3 * grads[0], grads[1]) < 1e-6
+
+
+def test_rank_failures_are_seen():
+    """The assertions above are made in other processes."""
+    with pytest.raises(RankFailure, match="rank 1"):
+        run_ranks(_fails_on_rank_1, 2)
+
+
+def _fails_on_rank_1(rank) -> None:
+    assert rank == 0

@@ -1,0 +1,81 @@
+"""What others read from a layer is megatron-core's: state, shards, attributes, tags."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import side_by_side as sbs
+import torch
+from ranks import run_ranks
+from side_by_side import Case
+from torch.distributed import ProcessGroup
+
+import flux_megatron
+
+CASES = [
+    Case(kind, {**options, "is_expert": expert, "skip_bias_add": expert})
+    for kind, expert, options in itertools.product(
+        ("column", "row"), (False, True), ({}, {"bias": False}, {"stride": 2})
+    )
+] + [
+    Case("column", {"skip_weight_param_allocation": True}),
+    Case("column", {"gather_output": True}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "sp"), [(1, False), (2, True), (2, False), (4, True)])
+def test_state_is_stocks(world_size, sp):
+    run_ranks(_same_state, world_size, sp)
+
+
+def _same_state(rank: int, sp: bool) -> None:
+    tp = torch.distributed.get_world_size()
+    sbs.start(tp)
+    for case in CASES:
+        config = sbs.settings(tp, sp, torch.float32)
+        theirs, ours = (sbs.build(case, which, config) for which in (False, True))
+        assert _attributes(ours) == _attributes(theirs)
+        assert isinstance(ours, type(theirs))
+        assert repr(ours) == repr(theirs).replace("Column", "FluxColumn").replace("Row", "FluxRow")
+        for mine, other in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            assert mine[0] == other[0]
+            assert torch.equal(mine[1], other[1])
+            assert vars(mine[1]) == vars(other[1])
+        assert _shards(ours) == _shards(theirs)
+        _loads(theirs, ours)
+        _loads(ours, theirs)
+
+
+def _attributes(layer) -> dict:
+    hidden = torch.nn.Module().__dict__
+    known = {n: v for n, v in vars(layer).items() if n not in hidden and n != "master_weight"}
+    return {n: v for n, v in known.items() if not isinstance(v, ProcessGroup)}
+
+
+def _shards(layer) -> dict:
+    groups = {"dp_cp_group": torch.distributed.group.WORLD}
+    shards = layer.sharded_state_dict("decoder.", ((0, 1, 2),), groups)
+    told = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations",
+            "replica_id", "prepend_axis_num", "allow_shape_mismatch")  # fmt: skip
+    return {name: [getattr(shard, t, None) for t in told] for name, shard in shards.items()}
+
+
+def _loads(source, target) -> None:
+    state = {k: v + 1 if v is not None else None for k, v in source.state_dict().items()}
+    assert [*state] == [*target.state_dict()]
+    target.load_state_dict(state, strict=True)
+    del state["_extra_state"]  # written by Transformer Engine, absent elsewhere
+    target.load_state_dict(state, strict=True)
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, state[name])
+
+
+def test_public_names_are_these_classes():
+    column, row = sbs.PAIRS["column"], sbs.PAIRS["row"]
+    assert flux_megatron.ColumnParallelLinear is column[1]
+    assert flux_megatron.RowParallelLinear is row[1]
+    for theirs, ours in (column, row):
+        given, taken = (inspect.signature(c.forward).parameters for c in (theirs, ours))
+        assert [*given] == [*taken]

@@ -1,0 +1,92 @@
+"""The norm: megatron-core's values, the tag of sequence parallelism, what megatron-core refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flux_megatron.integration.norm import FluxNorm
+
+H = 24
+
+
+def config(**more) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=4, use_cpu_initialization=True, **more
+    )
+
+
+def randomize(norm: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    for parameter in norm.parameters():
+        parameter.data.copy_(torch.randn(H, generator=generator))
+    return norm
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_values_and_state_are_stocks(normalization):
+    settings = config(normalization=normalization)
+    ours = randomize(FluxNorm(settings, H, eps=1e-4))
+    theirs = WrappedTorchNorm(settings, H, eps=1e-4)
+    theirs.load_state_dict(ours.state_dict())
+    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    x = torch.randn(3, 2, H)
+    assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_zero_centered_gamma_stands_for_one_plus_weight(normalization, dtype):
+    centered = config(
+        normalization=normalization, layernorm_zero_centered_gamma=True, params_dtype=dtype
+    )
+    norm = FluxNorm(centered, H)
+    assert not norm.weight.any()
+    plain = FluxNorm(config(normalization=normalization), H)
+    randomize(norm)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(getattr(norm, name).float() + (name == "weight"))
+    x = torch.randn(3, 2, H).to(dtype)
+    assert torch.equal(norm(x), plain(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_parameters_are_tagged(normalization, sequence_parallel):
+    settings = config(
+        normalization=normalization, tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel, persist_layer_norm=True,
+        memory_efficient_layer_norm=True, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    parameters = [*FluxNorm(config=settings, hidden_size=H, eps=1e-5).parameters()]
+    assert len(parameters) == (2 if normalization == "LayerNorm" else 1)
+    assert all(p.sequence_parallel is sequence_parallel for p in parameters)
+    assert all(p.dtype is torch.bfloat16 for p in parameters)
+
+
+def test_residual_kept_in_fp32_gives_the_dtype_of_the_parameters():
+    norm = FluxNorm(config(params_dtype=torch.bfloat16), H)
+    x = torch.randn(3, 2, H)
+    y = norm(x)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, torch.nn.functional.layer_norm(x, (H,)).bfloat16())
+
+
+def test_other_norms_are_refused():
+    settings = config()
+    settings.normalization = "BatchNorm"
+    with pytest.raises(ValueError, match=r"'BatchNorm', one of \['LayerNorm', 'RMSNorm'\]"):
+        FluxNorm(settings, H)
+
+
+def test_transformer_engine_is_for_parameters_made_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(transformer_engine, "TENorm", lambda **given: given)
+    settings = config()
+    assert isinstance(FluxNorm(settings, H), torch.nn.Module)
+    settings.use_cpu_initialization = False
+    assert FluxNorm(settings, H, eps=0.5) == {"config": settings, "hidden_size": H, "eps": 0.5}

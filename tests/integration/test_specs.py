@@ -1,0 +1,149 @@
+"""Specifications: what a GPT is built from on which stage, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import side_by_side as sbs
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+from ranks import run_ranks
+
+from flux_megatron.integration import (
+    FluxColumnParallelLinear,
+    FluxNorm,
+    FluxRowParallelLinear,
+    FluxSpecProvider,
+    gpt_block_spec,
+    gpt_layer_spec,
+    use_flux_output_layer,
+)
+from flux_megatron.integration.provider import StockSpecProvider
+
+CLASSES = {
+    "flux": (FluxColumnParallelLinear, FluxRowParallelLinear),
+    "stock": (ColumnParallelLinear, RowParallelLinear),
+}
+
+
+def config(**more):
+    return sbs.settings(1, False, torch.float32, **{"num_layers": 4, "ffn_hidden_size": 32, **more})
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("layers", ["flux", "stock"])
+def test_layers_and_norms(layers, normalization):
+    column, row = CLASSES[layers]
+    parts = gpt_layer_spec(
+        config(normalization=normalization, qk_layernorm=True), layers
+    ).submodules
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    assert (attention.linear_qkv, attention.linear_proj) == (column, row)
+    assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
+    norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
+    assert norms == {FluxNorm}
+
+
+@pytest.mark.parametrize("layers", ["flux", "stock"])
+def test_experts(layers):
+    column, row = CLASSES[layers]
+    parts = gpt_layer_spec(config(num_moe_experts=2, add_bias_linear=False), layers).submodules
+    experts = parts.mlp.submodules.experts
+    assert experts.module is SequentialMLP
+    assert (experts.submodules.linear_fc1, experts.submodules.linear_fc2) == (column, row)
+
+
+def test_layers_that_differ_need_the_block_specification():
+    mixed = config(num_moe_experts=2, add_bias_linear=False, moe_layer_freq=[0, 1, 0, 1])
+    with pytest.raises(ValueError, match="use gpt_block_spec"):
+        gpt_layer_spec(mixed)
+
+
+def test_unknown_layers_are_refused():
+    with pytest.raises(ValueError, match=r"layers is 'te', one of \['flux', 'stock'\] expected"):
+        gpt_layer_spec(config(), "te")
+
+
+def test_nothing_stays_replaced():
+    with contextlib.suppress(ZeroDivisionError), use_flux_output_layer():
+        assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+        assert gpt_model.tensor_parallel.layers is tensor_parallel.layers
+        assert tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
+        raise ZeroDivisionError
+    gpt_layer_spec(config())
+    assert gpt_model.tensor_parallel is tensor_parallel
+    assert tensor_parallel.layers.ColumnParallelLinear is ColumnParallelLinear
+    assert gpt_layer_specs.LocalSpecProvider is LocalSpecProvider
+
+
+def test_providers_answer_megatron_s_questions():
+    flux, stock = FluxSpecProvider(), StockSpecProvider()
+    assert isinstance(flux, LocalSpecProvider)
+    assert not flux.fuse_layernorm_and_linear()
+    assert flux.layer_norm(rms_norm=True, for_qk=True) is stock.layer_norm() is FluxNorm
+    assert flux.core_attention() is stock.core_attention() is LocalSpecProvider().core_attention()
+    assert stock.column_parallel_linear() is ColumnParallelLinear
+
+
+@pytest.mark.parametrize(
+    ("more", "built"),
+    [
+        ({}, [4, 4]),
+        ({"num_layers_in_first_pipeline_stage": 3}, [3, 1]),
+        ({"virtual_pipeline_model_parallel_size": 2}, [2, 2]),
+    ],
+)
+def test_block_holds_the_layers_of_its_stage(more, built):
+    stages = 1 if not more else 2
+    more = more and {**more, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    found = run_ranks(_layers_built, 2, stages, more)
+    assert found == built
+
+
+def _layers_built(rank, stages, more) -> int:
+    virtual = more.get("virtual_pipeline_model_parallel_size")
+    sbs.start(1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
+    settings = config(**more)
+    chunks = [gpt_block_spec(settings, vp_stage=stage) for stage in range(virtual or 1)]
+    assert all(chunk.layer_norm is FluxNorm for chunk in chunks)
+    if virtual:
+        assert [len(chunk.layer_specs) for chunk in chunks] == [1, 1]
+    return sum(len(chunk.layer_specs) for chunk in chunks)
+
+
+@pytest.mark.parametrize("layers", ["flux", "stock"])
+def test_model_is_built_of_these_layers_alone(layers):
+    run_ranks(_model_classes, 1, layers)
+
+
+def _model_classes(rank, layers) -> None:
+    sbs.start(1)
+    assert parallel_state.is_initialized()
+
+    def model():
+        return GPTModel(
+            config=config(), transformer_layer_spec=gpt_block_spec(config(), layers),
+            vocab_size=8, max_sequence_length=8,
+        )  # fmt: skip
+
+    with use_flux_output_layer():
+        head = model().output_layer
+    assert type(head) is FluxColumnParallelLinear
+    built = model()
+    assert type(built.output_layer) is ColumnParallelLinear
+    linears = [m for m in built.decoder.modules() if isinstance(m, CLASSES["stock"])]
+    assert len(linears) == 16
+    assert {type(linear) for linear in linears} == {*CLASSES[layers]}
+
+
+def test_importing_the_package_imports_no_megatron():
+    code = "import sys, flux_megatron.integration as i; print('megatron' in sys.modules, dir(i))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith("False")
