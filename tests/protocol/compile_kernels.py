@@ -1,0 +1,107 @@
+"""Compiles kernels for GPUs that are not there, in a process of its own without the interpreter.
+
+    python compile_kernels.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
+
+Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, and
+the broken kernels that the checks must reject.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from broken_kernels import BROKEN
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
+from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
+from flux_megatron.kernels.reduce_slots import reduce_slots_kernel
+from flux_megatron.kernels.wait_sources import wait_sources_kernel
+from flux_megatron.overlap import fused
+from flux_megatron.problem import Pattern, Problem, Tile
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
+_ALIGNED_NUMBERS = ("M_shard", "N", "K")
+_TYPES = {
+    "timeout_ns": "i64",
+    **dict.fromkeys(("pad", "status", "counters", "flag"), "*i32"),
+    **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
+}
+_PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
+
+
+def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) -> dict:
+    """What Triton makes of `kernel` for sm_<architecture>."""
+    types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
+    aligned = [n for n in names if signature[n].startswith("*") or n in _ALIGNED_NUMBERS]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+
+
+def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:
+    """Every tile that the fused strategy chooses; those with TMA also without, for odd views."""
+    capability = (architecture // 10, architecture % 10)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        tiles = {
+            fused.default_plan(
+                Problem(Pattern.AG_GEMM, M, N, 1024, dtype, world_size=4, device="cuda")
+            ).tile
+            for M in (128, 8192)  # shards of few and of many rows
+            for N in (4096, 4 * 1001)  # 16-byte rows or not
+        }
+    return tiles | {replace(tile, tma=False) for tile in tiles}
+
+
+def shipped(architecture: int) -> Iterator[tuple[str, dict]]:
+    prefix = f"sm_{architecture}"
+    for dtype in SHORT:
+        for tile in shipped_tiles(architecture, dtype):
+            shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+            for layout_nn in (False, True):
+                name = f"{dtype} {shape}{' tma' * tile.tma} {'nn' if layout_nn else 'nt'}"
+                common = {
+                    "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn,
+                    "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+                    "TMA": tile.tma,
+                }  # fmt: skip
+                # with a bias in one layout only: it does not touch the order of anything
+                ag = {**common, "HAS_BIAS": layout_nn}
+                for kernel, constexprs in ((ag_gemm_kernel, ag), (gemm_rs_kernel, common)):
+                    pattern = kernel.__name__.removesuffix("_kernel")
+                    result = compiled(kernel, architecture, dtype, tile, **constexprs)
+                    yield f"{prefix} {pattern} {name}", result
+        sizes = {"WORLD_SIZE": 4, "BLOCK_M": 16, "BLOCK_N": 256}
+        result = compiled(reduce_slots_kernel, architecture, dtype, Tile(), **sizes)
+        yield f"{prefix} reduce_slots {dtype}", result
+    one_warp = Tile(num_warps=1, num_stages=1)
+    yield f"{prefix} wait_sources", compiled(wait_sources_kernel, architecture, "float32", one_warp)
+
+
+def main(path: str) -> None:
+    results = {name: result for architecture in (80, 90) for name, result in shipped(architecture)}
+    for name, (kernel, constexprs) in BROKEN.items():
+        tile = Tile(num_warps=4, num_stages=1)
+        results[name] = compiled(kernel, 90, "bfloat16", tile, **constexprs)
+    with open(path, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

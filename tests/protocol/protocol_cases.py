@@ -1,0 +1,156 @@
+"""What virtual ranks compute: back-to-back calls of a strategy on small integers, exact to the bit.
+
+Every call brings new data in the same input tensor, which is overwritten as soon as the call
+allows it. Sizes may grow from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from virtual_product import Machine, Product
+from virtual_ranks import Schedule, Scheduler
+
+from flux_megatron import reference
+
+
+class WrongResult(AssertionError):
+    """A rank's result is not the truth."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`host` is a program below; `rows` is M_shard of each call; `N, K` are a rank's own sizes."""
+
+    host: str
+    strategy: str = "fused"
+    world_size: int = 2
+    rows: tuple[int, ...] = (20, 20, 20)
+    N: int = 24
+    K: int = 16
+    comm_rows: int = 8
+    block: int = 16
+    layout: str = "nt"
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    tma: bool = False
+    programs: int = 3  # of a persistent kernel
+
+    def __str__(self) -> str:
+        rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
+        sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
+        options = " bias" * self.bias + " tma" * self.tma
+        return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
+
+
+class Operands:
+    """Integers for every call and rank: ag_x [M_shard, K], rs_x [M, K], w as laid out, bias [N]."""
+
+    def __init__(self, case: Case) -> None:
+        random = torch.Generator().manual_seed(0)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.randint(-2, 3, shape, generator=random).to(case.dtype)
+
+        ranks = range(case.world_size)
+        w_shape = (case.N, case.K) if case.layout == "nt" else (case.K, case.N)
+        self.w = [integers(*w_shape) for _ in ranks]
+        self.bias = [integers(case.N) for _ in ranks] if case.bias else None
+        self.ag_x = [[integers(rows, case.K) for _ in ranks] for rows in case.rows]
+        all_rows = [rows * case.world_size for rows in case.rows]
+        self.rs_x = [[integers(rows, case.K) for _ in ranks] for rows in all_rows]
+
+
+class Host:
+    """One rank's program. `results` maps (what, call) to a tensor."""
+
+    def __init__(self, case: Case, operands: Operands, machine: Machine, rank: int) -> None:
+        self.case, self.operands, self.rank = case, operands, rank
+        self.workspace = machine.workspaces[rank]
+        self.results: dict[tuple[str, int], Tensor] = {}
+        product: Product = machine.product
+        self.strategy = getattr(product, case.strategy)
+        tile = product.problem.Tile(case.block, case.block, case.block, group_m=2, tma=case.tma)
+        self.plan = product.problem.Plan(case.strategy, case.comm_rows, tile)
+        self.bias = operands.bias[rank] if operands.bias is not None else None
+        self.w = operands.w[rank]
+        self._x: Tensor | None = None
+
+    def all_gather_gemm(self, call: int, x: Tensor) -> None:
+        def keep(gathered: Tensor) -> None:
+            copy = torch.empty_like(gathered)
+            self.results["gathered", call] = copy.copy_(gathered)
+
+        consume = keep if call % 2 else None
+        self.results["ag", call] = self.strategy.ag_gemm(
+            x, self.w, self.bias, self.case.layout, self.plan, self.workspace, consume
+        )
+
+    def start_scatter(self, x: Tensor):
+        return self.strategy.start_gemm_rs(x, self.w, self.case.layout, self.plan, self.workspace)
+
+    def inputs(self, data: list[list[Tensor]], call: int) -> Tensor:
+        """This call's data, in the memory of the last call's if that has the same size."""
+        new = data[call][self.rank]
+        if self._x is None or self._x.shape != new.shape:
+            self._x = torch.empty_like(new)
+        return self._x.copy_(new)
+
+
+def ag(host: Host) -> None:
+    """AG+GEMM, every second one with a consumer of the gathered rows."""
+    for call in range(len(host.case.rows)):
+        host.all_gather_gemm(call, host.inputs(host.operands.ag_x, call))
+
+
+def rs(host: Host) -> None:
+    """GEMM+RS; the input is overwritten before the result is asked for."""
+    for call in range(len(host.case.rows)):
+        x = host.inputs(host.operands.rs_x, call)
+        scatter = host.start_scatter(x)
+        x.fill_(float("nan"))
+        host.results["rs", call] = scatter.finish()
+
+
+def backward(host: Host) -> None:
+    """As the backward of a column-parallel layer: a gather open beside a scatter."""
+    for call in range(len(host.case.rows)):
+        gather = host.strategy.start_gather(
+            host.operands.ag_x[call][host.rank], host.plan, host.workspace
+        )
+        scatter = host.start_scatter(host.operands.rs_x[call][host.rank])
+        gathered = gather.complete()
+        host.results["gathered", call] = torch.empty_like(gathered).copy_(gathered)
+        gather.close()
+        host.results["rs", call] = scatter.finish()
+
+
+HOSTS: dict[str, Callable[[Host], None]] = {"ag": ag, "rs": rs, "backward": backward}
+
+
+def run(case: Case, product: Product, schedule: Schedule) -> Scheduler:
+    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the truth."""
+    operands = Operands(case)
+    machine = Machine(product, case.world_size, case.programs)
+    hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
+    scheduler = machine.run(schedule, lambda rank: HOSTS[case.host](hosts[rank]))
+    for host in hosts:
+        for (what, call), result in host.results.items():
+            truth = _truth(case, operands, what, call)[host.rank]
+            if not torch.equal(result, truth):
+                wrong = int((result != truth).sum())
+                where = f"{what} of call {call} on rank {host.rank}"
+                raise WrongResult(f"{where}: {wrong} of {truth.numel()} elements are wrong")
+    return scheduler
+
+
+def _truth(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
+    if what == "gathered":
+        return [torch.cat(operands.ag_x[call])] * case.world_size
+    if what == "ag":
+        x = operands.ag_x[call]
+        return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias)
+    return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout)

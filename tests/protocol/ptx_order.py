@@ -1,0 +1,127 @@
+"""Which order does PTX guarantee? Questions about all paths of the control flow, loops included.
+
+Each check raises `Misordered` with the two instructions and what is missing between them. Triton
+3.6 and 3.7 spell what is matched here; if a new version spells it differently, the checks find
+nothing and say so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+BARRIER = r"bar\.sync|barrier(\.cta)?\.sync"
+RELEASE = r"(atom|red|st)\.(global\.sys\.release|global\.release\.sys|release\.sys)"
+ACQUIRE = r"(atom|ld)\.(global\.sys\.acquire|global\.acquire\.sys|acquire\.sys)"
+COUNT = r"atom\.(global\.gpu\.acq_rel|acq_rel\.gpu)"
+TMA_STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
+TMA_LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
+TMA_COMPLETE = r"cp\.async\.bulk\.wait_group\s+0"  # with .read only shared memory has been read
+PROXY_FENCE = r"fence\.proxy\.async(\.global)?$"  # of .shared::cta says nothing about global memory
+STORE = r"st\.global(?!\.sys|\.release)"
+LOAD = rf"ld\.global(?!\.sys|\.acquire)|cp\.async\.c[ag]|{TMA_LOAD}"
+CLOCK = r"%globaltimer"
+
+
+class Misordered(AssertionError):
+    """The PTX allows an order that breaks the protocol."""
+
+
+class Ptx:
+    """The instructions of a kernel and who may follow whom."""
+
+    def __init__(self, text: str) -> None:
+        body = re.sub(r"//.*", "", text[text.index(".entry") :])
+        body = body[body.index("{") + 1 :]
+        self.instructions: list[str] = []
+        labels = defaultdict(list)
+        for piece in re.split(r"[;\n]", body):
+            statement = piece.strip(" \t{}")
+            label = re.match(r"([$\w]+):\s*(.*)", statement)
+            if label:
+                labels[label[1]].append(len(self.instructions))
+                statement = label[2]
+            if statement and not statement.startswith("."):
+                self.instructions.append(statement)
+        self._labels = labels
+        self._next = [self._successors(i) for i in range(len(self.instructions))]
+
+    def _successors(self, i: int) -> list[int]:
+        predicate, operation = re.match(r"(@!?\S+\s+)?(.*)", self.instructions[i]).groups()
+        following = [i + 1] if i + 1 < len(self.instructions) else []
+        branch = re.match(r"bra(?:\.uni)?\s+(\S+)", operation)
+        if branch:
+            places = self._labels[branch[1]]
+            # inline assembly repeats the names of its local labels: the nearest one before is meant
+            target = places[0] if len(places) == 1 else max(p for p in places if p <= i)
+            return [target, *following] if predicate else [target]
+        if re.match(r"(ret|exit)\b", operation) and not predicate:
+            return []
+        return following
+
+    def find(self, pattern: str) -> list[int]:
+        return [i for i, text in enumerate(self.instructions) if re.search(pattern, text)]
+
+    def reach(self, start: int, goals: set[int], without: set[int]) -> int | None:
+        """A goal that some path from `start` reaches without passing `without`."""
+        seen, front = set(), list(self._next[start])
+        while front:
+            i = front.pop()
+            if i in seen or i in without:
+                continue
+            if i in goals:
+                return i
+            seen.add(i)
+            front += self._next[i]
+        return None
+
+    def require(self, first: str, then: str, between: str, meaning: str) -> None:
+        """On every path from a `first` to a `then` lies a `between`."""
+        goals, without = set(self.find(then)), set(self.find(between))
+        for start in self.find(first):
+            end = self.reach(start, goals, without)
+            if end is not None:
+                raise Misordered(
+                    f"{meaning}: {self.instructions[start]!r} reaches {self.instructions[end]!r}"
+                )
+
+    def require_some(self, pattern: str, meaning: str) -> None:
+        if not self.find(pattern):
+            raise Misordered(f"{meaning}: no {pattern}")
+
+
+def check_release(ptx: Ptx) -> None:
+    """What all threads have stored is visible to whoever sees the signal."""
+    ptx.require_some(RELEASE, "no signal is released to the system")
+    ptx.require_some(f"{STORE}|{TMA_STORE}", "nothing is stored")
+    announced = f"{RELEASE}|{COUNT}"
+    ptx.require(STORE, announced, BARRIER, "only one thread's stores are ordered: no CTA barrier")
+    ptx.require(TMA_STORE, announced, TMA_COMPLETE, "a TMA store is read, but not complete")
+    ptx.require(TMA_COMPLETE, announced, PROXY_FENCE, "a TMA store is not fenced")
+    ptx.require(PROXY_FENCE, announced, BARRIER, "not all threads have fenced: no CTA barrier")
+
+
+def check_count(ptx: Ptx) -> None:
+    """Programs join at a counter before the last one signals."""
+    ptx.require_some(COUNT, "arrivals are not counted with acquire and release")
+    ptx.require(f"{STORE}|{TMA_STORE}", RELEASE, COUNT, "a signal is raised without counting")
+    ptx.require(COUNT, RELEASE, BARRIER, "no CTA barrier between the count and the signal")
+
+
+def check_acquire(ptx: Ptx) -> None:
+    """Loads of all threads come after the signal that one thread has seen."""
+    ptx.require_some(ACQUIRE, "no signal is acquired from the system")
+    ptx.require_some(LOAD, "nothing is loaded")
+    ptx.require(ACQUIRE, LOAD, BARRIER, "other threads load too early: no CTA barrier")
+    ptx.require(ACQUIRE, TMA_LOAD, PROXY_FENCE, "TMA loads are not fenced")
+
+
+def check_bounded(ptx: Ptx) -> None:
+    """Every spin looks at the clock in every turn."""
+    polls = ptx.find(ACQUIRE)
+    if not any(ptx.reach(poll, {poll}, set()) for poll in polls):
+        raise Misordered("no poll spins")
+    clocks = set(ptx.find(CLOCK))
+    for poll in polls:
+        if ptx.reach(poll, set(polls), clocks) is not None:
+            raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")

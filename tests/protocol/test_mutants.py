@@ -1,0 +1,70 @@
+"""The tests of the tests: every mutant must fail under at least one of the standard schedules.
+
+A mutant is done with when the first schedule has caught it. Run as a program, this file tries all
+schedules and prints the table of mutants and schedules:
+
+    TRITON_INTERPRET=1 FLUX_MEGATRON_POISON=1 PYTHONPATH=. python tests/protocol/test_mutants.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from interpreted_access import needs_interpreter
+from memory_checker import OutOfBounds
+from mutants import MUTANTS, Mutant
+from protocol_cases import WrongResult, run
+from virtual_product import Product, mutated
+from virtual_ranks import STANDARD, Deadlock, Schedule
+
+pytestmark = needs_interpreter
+_SHORT = {Deadlock: "deadlock", WrongResult: "wrong", OutOfBounds: "address"}
+
+
+def _outcome(mutant: Mutant, product: Product, schedule: Schedule) -> str:
+    """How the schedule caught the mutant, or "". Any other exception is a mistake in the mutant."""
+    try:
+        run(mutant.case, product, schedule)
+    except tuple(_SHORT) as error:
+        return _SHORT[type(error)]
+    return ""
+
+
+def outcomes(mutant: Mutant, folder: Path) -> Iterator[str]:
+    """One standard schedule after the other."""
+    with mutated(mutant.mutation, folder) as product:
+        for schedule in STANDARD:
+            yield _outcome(mutant, product, schedule)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_caught(mutant, tmp_path):
+    assert any(outcomes(mutant, tmp_path)), f"no schedule notices: {mutant.name}"
+
+
+def test_names_are_unique():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("case", sorted({mutant.case for mutant in MUTANTS}, key=str), ids=str)
+def test_unmutated_product_passes(case):
+    product = Product("flux_megatron")
+    for schedule in STANDARD:
+        run(case, product, schedule)
+
+
+def print_table() -> None:
+    """Every mutant under every schedule: how it was caught, "-" where it was not."""
+    width = max(len(mutant.name) for mutant in MUTANTS)
+    print(" " * width, *(f"{schedule.name:>10}" for schedule in STANDARD))
+    for mutant in MUTANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            row = [f"{how or '-':>10}" for how in outcomes(mutant, Path(folder))]
+        print(f"{mutant.name:{width}}", *row, flush=True)
+
+
+if __name__ == "__main__":
+    print_table()

@@ -1,0 +1,148 @@
+"""Memory order in the compiled kernels; `ptx_order` has what is asked. Needs no GPU.
+
+Interpreted runs prove the protocol and nothing about memory order. This proves what the
+instructions say, not what a GPU does with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ptx_order import (
+    BARRIER,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_count,
+    check_release,
+)
+
+SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("ptx")
+    here = Path(__file__).parent
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
+    program = [sys.executable, str(here / "compile_kernels.py"), str(folder / "ptx.json")]
+    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads((folder / "ptx.json").read_text())
+
+
+def _kernels(compiled: dict[str, dict], *words: str) -> dict[str, dict]:
+    found = {name: k for name, k in compiled.items() if all(w in name.split() for w in words)}
+    assert found, f"nothing was compiled for {words}"
+    return found
+
+
+def test_signal_follows_all_stores(compiled):
+    for name, kernel in _kernels(compiled, "gemm_rs").items():
+        ptx = Ptx(kernel["ptx"])
+        assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
+        check_release(ptx)
+        check_count(ptx)
+
+
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
+def test_loads_follow_the_signal(compiled, kernel):
+    for name, result in _kernels(compiled, kernel).items():
+        ptx = Ptx(result["ptx"])
+        assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
+        check_acquire(ptx)
+
+
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots", "wait_sources"])
+def test_waits_are_bounded(compiled, kernel):
+    for result in _kernels(compiled, kernel).values():
+        check_bounded(Ptx(result["ptx"]))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_shared_memory_suffices(compiled, architecture):
+    for name, kernel in _kernels(compiled, architecture).items():
+        assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "gemm_rs"])
+def test_hopper_multiplies_by_warp_groups(compiled, kernel, dtype):
+    for name, result in _kernels(compiled, "sm_90", kernel, dtype).items():
+        assert "wgmma.mma_async" in result["ptx"], name
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "gemm_rs"])
+def test_full_precision_means_no_tf32(compiled, architecture, kernel):
+    for name, result in _kernels(compiled, architecture, kernel, "float32").items():
+        assert "tf32" not in result["ptx"], name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "checks"),
+    [
+        ("right push", [check_release]),
+        ("right push by TMA", [check_release]),
+        ("right pull", [check_acquire, check_bounded]),
+        ("right pull by TMA", [check_acquire, check_bounded]),
+    ],
+)
+def test_right_kernels_pass(compiled, kernel, checks):
+    for check in checks:
+        check(Ptx(compiled[kernel]["ptx"]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "reason"),
+    [
+        ("push without barrier", check_release, "no CTA barrier"),
+        ("push with a relaxed signal", check_release, "no signal is released"),
+        ("push with a signal for one GPU", check_release, "no signal is released"),
+        ("push by TMA, not complete", check_release, "not complete"),
+        ("push by TMA, not fenced", check_release, "not fenced"),
+        ("pull with a relaxed poll", check_acquire, "no signal is acquired"),
+        ("pull without a clock", check_bounded, "without a clock"),
+        ("pull by TMA, not fenced", check_acquire, "not fenced"),
+        ("right push", check_count, "not counted"),
+        ("right push", check_bounded, "no poll spins"),
+    ],
+)
+def test_broken_kernels_are_rejected(compiled, kernel, check, reason):
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(compiled[kernel]["ptx"]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "removed", "reason"),
+    [
+        ("gemm_rs", check_release, BARRIER, "no CTA barrier"),
+        ("gemm_rs", check_release, r"fence\.proxy\.async;", "not fenced"),
+        ("gemm_rs", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("gemm_rs", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
+        ("gemm_rs", check_count, BARRIER, "no CTA barrier between the count"),
+        ("ag_gemm", check_acquire, BARRIER, "no CTA barrier"),
+        ("ag_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
+        ("ag_gemm", check_bounded, r"mov\.u64 %rd\d+, %globaltimer", "without a clock"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
+    """The shipped kernel with TMA, less all instructions of one kind."""
+    (ptx,) = [
+        result["ptx"]
+        for name, result in _kernels(compiled, "sm_90", kernel, "bfloat16", "tma", "nt").items()
+        if "128x256x64" in name
+    ]
+    broken = re.sub(rf"{removed}[^;\n]*", "", ptx)
+    assert broken != ptx, f"there is no {removed}"
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))

@@ -1,0 +1,215 @@
+"""The product's own channels, transfers, strategies and kernels, on virtual ranks in one process.
+
+`Product` is the package as it is, `mutated` a copy with one change. `Machine` replaces what needs
+processes and devices: the allocation of symmetric memory, the barrier, the agreement, the copy
+engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is read
+before it has arrived shows in the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+from memory_checker import Region, extent
+from torch import Tensor
+from virtual_ranks import Schedule, Scheduler
+
+import flux_megatron
+
+SOURCE = Path(flux_megatron.__file__).parent
+# Above level 0 only what runs here; the interpreter has been repaired by the original package.
+_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
+_MODULES = (
+    "errors", "problem", "symm.buffer", "symm.copy_engine", "symm.signals", "symm.workspace",
+    "kernels.launch", "kernels.primitives",
+    "overlap.transfer", "overlap.fused", "overlap.pipelined",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` must occur exactly once in `path` (below the package); `new` replaces it."""
+
+    path: str
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        found = source.count(self.old)
+        assert found == 1, f"{self.path}: {found} times, expected once: {self.old!r}"
+        return source.replace(self.old, self.new)
+
+
+class Product:
+    """The modules of one copy of the package, by their last name, as in `product.transfer`."""
+
+    def __init__(self, package: str) -> None:
+        importlib.import_module("flux_megatron.kernels")
+        for module in _MODULES:
+            setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+
+
+@contextmanager
+def mutated(mutation: Mutation, folder: Path) -> Iterator[Product]:
+    """A copy of the package with one change, in `folder`, because the interpreter reads sources."""
+    package = "mutated_product"
+    for path in [path for pattern in _COPIED for path in SOURCE.glob(pattern)]:
+        relative = path.relative_to(SOURCE)
+        source = path.read_text()
+        if str(relative) == mutation.path:
+            source = mutation.apply(source)
+        if path.name == "__init__.py":
+            source = ""
+        copy = folder / package / relative
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.replace("flux_megatron", package))
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        importlib.invalidate_caches()
+        try:
+            yield Product(package)
+        finally:
+            for name in [n for n in sys.modules if n.split(".")[0] == package]:
+                del sys.modules[name]
+
+
+class _Group:
+    """What a process group tells the product."""
+
+    group_name = "virtual"
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+
+class _Agreement:
+    """All virtual ranks run one program, so they agree."""
+
+    def __init__(self, group: _Group) -> None: ...
+
+    def refusals(self) -> str:
+        return ""
+
+
+class _CopyStream:
+    """The product's CPU copy engine; every push and signal is a step of the rank's copy stream."""
+
+    def __init__(self, engine, scheduler: Scheduler) -> None:
+        self._engine, self._scheduler = engine, scheduler
+
+    def fork(self) -> None:
+        self._scheduler.order("copy", "compute")
+
+    def join(self) -> None:
+        self._scheduler.order("compute", "copy")
+
+    def push(self, destination: Tensor, source: Tensor) -> None:
+        push = self._engine.push
+        self._scheduler.enqueue("copy", "push", lambda: push(destination, source))
+
+    def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
+        signal = self._engine.signal
+        self._scheduler.enqueue("copy", "signal", lambda: signal(pad, slot, epoch))
+
+
+class Machine:
+    """`world_size` virtual ranks with a workspace each; `run` schedules one host program a rank."""
+
+    def __init__(self, product: Product, world_size: int, programs: int) -> None:
+        self.product, self.world_size = product, world_size
+        self._programs = programs  # of a persistent kernel
+        self._groups = [_Group(rank, world_size) for rank in range(world_size)]
+        self._allocated: list[tuple[Tensor, ...]] = []
+        self._allocations: Counter[int] = Counter()
+        self._arrivals: Counter[int] = Counter()
+        self._regions: list[Region] = []
+        self._scheduler: Scheduler | None = None
+        with self._replacing():
+            workspace = product.workspace.Workspace
+            self.workspaces = [workspace(group, torch.device("cpu")) for group in self._groups]
+
+    def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
+        """Run `host(rank)` on every rank; returns the scheduler, for its trace."""
+        self._scheduler = Scheduler(schedule, self._regions)
+        with self._replacing():
+            self._scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
+        return self._scheduler
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        p = self.product
+        workspace = {
+            "buffer": SimpleNamespace(allocate=self._allocate),
+            "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
+            "Agreement": _Agreement,
+            "_why_unavailable": lambda group, device: None,
+        }
+        with (
+            mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.multiple(p.transfer, copy_engine=self._copy_engine),
+            mock.patch.multiple(p.pipelined, copy_engine=self._copy_engine),
+            mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
+            mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+        ):
+            yield
+
+    def _allocate(self, size_bytes: int, group: _Group, device: torch.device):
+        rank = group.rank()
+        number = self._allocations[rank]
+        self._allocations[rank] += 1
+        if number == len(self._allocated):
+            # pads come first and must be zero; data is allocated while ranks run, and is NaN
+            fill = 0 if self._scheduler is None else 0xFF
+            shards = [torch.full((size_bytes,), fill, dtype=torch.uint8) for _ in self._groups]
+            self._allocated.append(tuple(shards))
+            self._regions += [
+                extent(shard, f"allocation {number} of rank {r}") for r, shard in enumerate(shards)
+            ]
+        self._barrier(rank)
+        shards = self._allocated[number]
+        assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
+        pointers = torch.tensor([shard.data_ptr() for shard in shards])
+        return self.product.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
+
+    def _barrier(self, rank: int) -> None:
+        if self._scheduler is None:  # while the workspaces are made, one rank after another
+            return
+        self._scheduler.synchronize()
+        self._arrivals[rank] += 1
+        mine = self._arrivals[rank]
+        self._scheduler.wait(
+            lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
+        )
+
+    def _copy_engine(self, device: torch.device) -> _CopyStream:
+        return _CopyStream(self.product.copy_engine.CpuCopyEngine(), self._scheduler)
+
+    def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
+        return (min(self._programs, tiles),)
+
+    def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
+        checker = self._scheduler.running.checker
+        checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
+        cell = ctypes.c_int32.from_address(address)
+        source, comm_tile = divmod(slot, self.product.signals.MAX_COMM_TILES)
+        self._scheduler.wait(
+            lambda: self.product.signals.reached(cell.value, epoch),
+            f"communication tile {comm_tile} of rank {source}, epoch {epoch} "
+            f"(slot holds {cell.value})",
+        )

@@ -1,0 +1,318 @@
+"""A deterministic scheduler: many virtual ranks, each with a host and two streams, in one process.
+
+Each host program, kernel program, push and signal is a strand: a thread, of which only one runs at
+a time. A rank is modelled on a GPU. Its host runs ahead and only enqueues; `compute` runs kernels
+and torch's in-place operations in order, `copy` runs pushes and signals in order, and events order
+the two. Of a kernel's programs at most `resident` are started, in the order of their ids.
+
+The schedule decides who runs next whenever a strand waits, ends, or, with `preempt`, is about to
+touch memory. The seed decides it all, so that a failure can be run again. What cannot be seen here:
+memory order and CTA barriers, because every access is sequentially consistent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import triton.language as tl
+from interpreted_access import before_each_access
+from memory_checker import AddressChecker, Region
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+
+class Deadlock(AssertionError):
+    """Nothing can run; the message says who waits for what."""
+
+
+class _Abort(BaseException):
+    """Ends the strands of a run that is over."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    policy: str  # "sequential" (lowest rank first), "reverse" or "random"
+    seed: int = 0
+    resident: int = 1_000
+    # also switch before every access and after everything that a host enqueues
+    preempt: bool = False
+    # one rank, chosen by the seed, gets only every tenth turn while others can run
+    late: bool = False
+
+
+STANDARD = (
+    Schedule("sequential", "sequential", resident=1),
+    Schedule("reverse", "reverse"),
+    Schedule("random 1", "random", seed=1),
+    Schedule("random 2", "random", seed=2, resident=2, late=True),
+    Schedule("preempt 1", "random", seed=1, preempt=True),
+    Schedule("preempt 2", "random", seed=2, preempt=True, late=True),
+    Schedule("preempt 3", "random", seed=3, resident=2, preempt=True, late=True),
+)
+
+
+class Strand:
+    """A body on a parked thread. `ready` is what it waits for, if anything, `why` its words."""
+
+    def __init__(
+        self, rank: int, name: str, body: Callable[[], None], *,
+        ready: Callable[[], bool] | None = None, why: str = "",
+    ) -> None:  # fmt: skip
+        self.rank, self.name, self._body, self.ready, self.why = rank, name, body, ready, why
+        self.done, self.error = False, None
+        self._aborted = False
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        # of a kernel's program: the grid, its place there, and the memory that it may touch
+        self.grid: tuple[int, ...] | None = None
+        self.place: tuple[int, ...] = ()
+        self.checker: AddressChecker | None = None
+
+    @property
+    def runnable(self) -> bool:
+        return self.ready is None or self.ready()
+
+    def step(self) -> None:
+        """Run until the strand pauses or ends. Called by the scheduler."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, daemon=True)
+            self._thread.start()
+        if self.grid is not None:
+            interpreter.interpreter_builder.set_grid_dim(*self.grid)
+            interpreter.interpreter_builder.set_grid_idx(*self.place)
+        self._go.release()
+        self._back.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def pause(self, ready: Callable[[], bool] | None = None, why: str = "") -> None:
+        """Let others run; come back when `ready`. Called on the strand's own thread."""
+        self.ready, self.why = ready, why
+        self._back.release()
+        self._go.acquire()
+        if self._aborted:
+            raise _Abort
+        self.ready = None
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._thread is not None and not self.done:
+            self._go.release()
+            self._thread.join()
+
+    def _main(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._aborted:
+                self._body()
+        except _Abort:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self._back.release()
+
+
+class Stream:
+    """Work in order: an item is a list of strands, all of which end before the next item starts."""
+
+    def __init__(self, resident: int) -> None:
+        self._items: deque[list[Strand]] = deque()
+        self._resident = resident
+        self.enqueued = self.finished = 0
+
+    def put(self, strands: list[Strand]) -> None:
+        self._items.append(strands)
+        self.enqueued += 1
+
+    def live(self) -> list[Strand]:
+        """The strands that have started or may start."""
+        while self._items:
+            unfinished = [strand for strand in self._items[0] if not strand.done]
+            if unfinished:
+                return unfinished[: self._resident]
+            self._items.popleft()
+            self.finished += 1
+        return []
+
+    def strands(self) -> list[Strand]:
+        return list(itertools.chain.from_iterable(self._items))
+
+
+class _Recorder(TorchDispatchMode):
+    """A host's torch calls: what writes is enqueued on the compute stream, new tensors are NaN."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._scheduler.enqueue("compute", str(func), lambda: func(*args, **kwargs))
+            return kwargs.get("out", args[0])
+        result = func(*args, **kwargs)
+        if "empty" in func.__name__ and result.is_floating_point():
+            result.fill_(float("nan"))
+        return result
+
+
+class Scheduler:
+    """`run` takes one host program a rank; kernels that a host launches are strands of its rank."""
+
+    def __init__(self, schedule: Schedule, reachable: Sequence[Region] = ()) -> None:
+        self._schedule = schedule
+        self._random = random.Random(schedule.seed)
+        self._reachable = reachable  # may grow while ranks run
+        self._hosts: list[Strand] = []
+        self._streams: list[dict[str, Stream]] = []
+        self._current: Strand | None = None
+        self.trace: list[str] = []
+
+    def run(self, hosts: Sequence[Callable[[], None]]) -> None:
+        """Until all hosts and streams are done. Raises `Deadlock`, or what a strand raised."""
+        resident = self._schedule.resident
+        self._hosts = [Strand(r, "host", self._recorded(host)) for r, host in enumerate(hosts)]
+        self._streams = [{"compute": Stream(resident), "copy": Stream(1)} for _ in hosts]
+        with self._interpreting():
+            try:
+                while live := self._live():
+                    self._step(live)
+            finally:
+                for strand in self._all_strands():
+                    strand.abort()
+
+    def _step(self, live: list[Strand]) -> None:
+        runnable = [strand for strand in live if strand.runnable]
+        if not runnable:
+            waits = "; ".join(f"rank {s.rank} {s.name} waits for {s.why}" for s in live)
+            raise Deadlock(waits)
+        strand = self._choose(runnable)
+        self.trace.append(f"{strand.rank} {strand.name}")
+        self._current = strand
+        strand.step()
+
+    def _choose(self, runnable: list[Strand]) -> Strand:
+        schedule = self._schedule
+        if schedule.policy != "random":
+            return runnable[0 if schedule.policy == "sequential" else -1]
+        if schedule.late and self._random.random() < 0.9:
+            late = schedule.seed % len(self._hosts)
+            runnable = [strand for strand in runnable if strand.rank != late] or runnable
+        return self._random.choice(runnable)
+
+    def _live(self) -> list[Strand]:
+        live = []
+        for host, streams in zip(self._hosts, self._streams, strict=True):
+            live += [] if host.done else [host]
+            live += [strand for stream in streams.values() for strand in stream.live()]
+        return live
+
+    def _all_strands(self) -> list[Strand]:
+        streams = [stream for streams in self._streams for stream in streams.values()]
+        return self._hosts + [strand for stream in streams for strand in stream.strands()]
+
+    # What strands call, on their own threads.
+
+    @property
+    def rank(self) -> int:
+        """The rank whose strand runs now."""
+        return self.running.rank
+
+    @property
+    def running(self) -> Strand:
+        assert self._current is not None, "called outside of a run"
+        return self._current
+
+    def wait(self, ready: Callable[[], bool], why: str) -> None:
+        if not ready():
+            self.running.pause(ready, why)
+
+    def enqueue(self, stream: str, name: str, operation: Callable[[], None]) -> None:
+        """Let `operation` run on a stream of the calling rank, in one step."""
+        self._put(stream, [Strand(self.rank, name, operation)])
+
+    def order(self, later: str, earlier: str) -> None:
+        """What is enqueued on `later` from now on runs after what `earlier` holds now."""
+        before = self._streams[self.rank][earlier]
+        position = before.enqueued
+        event = Strand(
+            self.rank, f"{later} stream", lambda: None,
+            ready=lambda: before.finished >= position, why=f"the {earlier} stream",
+        )  # fmt: skip
+        self._put(later, [event])
+
+    def synchronize(self) -> None:
+        """The calling host waits for its streams."""
+        streams = list(self._streams[self.rank].values())
+        self.wait(lambda: all(s.finished == s.enqueued for s in streams), "its streams")
+
+    def _put(self, stream: str, strands: list[Strand]) -> None:
+        self._streams[self.rank][stream].put(strands)
+        if self._schedule.preempt:
+            self.running.pause()
+
+    def _recorded(self, host: Callable[[], None]) -> Callable[[], None]:
+        def body() -> None:
+            with _Recorder(self):
+                host()
+
+        return body
+
+    # Interpreted kernels: what Triton's GridExecutor does, except that programs become strands.
+
+    @contextmanager
+    def _interpreting(self):
+        function = interpreter.InterpretedFunction
+        launch, call = function.run, function.__call__
+
+        def run(kernel, *args, grid, warmup, **kwargs):
+            self._launch(kernel, grid, args, kwargs)
+
+        function.run = run
+        # patched here for all kernels; a patch at every nested call would be most of its cost
+        function.__call__ = lambda kernel, *args, **kwargs: kernel.rewrite()(*args, **kwargs)
+        modules = SimpleNamespace(__globals__={"language": tl, "core": tl.core})
+        patches = interpreter._patch_lang(modules)
+        try:
+            with before_each_access(self._before_access):
+                yield
+        finally:
+            function.run, function.__call__ = launch, call
+            patches.restore()
+
+    def _before_access(self, kind: str, pointers, mask) -> None:
+        strand = self.running
+        if strand.checker is not None:
+            strand.checker.check(kind, pointers, mask)
+        if self._schedule.preempt:
+            strand.pause()
+
+    def _launch(self, kernel, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:
+        body = kernel.rewrite()
+        parameters = inspect.getfullargspec(body).args
+        named = {name: value for name, value in kwargs.items() if name in parameters}
+        arguments = inspect.getcallargs(body, *args, **named)
+        checker = AddressChecker(arguments, self._reachable)
+        constexprs = interpreter.GridExecutor(body, kernel.arg_names, grid).constexprs
+        values = {
+            name: value if name in constexprs else interpreter._implicit_cvt(value)
+            for name, value in arguments.items()
+        }
+        grid = (*grid, *(1,) * (3 - len(grid)))
+        programs = []
+        for place in itertools.product(*map(range, grid)):
+            program = Strand(self.rank, f"{kernel.__name__}[{place[0]}]", partial(body, **values))
+            program.grid, program.place, program.checker = grid, place, checker
+            programs.append(program)
+        self._put("compute", programs)
