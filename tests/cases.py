@@ -1,4 +1,4 @@
-"""Operands of both operations for all ranks, and the truth: what the tests of `ops` and the soak test have in common."""
+"""Calls of both operations: operands for all ranks, and what each rank must get."""
 
 from __future__ import annotations
 

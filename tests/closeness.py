@@ -1,6 +1,6 @@
-"""How tests compare: exactly, on operands whose products and sums are exact; else by the error against fp64.
+"""How tests compare: exactly, on operands whose sums are exact; else by the error against fp64.
 
-Every comparison of the suite is one of the two assertions here, and `test_closeness` feeds both wrong answers.
+`test_closeness` feeds both assertions wrong answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def small_integers(
 
 
 def assert_sums_exact(x: Tensor, w: Tensor, extra: int = 0) -> None:
-    """No partial sum of x [M,K] @ w [K,N], in any order and grouping, leaves the exact integers of the dtype."""
+    """No partial sum of x [M,K] @ w [K,N], in any order, leaves the exact integers of the dtype."""
     largest = (x.abs().double() @ w.abs().double()).max().item() + extra
     limit = EXACT_LIMIT[x.dtype]
     assert largest <= limit, f"these operands can sum to {largest}, {x.dtype} is exact to {limit}"
@@ -54,7 +54,7 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
 
 
 def assert_as_close_as(got: Tensor, baseline: Tensor, truth: Tensor, what: str = "") -> None:
-    """The error of `got` against `truth` (fp64) is at most twice that of `baseline`, plain torch's answer."""
+    """The error of `got` against `truth` (fp64) is at most twice that of `baseline`."""
     assert got.shape == truth.shape, f"{what}: shape {got.shape}, expected {truth.shape}"
     assert got.dtype == baseline.dtype, f"{what}: dtype {got.dtype}, expected {baseline.dtype}"
     error, allowed = largest_error(got, truth), 2 * largest_error(baseline, truth)

@@ -1,8 +1,9 @@
-"""Real processes for tests: `run_ranks(body, world_size, *args)` runs `body(rank, *args)` on each rank.
+"""Real processes for tests: `run_ranks(body, world_size, *args)` runs `body(rank, *args)` on each.
 
-CPU ranks are forked (a parent that has imported torch and triton starts one in 20 ms) and speak gloo; with
-`device="cuda"` they are spawned, so bodies must be functions of a module, and speak NCCL. `on_device` takes the
-GPUs if there are some. If one rank fails all are stopped, and the failure carries every rank's traceback.
+CPU ranks are forked (a parent that has imported torch and triton starts one in 20 ms) and speak
+gloo; with `device="cuda"` they are spawned, so bodies must be functions of a module, and use NCCL.
+`on_device` takes the GPUs if there are some. If one rank fails all are stopped, and the failure
+carries every rank's traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def be_late(seconds: float) -> None:
-    """Keep what this rank sends next from leaving for a while: on GPUs the stream sleeps, not the host."""
+    """Hold back what this rank sends next: on GPUs the stream sleeps, not the host."""
     if DEVICE == "cuda":
         torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
     else:
@@ -37,7 +38,7 @@ class RankFailure(AssertionError):
 
 
 def on_device(body: Callable, world_size: int, *args, **options) -> list:
-    """`run_ranks` on GPUs, one a rank, if this machine has any; skips a test that needs more than it has."""
+    """`run_ranks` on GPUs where there are some, one a rank; skips a test that needs more."""
     if DEVICE == "cuda" and world_size > torch.cuda.device_count():
         pytest.skip(f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} here")
     return run_ranks(body, world_size, *args, device=DEVICE, **options)
@@ -63,8 +64,8 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    # The store lives here, because a rank that is done early must not take it away from the others; and it starts
-    # after the forks, because a fork inherits whatever lock a thread of the store holds at that moment.
+    # The store lives here, because a rank that is done early must not take it away from the others;
+    # and it starts after the forks, which would inherit whatever lock its thread holds just then.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _ in processes:
         ports.put(store.port)

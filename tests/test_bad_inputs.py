@@ -1,4 +1,4 @@
-"""Calls that cannot work: every rank is told why, none hangs, and the group is good for the next call."""
+"""Calls that cannot work: every rank is told why, none hangs, and the next call works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def told(*shape: int, dtype: str = "float32", device: str = DEVICE) -> str:
 
 
 def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
-    """Calls of a group of 2 and what each message must contain; made on the rank, which knows its device."""
+    """Calls of a group of 2, and what each message must contain."""
     half, w = torch.float16, tensor(5, 4)
     group = dist.group.WORLD
     calls: dict[str, tuple[Callable, list[str]]] = {
@@ -58,23 +58,25 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
     for op in (GATHER, SCATTER):
         x, integers = tensor(6, 4), tensor(6, 4, dtype=torch.int32)
         calls |= {
-            f"{op.__name__}: {name}": (lambda op=op, a=arguments, o=options: op(*a, group, **o), words)
-            for name, arguments, options, words in [
-                ("integers", (integers, w.int()), {}, ["int32", "one floating-point dtype expected"]),
+            f"{op.__name__}: {name}": (lambda op=op, a=given, o=options: op(*a, group, **o), words)
+            for name, given, options, words in [
+                ("integers", (integers, w.int()), {}, ["int32", "one floating-point dtype"]),
                 ("two dtypes", (x, w.half()), {},
-                 [f"x {told(6, 4)} and w {told(5, 4, dtype='float16')} given", "one floating-point"]),
-                ("K", (tensor(6, 3), w), {}, [f"x {told(6, 3)} and w {told(5, 4)} given", "equal K"]),
+                 [f"x {told(6, 4)} and w {told(5, 4, dtype='float16')} given", "one floating"]),
+                ("K", (tensor(6, 3), w), {},
+                 [f"x {told(6, 3)} and w {told(5, 4)} given", "equal K"]),
                 ("K of nn", (x, w), {"layout": "nn"}, ["equal K expected for layout 'nn'"]),
                 ("one dimension", (tensor(4), w), {}, [f"x {told(4)}", "two matrices expected"]),
                 ("three dimensions", (tensor(2, 3, 4), w), {}, ["two matrices expected"]),
-                ("no rows", (tensor(0, 4), w), {}, [f"x {told(0, 4)}", "no empty dimension expected"]),
+                ("no rows", (tensor(0, 4), w), {}, [f"x {told(0, 4)}", "no empty dimension"]),
                 ("no columns", (x, tensor(0, 4)), {}, ["no empty dimension expected"]),
                 ("strides of x", (tensor(4, 6).t(), w), {},
                  ["strides x (1, 6), w (4, 1) given", "contiguous rows expected"]),
                 ("strides of w", (x, tensor(4, 5).t()), {}, ["w (1, 5) given", "contiguous"]),
-                ("layout", (x, w), {"layout": "tn"}, ["layout 'tn' given, one of ('nt', 'nn') expected"]),
+                ("layout", (x, w), {"layout": "tn"},
+                 ["layout 'tn' given, one of ('nt', 'nn') expected"]),
                 ("strategy", (x, w), {"plan": Plan("magic")},
-                 ["strategy 'magic' given", "one of ['fused', 'pipelined', 'sequential'] expected"]),
+                 ["strategy 'magic' given", "['fused', 'pipelined', 'sequential'] expected"]),
                 ("unsupported plan", (x.double(), w.double()), {"plan": Plan("fused")},
                  ["cannot run", "dtype float64 is none of float32, bfloat16, float16"]),
             ]
@@ -85,7 +87,7 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
 def all_are_bad(rank: int) -> None:
     check(Case("ag_gemm", 3, 5, 4))
     for name, (bad, words) in bad_calls().items():
-        with pytest.raises(ValueError, match="given|cannot run") as caught:
+        with pytest.raises(ValueError, match=r"given|cannot run") as caught:
             bad()
         for word in words:
             assert word in str(caught.value), f"{name}: {word!r} is not in {caught.value}"
@@ -120,13 +122,17 @@ def test_another_device_is_refused():
         assert "[5, 4] float32 on meta given, one device expected" in second
 
 
+def _completed(call: Callable) -> None:
+    call()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    workspaces.check()
+
+
 def seconds_until(error: type[Exception], call: Callable) -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(error) as caught:
-        call()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        workspaces.check()
+        _completed(call)
     return str(caught.value), time.monotonic() - started
 
 
@@ -284,7 +290,7 @@ def test_a_second_call_while_one_is_open_is_refused():
 
 
 def biases_differ(rank: int) -> None:
-    """Whether there is a bias is a rank's own affair: it changes no communication, and no question."""
+    """Whether there is a bias is a rank's own affair: nothing is asked about it."""
     group = dist.group.WORLD
     x, w, bias = tensor(6, 4), tensor(5, 4), tensor(5)
     for given in (bias if rank else None, None):

@@ -1,4 +1,4 @@
-"""The suite's two assertions tell right answers from wrong ones: one shard missing, a bias added twice, a stale tile."""
+"""The suite's two assertions tell right from wrong: a shard missing, a bias twice, a stale tile."""
 
 from __future__ import annotations
 

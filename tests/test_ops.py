@@ -1,4 +1,4 @@
-"""The two operations in real processes: exact on integers, and on random data as close to fp64 as plain torch."""
+"""The two operations in real processes: exact on integers, else as close to fp64 as plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Operands, call, check, operands
+from cases import Case, Operands, call, check
 from closeness import assert_as_close_as
 from ranks import DEVICE, be_late, on_device
 
@@ -21,7 +21,7 @@ PATTERNS = ["ag_gemm", "gemm_rs"]
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["nt", "nn"]
-# (M_shard, N_local, K_local): single elements, below, at and beyond one tile, never a multiple twice
+# (M_shard, N_local, K_local): single elements, below, at and beyond one tile
 SHAPES = [(1, 1, 1), (16, 16, 16), (13, 7, 5), (33, 18, 24), (20, 33, 17), (70, 17, 19)]
 SMALL, WIDE, TALL = Tile(16, 16, 16), Tile(16, 64, 32, group_m=1), Tile(64, 16, 16, group_m=2)
 # communication tiles: the shard, one row (more than there are slots for 70 rows), ragged, too large
@@ -45,7 +45,7 @@ PLANS = {
 
 
 def cases_of(pattern: str, strategy: str, count: int) -> list[Case]:
-    """`count` of all combinations, the same ones each time, in an order in which neighbours differ in all."""
+    """`count` of all combinations, the same ones each time, in no order."""
     combinations = itertools.product(SHAPES, PLANS[strategy], DTYPES, LAYOUTS, [False, True])
     chosen = random.Random(f"{pattern} {strategy}").sample(
         [c for c in combinations if pattern == "ag_gemm" or not c[4]], count
@@ -67,7 +67,7 @@ def run_cases(rank: int, cases: list[Case]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_exact(world_size, pattern, strategy):
     count = min(
-        {1: 36, 2: 36, 3: 24, 4: 18, 8: 8}[world_size], 36 if strategy != "sequential" else 12
+        {1: 24, 2: 24, 3: 18, 4: 12, 8: 6}[world_size], 24 if strategy != "sequential" else 12
     )
     cases = cases_of(pattern, strategy, count)
     if world_size == 1:  # without a plan one rank has nothing to overlap

@@ -1,0 +1,388 @@
+"""Linear layers under sequence parallelism: exact against autograd of the unsharded problem."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact, assert_sums_exact, small_integers
+from ranks import DEVICE, be_late, on_device
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
+from flux_megatron.symm.workspace import workspace
+
+STRATEGIES = ["fused", "pipelined", "sequential"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# s on each rank and b (or none), N on each rank, K on each rank: nothing is a multiple of a tile
+SIZES = [((5, 3), 7, 9), ((3, 1), 18, 5), ((17,), 5, 3), ((2, 2, 2), 3, 20)]
+LAYERS = ["column", "row", "local"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on all ranks: integer operands, and the truth as autograd gives it in fp64."""
+
+    kind: str
+    dtype: torch.dtype
+    x: list[Tensor]
+    w: list[Tensor]
+    bias: list[Tensor] | None
+    dy: list[Tensor]
+    y: list[Tensor] = field(default_factory=list)
+    dx: list[Tensor] = field(default_factory=list)
+    dw: list[Tensor] = field(default_factory=list)
+    db: list[Tensor] = field(default_factory=list)
+
+
+def layer(
+    kind: str, world_size: int, dtype: torch.dtype,
+    rows: tuple[int, ...], N: int, K: int, bias: bool,
+) -> Layer:  # fmt: skip
+    """x, w, bias, dy and the truth, each as a list over ranks; the same on every rank that asks."""
+    generator = torch.Generator().manual_seed(N * K + len(rows))
+
+    def shards(*shape: int) -> list[Tensor]:
+        return [small_integers(shape, dtype, generator) for _ in range(world_size)]
+
+    whole = (world_size * rows[0], *rows[1:])
+    x = shards(*(whole if kind == "row" else rows), K)
+    w = shards(N, K)
+    b = shards(N) if bias and kind != "row" else None
+    dy = shards(*(whole if kind == "column" else rows), N)
+    made = Layer(kind, dtype, x, w, b, dy)
+    solve(made)
+    return made
+
+
+def solve(made: Layer) -> None:
+    """The unsharded problem by autograd; asserts that every sum in it is exact."""
+    R = len(made.x)
+    x, w, dy = (
+        [t.double().requires_grad_() for t in shards] for shards in (made.x, made.w, made.dy)
+    )
+    b = [t.double().requires_grad_() for t in made.bias or []]
+    if made.kind == "column":
+        gathered = torch.cat(x)
+        y = [gathered @ w[r].t() + (b[r] if b else 0) for r in range(R)]
+        assert_layer_exact(torch.cat(made.x), torch.cat(made.w), torch.cat(made.dy, -1))
+    elif made.kind == "row":
+        total = torch.stack([x[r] @ w[r].t() for r in range(R)]).sum(0)
+        y = list(total.chunk(R))
+        assert_layer_exact(torch.cat(made.x, -1), torch.cat(made.w, 1), torch.cat(made.dy))
+    else:
+        y = [x[r] @ w[r].t() + (b[r] if b else 0) for r in range(R)]
+        for one in zip(made.x, made.w, made.dy, strict=True):
+            assert_layer_exact(*one)
+    torch.autograd.backward(y, [t.detach() for t in dy])
+    made.y.extend(t.detach().to(made.dtype) for t in y)
+    made.dx.extend(t.grad.to(made.dtype) for t in x)
+    made.dw.extend(t.grad.to(made.dtype) for t in w)
+    made.db.extend(t.grad.to(made.dtype) for t in b)
+
+
+def assert_layer_exact(x: Tensor, w: Tensor, dy: Tensor) -> None:
+    """No sum of forward or backward leaves the exact integers: y, db, dx, dw."""
+    x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    assert_sums_exact(x, w.t(), extra=1)
+    assert_sums_exact(torch.ones(1, len(dy), dtype=dy.dtype), dy)
+    assert_sums_exact(dy, w)
+    assert_sums_exact(dy.t(), x)
+
+
+def apply(made: Layer, x: Tensor, w: Tensor, bias: Tensor | None, **options) -> Tensor:
+    if made.kind == "column":
+        return column_parallel_linear(x, w, bias, group=dist.group.WORLD, **options)
+    if made.kind == "row":
+        return row_parallel_linear(x, w, group=dist.group.WORLD, **options)
+    return local_linear(x, w, bias, **options)
+
+
+def mine(made: Layer, rank: int, needs: str = "xwb") -> list[Tensor | None]:
+    """This rank's x, w, bias; those named in `needs` want gradients."""
+    given = [made.x[rank], made.w[rank], made.bias[rank] if made.bias else None]
+    return [
+        None if t is None else t.clone().to(DEVICE).requires_grad_(name in needs)
+        for name, t in zip("xwb", given, strict=True)
+    ]
+
+
+def check(made: Layer, rank: int, needs: str = "xwb", **options) -> None:
+    """Forward and backward of this rank: gradients are exact where wanted, else None."""
+    x, w, bias = mine(made, rank, needs)
+    what = f"{made.kind} {made.dtype} {list(x.shape)} x {list(w.shape)} {needs} {options}"
+    y = apply(made, x, w, bias, **options)
+    assert_exact(y, made.y[rank], f"y of {what}")
+    if not y.requires_grad:
+        assert not needs, what
+        return
+    y.backward(made.dy[rank].to(DEVICE))
+    for name, tensor, truth in (("x", x, made.dx), ("w", w, made.dw), ("b", bias, made.db)):
+        if tensor is None:
+            continue
+        if name in needs:
+            assert_exact(tensor.grad, truth[rank], f"d{name} of {what}")
+        else:
+            assert tensor.grad is None, f"d{name} of {what}"
+
+
+def run_layers(rank: int, sizes: list) -> dict[tuple[str, str], int]:
+    R = dist.get_world_size()
+    for kind, dtype, (rows, N, K), bias in itertools.product(LAYERS, DTYPES, sizes, [True, False]):
+        if bias and kind == "row":
+            continue
+        made = layer(kind, R, dtype, rows, N, K, bias)
+        check(made, rank)
+        if kind == "column":
+            check(made, rank, save_gathered=True)
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_exact_forward_and_backward(world_size, strategy):
+    sizes = {1: SIZES, 2: SIZES, 3: SIZES[:2], 4: SIZES[1:3], 8: SIZES[2:3]}[world_size]
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    ran = strategy if world_size > 1 else "sequential"
+    each = 3 * len(sizes) * 5  # forward and backward: 4 times column, once row
+    for calls in on_device(run_layers, world_size, sizes, environment=environment):
+        assert calls == {("ag_gemm", ran): each, ("gemm_rs", ran): each}
+
+
+def epochs() -> tuple[int, int]:
+    space = workspace(dist.group.WORLD, torch.device(DEVICE))
+    return space.gather.epoch, space.scatter.epoch
+
+
+def transfers(work: Callable[[], object]) -> tuple[int, int]:
+    """How many gathers and scatters `work` makes."""
+    before = epochs()
+    work()
+    return tuple(after - b for after, b in zip(epochs(), before, strict=True))
+
+
+def every_need(rank: int) -> None:
+    """What needs no gradient is not gathered, not computed and not kept."""
+    R = dist.get_world_size()
+    sizes = ((5, 3), 7, 9)
+    first = layer("column", R, torch.float32, *sizes, True)
+    check(first, rank)  # the workspace exists from here on
+    # gathers and scatters of forward and backward together
+    expected = {
+        ("column", "x"): (1, 1),
+        ("column", "w"): (2, 0),
+        ("column", "b"): (1, 0),
+        ("column", "xb"): (1, 1),
+        ("column", "xw"): (2, 1),
+        ("column", ""): (1, 0),
+        ("row", "x"): (1, 1),
+        ("row", "w"): (1, 1),
+        ("row", "xw"): (1, 1),
+        ("row", ""): (0, 1),
+    }
+    for (kind, needs), transferred in expected.items():
+        made = layer(kind, R, torch.float32, *sizes, kind == "column")
+        assert transfers(lambda m=made, n=needs: check(m, rank, n)) == transferred, (kind, needs)
+        x, w, bias = mine(made, rank, needs)
+        y = apply(made, x, w, bias)
+        kept = [t is not None for t in _function_of(y).saved_tensors] if needs else [False, False]
+        assert kept == ["w" in needs, bool(needs)], (kind, needs)
+    made = layer("column", R, torch.float32, *sizes, True)
+    assert transfers(lambda: check(made, rank, save_gathered=True)) == (1, 1)
+    assert transfers(lambda: check(made, rank, "xb", save_gathered=True)) == (1, 1)
+    for needs in ("x", "w", "b", "xb", "wb", "xwb", ""):
+        assert transfers(
+            lambda n=needs: check(layer("local", R, torch.float32, *sizes, True), rank, n)
+        ) == (0, 0)
+
+
+def _function_of(y: Tensor):
+    """The node of our Function behind the view that gives y its shape."""
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    return node
+
+
+def test_what_needs_no_gradient_costs_nothing():
+    on_device(every_need, 2)
+
+
+def saved_by(rank: int) -> list[list[int]]:
+    made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+    shapes = []
+    for save_gathered in (False, True):
+        y = apply(made, *mine(made, rank), save_gathered=save_gathered)
+        shapes.append(list(_function_of(y).saved_tensors[0].shape))
+    return shapes
+
+
+def test_save_gathered_keeps_all_rows_and_nothing_else_does():
+    for own, gathered in on_device(saved_by, 2):
+        assert own == [15, 9]
+        assert gathered == [30, 9]
+
+
+def custom_wgrad(rank: int) -> None:
+    """A wgrad that accumulates elsewhere sees all rows and leaves the weight without gradient."""
+    R = dist.get_world_size()
+    for kind, save_gathered in (
+        ("column", False),
+        ("column", True),
+        ("row", False),
+        ("local", False),
+    ):
+        made = layer(kind, R, torch.float32, (5, 3), 7, 9, False)
+        x, w, bias = mine(made, rank)
+        main_grad = torch.ones_like(w)
+
+        def accumulate(weight: Tensor, dy: Tensor, x: Tensor, w=w, main_grad=main_grad) -> None:
+            assert weight.data_ptr() == w.data_ptr()
+            main_grad.addmm_(dy.t(), x)
+
+        options = {"save_gathered": True} if save_gathered else {}
+        y = apply(made, x, w, bias, wgrad=accumulate, **options)
+        for times in (1, 2):
+            y.backward(made.dy[rank].to(DEVICE), retain_graph=True)
+            assert_exact(main_grad, times * made.dw[rank] + 1, f"{kind}, {times} times")
+        assert w.grad is None
+        assert_exact(x.grad, 2 * made.dx[rank], kind)
+
+
+def test_custom_wgrad():
+    on_device(custom_wgrad, 2)
+
+
+def deferred_wgrad(rank: int) -> None:
+    """With a dy_buffer backward hands dy over, in order, and does nothing else for the weight."""
+    R = dist.get_world_size()
+    for kind in ("column", "local"):
+        made = layer(kind, R, torch.float32, (5, 3), 7, 9, True)
+        buffer: list[Tensor] = []
+        x, w, bias = mine(made, rank)
+        y = apply(made, x, w, bias, dy_buffer=buffer)
+        assert buffer == []
+        y.backward(made.dy[rank].to(DEVICE))
+        assert_exact(buffer[0].view(made.dy[rank].shape), made.dy[rank], kind)
+        assert len(buffer) == 1
+        assert w.grad is None
+        assert_exact(x.grad, made.dx[rank], kind)
+        assert_exact(bias.grad, made.db[rank], kind)
+        kept = _function_of(apply(made, *mine(made, rank), dy_buffer=[])).saved_tensors
+        assert kept[0] is None
+        frozen = mine(made, rank, "x")
+        apply(made, *frozen, dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
+        assert len(buffer) == 1
+    made = layer("column", R, torch.float32, (5, 3), 7, 9, False)
+
+    def forward_and_backward() -> None:
+        y = apply(made, *mine(made, rank), dy_buffer=[], save_gathered=True)
+        y.backward(made.dy[rank].to(DEVICE))
+
+    assert transfers(forward_and_backward) == (1, 1)
+
+
+def test_deferred_wgrad():
+    on_device(deferred_wgrad, 2)
+
+
+def sums_dx(rank: int) -> None:
+    group = dist.group.WORLD
+    made = layer("local", group.size(), torch.float32, (5, 3), 7, 9, True)
+    x, w, bias = mine(made, rank)
+    y = local_linear(x, w, bias, allreduce_group=group)
+    assert_exact(y, made.y[rank])
+    y.backward(made.dy[rank].to(DEVICE))
+    assert_exact(x.grad, torch.stack(made.dx).sum(0))
+    assert_exact(w.grad, made.dw[rank])
+    assert_exact(bias.grad, made.db[rank])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_linear_sums_dx_over_its_group(world_size):
+    on_device(sums_dx, world_size)
+
+
+def strides(rank: int) -> None:
+    """Inputs and gradients as Megatron makes them: transposed, expanded, sliced."""
+    R = dist.get_world_size()
+    for kind in LAYERS:
+        made = layer(kind, R, torch.float32, (6, 4), 5, 8, False)
+        x, w, _ = mine(made, rank, "w")
+        swapped = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        assert not swapped.is_contiguous()
+        y = apply(made, swapped, w, None)
+        assert_exact(y, made.y[rank], kind)
+        dy = made.dy[rank].to(DEVICE)
+        y.backward(dy.transpose(0, 1).contiguous().transpose(0, 1), retain_graph=True)
+        assert_exact(swapped.grad, made.dx[rank], kind)
+        assert_exact(w.grad, made.dw[rank], kind)
+        swapped.grad = w.grad = None
+        y.sum().backward()  # dy is one element, expanded
+        ones = Layer(kind, made.dtype, made.x, made.w, None, [torch.ones_like(t) for t in made.dy])
+        solve(ones)
+        assert_exact(swapped.grad, ones.dx[rank], kind)
+        assert_exact(w.grad, ones.dw[rank], kind)
+
+
+def test_inputs_and_gradients_of_any_strides():
+    on_device(strides, 2)
+
+
+def mlp(rank: int, late: int) -> None:
+    """Column into row, twice, as in a transformer; one workspace for all, and one rank is late."""
+    R = dist.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    x = [small_integers((4, 2, 6), torch.float64, generator) for _ in range(R)]
+    weights = [
+        [small_integers(shape, torch.float64, generator) for _ in range(R)]
+        for shape in ((5, 6), (6, 5), (5, 6), (6, 5))
+    ]
+    whole = torch.cat(x).requires_grad_()
+    columns = [[w.clone().requires_grad_() for w in shards] for shards in weights]
+    y = whole
+    for w1, w2 in (columns[:2], columns[2:]):
+        y = y + torch.stack([(y @ a.t()).relu() @ b.t() for a, b in zip(w1, w2, strict=True)]).sum(
+            0
+        )
+    y.sum().backward()
+    mine = x[rank].float().to(DEVICE).requires_grad_()
+    own = [shards[rank].float().to(DEVICE).requires_grad_() for shards in weights]
+    out = mine
+    for w1, w2 in (own[:2], own[2:]):
+        if rank == late:
+            be_late(0.05)
+        hidden = column_parallel_linear(out, w1, None, group=dist.group.WORLD).relu()
+        out = out + row_parallel_linear(hidden, w2, group=dist.group.WORLD)
+    assert_exact(out, y.chunk(R)[rank].float(), "y")
+    if rank == late:
+        be_late(0.05)
+    out.sum().backward()
+    assert_exact(mine.grad, whole.grad.chunk(R)[rank].float(), "dx")
+    for number, (w, shards) in enumerate(zip(own, columns, strict=True)):
+        assert_exact(w.grad, shards[rank].grad.float(), f"dw of layer {number}")
+
+
+@pytest.mark.parametrize(("world_size", "late"), [(1, 0), (2, 1), (4, 2)])
+def test_layers_back_to_back(world_size, late):
+    on_device(mlp, world_size, late)
+
+
+def in_place(rank: int) -> None:
+    """Megatron's loss changes logits in place."""
+    made = layer("column", dist.get_world_size(), torch.float32, (5, 3), 7, 9, True)
+    for kind in LAYERS:
+        made = layer(kind, dist.get_world_size(), torch.float32, (5, 3), 7, 9, False)
+        y = apply(made, *mine(made, rank))
+        y -= 1
+        y.backward(made.dy[rank].to(DEVICE))
+        assert_exact(y, made.y[rank] - 1, kind)
+
+
+def test_results_may_be_changed_in_place():
+    on_device(in_place, 2)

@@ -1,0 +1,83 @@
+"""Problems tell local sizes from global ones; plans survive their text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
+
+SIZES = st.sampled_from([16, 32, 64, 128, 256])
+TILES = st.builds(
+    Tile,
+    block_m=SIZES,
+    block_n=SIZES,
+    block_k=SIZES,
+    group_m=st.integers(1, 16),
+    num_warps=st.sampled_from([4, 8]),
+    num_stages=st.integers(1, 5),
+    tma=st.booleans(),
+)
+PLANS = st.builds(
+    Plan,
+    strategy=st.sampled_from(["fused", "pipelined", "sequential"]),
+    comm_rows=st.integers(0, 10**6),
+    tile=TILES,
+)
+
+
+@given(PLANS)
+def test_a_plan_survives_its_text(plan):
+    assert Plan.loads(plan.dumps()) == plan
+
+
+@given(PLANS, PLANS)
+def test_different_plans_have_different_texts(one, other):
+    assert (one == other) == (one.dumps() == other.dumps())
+
+
+def test_the_text_of_a_plan_is_json_with_names():
+    fields = json.loads(Plan("fused", comm_rows=128, tile=Tile(block_n=256, tma=True)).dumps())
+    assert fields["strategy"] == "fused"
+    assert fields["comm_rows"] == 128
+    assert fields["tile"]["block_n"] == 256
+    assert fields["tile"]["tma"] is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"strategy": "fused"}',
+        '{"strategy": "fused", "comm_rows": 0, "tile": {"block": 1}}',
+    ],
+)
+def test_other_texts_are_no_plans(text):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Plan.loads(text)
+
+
+def test_plans_and_problems_are_keys():
+    assert {Plan("fused"): 1}[Plan("fused", 0, Tile())] == 1
+    assert len({Plan("fused"), Plan("fused", 1), Plan("pipelined"), Plan("fused")}) == 3
+    with pytest.raises(FrozenInstanceError):
+        Plan("fused").comm_rows = 3
+
+
+def test_local_sizes():
+    gather = Problem(Pattern.AG_GEMM, M=24, N=40, K=16, dtype="bfloat16", world_size=4)
+    assert (gather.M_shard, gather.N_local, gather.K_local) == (6, 10, 16)
+    scatter = Problem(Pattern.GEMM_RS, M=24, N=40, K=16, dtype="bfloat16", world_size=4)
+    assert (scatter.M_shard, scatter.N_local, scatter.K_local) == (6, 40, 4)
+
+
+def test_a_problem_says_all_that_it_is():
+    problem = Problem(Pattern.GEMM_RS, 24, 40, 16, "float16", 4, layout="nn", device="cpu")
+    assert str(problem) == "gemm_rs M=24 N=40 K=16 nn float16 over 4 ranks on cpu"
+    assert str(Pattern.AG_GEMM) == Pattern.AG_GEMM == "ag_gemm"

@@ -1,0 +1,83 @@
+"""The truth itself, against the unsharded product in fp64 and against loops written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import EXACT_LIMIT, assert_exact, assert_sums_exact, small_integers
+
+from flux_megatron import reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WORLD_SIZES = [1, 2, 3, 4, 8]
+M_SHARD, N, K = 5, 7, 3
+
+
+def shards(R: int, *shape: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [small_integers(shape, dtype, generator, largest=2) for _ in range(R)]
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R", WORLD_SIZES)
+def test_all_gather_gemm(R, dtype, layout):
+    x = shards(R, M_SHARD, K, dtype=dtype, seed=1)
+    w = shards(R, *((N, K) if layout == "nt" else (K, N)), dtype=dtype, seed=2)
+    bias = shards(R, N, dtype=dtype, seed=3)
+    whole_w = torch.cat([t if layout == "nt" else t.t() for t in w]).double()
+    whole = torch.cat(x).double() @ whole_w.t() + torch.cat(bias).double()
+    for r, y in enumerate(reference.all_gather_gemm(x, w, layout, bias)):
+        assert_exact(y, whole[:, r * N : (r + 1) * N].to(dtype))
+    for r, y in enumerate(reference.all_gather_gemm(x, w, layout)):
+        assert_exact(y + bias[r], whole[:, r * N : (r + 1) * N].to(dtype))
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R", WORLD_SIZES)
+def test_gemm_reduce_scatter_and_all_reduce(R, dtype, layout):
+    M = R * M_SHARD
+    x = shards(R, M, K, dtype=dtype, seed=1)
+    w = shards(R, *((N, K) if layout == "nt" else (K, N)), dtype=dtype, seed=2)
+    columns = [t.t() if layout == "nt" else t for t in w]
+    assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
+    whole = (torch.cat(x, 1).double() @ torch.cat(columns).double()).to(dtype)
+    scattered = reference.gemm_reduce_scatter(x, w, layout)
+    assert len(scattered) == R
+    for r, y in enumerate(scattered):
+        assert_exact(y, whole[r * M_SHARD : (r + 1) * M_SHARD])
+    reduced = reference.gemm_all_reduce(x, w, layout)
+    for y in reduced:
+        assert_exact(y, whole)
+    assert len({y.data_ptr() for y in reduced}) == R
+
+
+def test_elements_written_out():
+    x = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])]
+    w = [torch.tensor([[5.0, 6.0]]), torch.tensor([[7.0, 8.0], [9.0, 10.0]])]
+    first, second = reference.all_gather_gemm(x, w)
+    assert first.tolist() == [[17.0], [39.0]]
+    assert second.tolist() == [[23.0, 29.0], [53.0, 67.0]]
+
+
+def test_each_partial_result_is_rounded_before_the_sum():
+    limit = EXACT_LIMIT[torch.bfloat16]
+    ones, large = torch.ones(2, 1).bfloat16(), torch.tensor([[float(limit)]]).bfloat16()
+    x = [torch.cat([ones, ones], 1), torch.cat([ones, ones], 1)]
+    w = [torch.cat([large, ones[:1]], 1), torch.cat([-large, ones[:1]], 1)]
+    # 256 + 1 rounds to 256, -256 + 1 is exact: the sum of the rounded is -255 + 256, not 2
+    assert reference.gemm_reduce_scatter(x, w)[0].item() == 1.0
+
+
+def test_sums_over_ranks_are_wide():
+    # in bf16 256 + 1 + 1 stays at 256
+    x = [torch.ones(3, 1).bfloat16() for _ in range(3)]
+    w = [torch.tensor([[value]]).bfloat16() for value in (256.0, 1.0, 1.0)]
+    assert reference.gemm_reduce_scatter(x, w)[0].item() == 258.0
+
+
+def test_float64_stays_float64():
+    x, w = torch.full((1, 1), 1 + 2**-40, dtype=torch.float64), torch.ones(1, 1).double()
+    assert reference.matmul(x, w).item() == 1 + 2**-40
+    assert reference.matmul(x.bfloat16(), w.bfloat16()).dtype == torch.float32

@@ -1,0 +1,70 @@
+"""The FLUX_MEGATRON_* variables: defaults, accepted values, and errors that name the variable."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from flux_megatron import settings
+from flux_megatron.settings import Settings, read
+
+
+def test_defaults():
+    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=600.0, poison=False)
+    assert read({"OTHER": "1"}) == Settings()
+
+
+def test_every_variable_is_read():
+    environment = {
+        "FLUX_MEGATRON_STRATEGY": "pipelined",
+        "FLUX_MEGATRON_STRICT": "1",
+        "FLUX_MEGATRON_TIMEOUT_S": "2.5",
+        "FLUX_MEGATRON_POISON": "1",
+    }
+    assert read(environment) == Settings("pipelined", strict=True, timeout_s=2.5, poison=True)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined", "sequential"])
+def test_strategies(strategy):
+    assert read({"FLUX_MEGATRON_STRATEGY": strategy}).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("FLUX_MEGATRON_STRATEGY", "fast", "expected one of"),
+        ("FLUX_MEGATRON_STRATEGY", "", "expected one of"),
+        ("FLUX_MEGATRON_STRICT", "yes", "expected 0 or 1"),
+        ("FLUX_MEGATRON_STRICT", "", "expected 0 or 1"),
+        ("FLUX_MEGATRON_POISON", "2", "expected 0 or 1"),
+        ("FLUX_MEGATRON_TIMEOUT_S", "0", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TIMEOUT_S", "-1", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TIMEOUT_S", "soon", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TIMEOUT_S", "inf", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TIMEOUT_S", "nan", "expected seconds above 0"),
+    ],
+)
+def test_errors_name_the_variable_and_its_value(name, value, expected):
+    with pytest.raises(ValueError, match=f"^{name}={value!r}, {expected}"):
+        read({name: value})
+
+
+def test_read_once_until_reload(monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "fused")
+    assert settings.reload().strategy == "fused"
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "pipelined")
+    assert settings.get().strategy == "fused"
+    assert settings.reload().strategy == settings.get().strategy == "pipelined"
+    monkeypatch.undo()
+    settings.reload()
+
+
+def test_frozen():
+    with pytest.raises(FrozenInstanceError):
+        settings.get().strict = True
+
+
+def test_every_field_is_a_variable_in_the_table():
+    for name in Settings.__dataclass_fields__:
+        assert f"| FLUX_MEGATRON_{name.upper()} |" in settings.__doc__
