@@ -1,4 +1,7 @@
-"""One mode a process: without a GPU the kernels are interpreted, which Triton decides at its first import."""
+"""One mode a process:
+
+without a GPU the kernels are interpreted, which Triton decides at its first import.
+"""
 
 from __future__ import annotations
 
