@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.overlap.dispatch import decide
+from flux_megatron.overlap.dispatch import decide, refuse
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.problem import Pattern, Plan
 
@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "note_fallback",
+    "refuse",
     "run_ag_gemm",
     "start_gather",
     "start_gemm_rs",

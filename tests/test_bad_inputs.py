@@ -168,6 +168,25 @@ def test_different_operations_are_told_to_every_rank():
         assert "rank 1: gemm_rs" in said
 
 
+def known_calls_in_another_order(rank: int) -> str:
+    group = dist.group.WORLD
+    small, large = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
+    for case in (small, large):
+        check(case)
+    x = tensor(6 if rank == 0 else 9, 4)
+    if rank == 1:
+        time.sleep(0.2)  # rank 0 waits for its rows by now
+    error = errors.SignalTimeout if rank == 0 else errors.ProblemMismatch
+    return seconds_until(error, lambda: GATHER(x, tensor(5, 4), group))[0]
+
+
+def test_known_calls_in_another_order_are_told_to_every_rank():
+    for rank, text in enumerate(on_device(known_calls_in_another_order, 2, environment=SHORT)):
+        mine, theirs = (12, 18) if rank == 0 else (18, 12)
+        assert f"call 3 of rank {rank} is ag_gemm M={mine} N=10 K=4" in text
+        assert f"of rank {1 - rank} ag_gemm M={theirs} N=10 K=4" in text
+
+
 def one_refuses(rank: int, bad: dict, plan: Plan | None) -> tuple[str, float]:
     """Rank 1 brings what cannot work, the others a new problem."""
     group = dist.group.WORLD

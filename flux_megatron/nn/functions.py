@@ -66,10 +66,11 @@ def row_parallel_linear(
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
     if x.shape[0] % group.size():
-        raise ValueError(
+        complaint = (
             f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
             f"group's {group.size()} ranks expected"
         )
+        ops.refuse(complaint, group, x.device)
     y = _RowParallel.apply(_rows(x), w, _Options(group, wgrad or plain_wgrad))
     return y.view(-1, *x.shape[1:-1], w.shape[0])
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,6 +30,7 @@ class Decision:
     plan: Plan
     workspace: Workspace
     fallback: str | None
+    words: str
 
     def count(self) -> None:
         if self.fallback is None:
@@ -43,13 +46,20 @@ def decide(
     """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
     space = workspace(group, x.device)
     if complaint := _complaint(pattern, x, w, bias, space, layout, plan):
-        space.agreement.refuse(complaint)
-        raise ValueError(f"{pattern}: {complaint}")
+        refuse(f"{pattern}: {complaint}", group, x.device)
     # nothing in which ranks may differ: they would ask a different number of times
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, settings.get())
     if key not in space.decisions:
         space.decisions[key] = _new_decision(pattern, x, w, group.size(), layout, plan, space)
-    return space.decisions[key]
+    decision = space.decisions[key]
+    space.note(decision.words)
+    return decision
+
+
+def refuse(complaint: str, group: ProcessGroup, device: torch.device) -> NoReturn:
+    """Raise `ValueError`, and let the other ranks know why this one does not take part."""
+    workspace(group, device).agreement.refuse(complaint)
+    raise ValueError(complaint)
 
 
 def _new_decision(
@@ -72,10 +82,12 @@ def _new_decision(
     if plan is None:
         plan, fallback = registry.choose(problem, space.unavailable)
     elif reason := space.unavailable or registry.strategy(problem, plan.strategy).supports(problem):
-        space.agreement.refuse(f"the plan {plan.dumps()} cannot run: {reason}")
-        raise ValueError(f"{problem}: the plan {plan.dumps()} cannot run: {reason}")
-    space.agreement.confirm(f"{problem} with {plan.dumps()}")
-    return Decision(problem, registry.strategy(problem, plan.strategy), plan, space, fallback)
+        complaint = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
+        refuse(complaint, space.group, space.device)
+    words = f"{problem} with {plan.dumps()}"
+    space.agreement.confirm(words)
+    strategy = registry.strategy(problem, plan.strategy)
+    return Decision(problem, strategy, plan, space, fallback, words)
 
 
 def _complaint(

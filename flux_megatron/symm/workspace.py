@@ -10,7 +10,7 @@ The rule this rests on, one open call a channel, is enforced by `begin` and `end
 from __future__ import annotations
 
 import socket
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from flux_megatron import errors, settings
 from flux_megatron.symm import buffer, signals
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.call_log import CallLog
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Call:
 class Channel:
     """A symmetric buffer of two halves with a pad of signals and the epoch of the last call."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, agreement: Agreement) -> None:
-        self._group, self._device, self._agreement = group, device, agreement
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, explain: Callable[[], str]
+    ) -> None:
+        self._group, self._device, self._explain = group, device, explain
         world_size = group.size()
         slots = world_size * signals.MAX_COMM_TILES
         pad_bytes = slots * torch.int32.itemsize
@@ -122,11 +125,11 @@ class Channel:
 
     def fail(self, slot: int, expected: int, seen: int) -> None:
         source, comm_tile = divmod(slot, signals.MAX_COMM_TILES)
-        refusals = self._agreement.refusals()
+        reason = self._explain()
         raise errors.SignalTimeout(
             f"rank {self._group.rank()} of group {self._group.group_name} waited "
             f"{settings.get().timeout_s:g} s for communication tile {comm_tile} of rank {source}: "
-            f"epoch {expected} expected, {seen} seen" + (f" ({refusals})" if refusals else "")
+            f"epoch {expected} expected, {seen} seen" + (f" ({reason})" if reason else "")
         )
 
     def _follow_last_stream(self) -> None:
@@ -161,8 +164,18 @@ class Workspace:
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.unavailable = _why_unavailable(group, device)
         if self.unavailable is None:
-            self.gather = Channel(group, device, self.agreement)
-            self.scatter = Channel(group, device, self.agreement)
+            self.calls = CallLog(group)
+            self.gather = Channel(group, device, self._explain)
+            self.scatter = Channel(group, device, self._explain)
+
+    def note(self, words: str) -> None:
+        """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
+        if self.unavailable is None:
+            self.calls.note(words)
+
+    def _explain(self) -> str:
+        """The likely reason for a signal that did not come."""
+        return self.agreement.refusals() or self.calls.difference()
 
     @property
     def size_bytes(self) -> int:

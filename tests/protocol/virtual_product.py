@@ -158,6 +158,7 @@ class Machine:
             "buffer": SimpleNamespace(allocate=self._allocate),
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "Agreement": _Agreement,
+            "CallLog": lambda group: None,
             "_why_unavailable": lambda group, device: None,
         }
         with (
