@@ -12,13 +12,13 @@ from cases import Case, call, check, operands
 from closeness import assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import DEVICE, be_late, on_device
+from ranks import DEVICE, be_late, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import buffer, signals
-from flux_megatron.symm.workspace import Channel, release, workspace, workspaces
+from flux_megatron.symm import buffer, cpu_backend, signals
+from flux_megatron.symm.workspace import Channel, _call_log, release, workspace, workspaces
 
 PATTERNS = ("ag_gemm", "gemm_rs")
 EPOCHS = st.integers(0, 2**34)
@@ -83,6 +83,24 @@ def peers_see_each_other(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_reads_and_writes_every_shard(world_size):
     on_device(peers_see_each_other, world_size)
+
+
+def one_cannot_map(rank: int) -> str:
+    def denied(path: str, size_bytes: int) -> None:
+        raise PermissionError(13, "denied", path)
+
+    if rank == 1:
+        cpu_backend._mapped = denied
+    group = dist.group.WORLD
+    assert _call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
+    with pytest.raises(errors.WorkspaceError) as raised:
+        _call_log(group, torch.device("cpu"))
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_map_is_named_on_every_rank():
+    for text in run_ranks(one_cannot_map, 2):
+        assert "ranks cannot share memory: rank 1: [Errno 13] denied: '/proc/" in text
 
 
 def channel_of(name: str) -> Channel:

@@ -14,24 +14,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flux_megatron import errors
 from flux_megatron.symm.buffer import SymmetricBuffer
 
 
 def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
-    """Zeroed memory of `size_bytes` a rank. Collective over `group`."""
+    """Zeroed memory of `size_bytes` a rank. Collective over `group`.
+
+    `WorkspaceError`, on every rank, if one cannot open another's memory: ranks in containers of
+    their own do not see each other's /proc.
+    """
     rank, world_size = group.rank(), group.size()
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = os.memfd_create("flux_megatron")
     os.ftruncate(descriptor, size_bytes)
     paths: list[str] = [""] * world_size
     dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=group)
-    maps = []
-    for path in paths:
-        peer = os.open(path, os.O_RDWR)
-        maps.append(mmap.mmap(peer, size_bytes, mmap.MAP_SHARED))
-        os.close(peer)
-    dist.barrier(group=group)  # everybody has mapped mine before its descriptor goes
-    os.close(descriptor)
+    maps: list[mmap.mmap] = []
+    problem = ""
+    try:
+        maps += [_mapped(path, size_bytes) for path in paths]
+    except OSError as error:
+        problem = str(error)
+    problems: list[str] = [""] * world_size
+    dist.all_gather_object(problems, problem, group=group)
+    os.close(descriptor)  # everybody has mapped it by now
+    if any(problems):
+        said = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+        raise errors.WorkspaceError(f"ranks cannot share memory: {said}")
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in maps]
     return SymmetricBuffer(
         rank=rank,
@@ -39,3 +49,11 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
         pointers=torch.tensor(addresses, dtype=torch.int64),
         keep_alive=maps,
     )
+
+
+def _mapped(path: str, size_bytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED)
+    finally:
+        os.close(descriptor)

@@ -164,23 +164,34 @@ class Workspace:
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.unavailable = _why_unavailable(group, device)
         if self.unavailable is None:
-            self.calls = CallLog(group)
+            self.calls = _call_log(group, device)
             self.gather = Channel(group, device, self._explain)
             self.scatter = Channel(group, device, self._explain)
 
     def note(self, words: str) -> None:
         """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
-        if self.unavailable is None:
+        if self.unavailable is None and self.calls is not None:
             self.calls.note(words)
 
     def _explain(self) -> str:
         """The likely reason for a signal that did not come."""
-        return self.agreement.refusals() or self.calls.difference()
+        difference = self.calls.difference() if self.calls is not None else ""
+        return self.agreement.refusals() or difference
 
     @property
     def size_bytes(self) -> int:
         """Symmetric memory held by this rank, in bytes."""
         return 0 if self.unavailable else self.gather.size_bytes + self.scatter.size_bytes
+
+
+def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
+    """The log of calls; on GPUs a group can do without, if its ranks share no host memory."""
+    try:
+        return CallLog(group)
+    except errors.WorkspaceError:
+        if device.type == "cpu":
+            raise
+        return None
 
 
 def _why_unavailable(group: ProcessGroup, device: torch.device) -> str | None:
