@@ -51,6 +51,8 @@ def placement(config: TrainConfig) -> tuple[int, bool]:
             raise ConfigError(
                 f"parallel.device=cuda: {needed} ranks need as many GPUs, found {gpus}"
             )
+        if gpus:
+            print(f"{needed} ranks need as many GPUs, found {gpus}: on the CPU", file=sys.stderr)
         return needed, False
     world_size = parallel.world_size or gpus
     if world_size % parallel.tp:
