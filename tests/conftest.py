@@ -12,7 +12,12 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "20")
 os.environ.setdefault("FLUX_MEGATRON_POISON", "1")
 
+import hypothesis  # noqa: E402
 import torch  # noqa: E402
+
+# no time limit an example: on two shared cores any line may take a second
+hypothesis.settings.register_profile("flux_megatron", deadline=None)
+hypothesis.settings.load_profile("flux_megatron")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
