@@ -85,7 +85,9 @@ class Channel:
         """
         self.check()
         if self._open:
-            raise errors.WorkspaceError("a call was begun on this channel while another was open")
+            raise errors.WorkspaceError(
+                "a call was begun on this channel while another was open, or after one that failed"
+            )
         if self._data is None or size_bytes > self._half_bytes:
             self._grow(size_bytes)
         assert self._data is not None and self._pointers is not None, "grown above"
