@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,3 +328,12 @@ def wrong_order(rank: int) -> None:
 
 def test_a_channel_has_one_open_call():
     on_device(wrong_order, 1)
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_cuda_graph_capture_is_refused(monkeypatch, capturing):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    channel = SimpleNamespace(_device=torch.device("cuda", 0))
+    refused = pytest.raises(errors.WorkspaceError, match="cannot be captured in a CUDA graph")
+    with refused if capturing else nullcontext():
+        Channel._refuse_capture(channel)

@@ -83,6 +83,7 @@ class Channel:
 
         Grows, collectively, when that is too small.
         """
+        self._refuse_capture()
         self.check()
         if self._open:
             raise errors.WorkspaceError(
@@ -134,6 +135,14 @@ class Channel:
             f"epoch {expected} expected, {seen} seen" + (f" ({reason})" if reason else "")
         )
 
+    def _refuse_capture(self) -> None:
+        # a replay would repeat the epoch, find its signals raised already, and read too early
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise errors.WorkspaceError(
+                "overlapped calls cannot be captured in a CUDA graph: the number of the call would "
+                "be captured too. Set FLUX_MEGATRON_STRATEGY=sequential for captured regions"
+            )
+
     def _follow_last_stream(self) -> None:
         if self._last_stream is None:
             return
@@ -143,11 +152,6 @@ class Channel:
 
     def _grow(self, size_bytes: int) -> None:
         if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise errors.WorkspaceError(
-                    f"a CUDA graph is being captured, but the workspace must grow to {size_bytes} "
-                    "bytes first: run every shape once before the capture"
-                )
             torch.cuda.synchronize(self._device)
         dist.barrier(group=self._group)  # no rank uses the old memory any more
         aligned = -(-size_bytes // 4096) * 4096
