@@ -78,9 +78,8 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
-        del (
-            store
-        )  # a failure's traceback keeps this frame, and later forks must not inherit the store
+        # a failure's traceback keeps this frame, and later forks must not inherit the store
+        del store
     missing = [f"rank {r}: no answer (exit code {processes[r].exitcode})" for r in range(world_size)
                if r not in outcomes]  # fmt: skip
     failed = [f"rank {r}:\n{value}" for r, (ok, value) in sorted(outcomes.items()) if not ok]

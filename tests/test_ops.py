@@ -76,6 +76,16 @@ def test_exact(world_size, pattern, strategy):
         assert calls == {(pattern, strategy): len(cases)}
 
 
+def tma_where_it_cannot_be(rank: int) -> None:
+    plan = Plan("fused", tile=replace(SMALL, tma=True))
+    for pattern, layout, (N, K) in itertools.product(PATTERNS, LAYOUTS, [(16, 30), (10, 32)]):
+        check(Case(pattern, 6, N, K, dtype=torch.bfloat16, layout=layout, plan=plan))
+
+
+def test_a_plan_with_tma_holds_for_unaligned_rows():
+    on_device(tma_where_it_cannot_be, 2)
+
+
 def test_every_dtype_layout_shape_and_plan_is_drawn():
     for pattern, strategy in itertools.product(PATTERNS, ("fused", "pipelined")):
         drawn = cases_of(pattern, strategy, 24)

@@ -70,6 +70,7 @@ def ag_gemm(
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
     world_size = M // M_shard
+    tile = launch.without_tma_if_unaligned(tile, N, x, w)
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     launch.run(

@@ -79,6 +79,7 @@ def gemm_rs(
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = M // world_size
+    tile = launch.without_tma_if_unaligned(tile, N, x, w)
     tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     launch.run(
         gemm_rs_kernel, launch.persistent_grid(x.device, tiles), tile,

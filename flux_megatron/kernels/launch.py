@@ -43,12 +43,21 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+def without_tma_if_unaligned(tile: Tile, N: int, *operands: torch.Tensor) -> Tile:
+    """The tile, without TMA where rows of an operand, or of a result with N columns, are not whole
+    16-byte units: the hardware would not say so, but copy other bytes.
+    """
+    unit = 16 // operands[0].element_size()
+    aligned = N % unit == 0 and all(t.shape[1] % unit == 0 for t in operands)
+    if not tile.tma or (aligned and all(t.data_ptr() % 16 == 0 for t in operands)):
+        return tile
+    return replace(tile, tma=False)
+
+
 def run(kernel, grid: tuple[int, ...], tile: Tile, *args, **constexprs) -> None:
     """Launch `kernel`; the tile's sizes go to the constexprs of the same names that the kernel
     has.
     """
-    if tile.tma and any(a.data_ptr() % 16 for a in args if isinstance(a, torch.Tensor)):
-        tile = replace(tile, tma=False)  # a view that starts between two 16-byte units
     sizes = {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -10,8 +10,8 @@ PTX.
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
 Interpreted, a wait is a host function that polls and gives the CPU away; the fences are no-ops,
-because the interpreter's atomics are sequentially consistent on x86-64
-and it has no asynchronous copies.
+because the interpreter's atomics are sequentially consistent on x86-64 and it has no asynchronous
+copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host arithmetic on sizes; Triton's own functions of these names cost 5 us a call on the host."""
+"""Host arithmetic on sizes; Triton's own functions of these names are slow on the host."""
 
 
 def cdiv(size: int, block: int) -> int:

@@ -1,7 +1,7 @@
 """From a call to its plan: the checks that every call passes before any rank could hang.
 
 A call is checked on its rank, gets a plan, and is confirmed with the other ranks once for each new
-kind of call; after that a look-up is all it costs.
+kind of call; after that it costs a look-up and a line in the log of calls.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _clamped(size: int, smallest: int, largest: int) -> int:
 
 
 def _interpreted_tile(problem: Problem) -> Tile:
-    """Interpreted code costs about 2 ms a tile and k-step whatever their size: few large ones."""
+    """Interpreted code costs as much for a small tile as for a large one: few large ones."""
     return Tile(
         block_m=_clamped(problem.M_shard, 16, 256),
         block_n=_clamped(problem.N_local, 16, 256),
@@ -50,7 +50,7 @@ def _compiled_tile(problem: Problem) -> Tile:
     if problem.M_shard <= 64:
         return Tile(block_m=64, block_n=128, block_k=64, num_warps=4, tma=_tma(problem))
     if _tma(problem):
-        # 98 to 100 % of cuBLAS on large shapes (4 x H200, torch 2.11, triton 3.6)
+        # with three stages 213,016 bytes of shared memory, of 232,448 (sm_90, triton 3.7.1)
         return Tile(block_m=128, block_n=256, block_k=64, tma=True)
     return Tile(block_m=128, block_n=128, block_k=64)
 

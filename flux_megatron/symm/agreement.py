@@ -25,9 +25,8 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._world_size = group.rank(), group.size()
-        nonce = [
-            uuid.uuid4().hex
-        ]  # a group created later under the same name must not read old answers
+        # a group created later under the same name must not read old answers
+        nonce = [uuid.uuid4().hex]
         dist.broadcast_object_list(nonce, group=group, group_src=0)
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_MAX_VIEWS = 1024  # a view costs 5 us to make, and a call needs several
+_MAX_VIEWS = 1024  # kept, because a call needs several and they are slow to make
 
 
 @dataclass(frozen=True)

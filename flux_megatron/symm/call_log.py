@@ -3,7 +3,7 @@
 `Agreement` asks once for each new kind of call. Calls that are known by themselves can still be
 made in another order by another rank. So each rank writes a digest of its call and reads what the
 others have written so far: no rank waits, and of two different calls the later one is caught
-before it touches a buffer. The hosts write and read, on CUDA too: a few us a call.
+before it touches a buffer. The hosts write and read, on CUDA too.
 """
 
 from __future__ import annotations

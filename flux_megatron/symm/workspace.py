@@ -123,10 +123,8 @@ class Channel:
     def check(self) -> None:
         """Raise `SignalTimeout` if a kernel's wait has run out of time since."""
         tripped, slot, expected, seen = self._status.tolist()
-        if tripped:
-            self.fail(slot, expected, seen)
-
-    def fail(self, slot: int, expected: int, seen: int) -> None:
+        if not tripped:
+            return
         source, comm_tile = divmod(slot, signals.MAX_COMM_TILES)
         reason = self._explain()
         raise errors.SignalTimeout(
@@ -169,14 +167,14 @@ class Workspace:
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.unavailable = _why_unavailable(group, device)
+        self.calls = None if self.unavailable else _call_log(group, device)
         if self.unavailable is None:
-            self.calls = _call_log(group, device)
             self.gather = Channel(group, device, self._explain)
             self.scatter = Channel(group, device, self._explain)
 
     def note(self, words: str) -> None:
         """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
-        if self.unavailable is None and self.calls is not None:
+        if self.calls is not None:
             self.calls.note(words)
 
     def _explain(self) -> str:
