@@ -82,5 +82,132 @@ def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> i
     return worker.run(run, out, resume, console)
 
 
+@app.command()
+def tune(
+    config: Annotated[Path | None, typer.Option(help="YAML file of a training run")] = None,
+    suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the suite")] = 4,
+    M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",
+    dtype: Annotated[str, typer.Option(help="Data type of the suite's problems")] = "bfloat16",
+    scale: Annotated[int, typer.Option(help="Divide the suite's widths, to try it out")] = 1,
+    connections: Annotated[
+        int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
+    ] = 1,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
+    ] = None,
+) -> None:
+    """Measure which plan is the fastest for each problem of a model, and keep it for later runs."""
+    from flux_megatron.bench import tune as tuning
+    from flux_megatron.train import config as configs
+    from flux_megatron.train import launcher
+
+    if (config is None) == (suite is None):
+        raise typer.BadParameter("one of --config and --suite is needed")
+    try:
+        run = configs.load(config, {}) if config is not None else None
+        tp = run.parallel.tp if run is not None else tp
+        device = "cuda" if launcher.gpu_count() >= tp else "cpu"
+        if run is not None:
+            problems = tuning.problems_of_config(run, device)
+        else:
+            Ms = [int(rows) for rows in M.split(",")]
+            problems = tuning.problems_of_suite(str(suite), Ms, tp, dtype, device, scale)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if "RANK" not in os.environ:
+        raise typer.Exit(tuning.start_ranks(tp, device == "cuda", connections, sys.argv[1:]))
+    tuning.tune(problems, again, out, config.stem if config is not None else str(suite))
+
+
+bench_app = typer.Typer(invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    suite: Annotated[str, typer.Option(help="Models")] = "gpt3-175b,llama2-70b",
+    pattern: Annotated[str, typer.Option(help="Patterns")] = "ag_gemm,gemm_rs,backward,gemm",
+    M: Annotated[str, typer.Option("--M", help="Rows")] = "64,128,256,512,1024,2048,4096,8192",
+    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
+    candidates: Annotated[str, typer.Option(help="Only these and the yardsticks")] = "",
+    rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
+    tp: Annotated[int, typer.Option(help="Ranks")] = 4,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    scale: Annotated[int, typer.Option(help="Divide the models' widths, for the CPU")] = 1,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
+    ] = None,
+    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
+) -> None:
+    """Time our operations beside NCCL and every installed peer, in one run; see docs/measuring.md.
+
+    Lists are separated by commas.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from flux_megatron.bench import launch
+    from flux_megatron.bench.options import Options
+
+    def words(text: str) -> tuple[str, ...]:
+        return tuple(filter(None, text.split(",")))
+
+    try:
+        options = Options(
+            suites=words(suite),
+            patterns=words(pattern),
+            Ms=tuple(map(int, words(M))),
+            out=str(out),
+            candidates=words(candidates),
+            rounds=rounds,
+            tp=tp,
+            device=device,
+            scale=scale,
+            time_limit_s=time_limit,
+            nvls=nvls,
+            commit=commit,
+        )
+        options.cases()  # complains before any rank is started
+        code = launch.start(options)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+@bench_app.command("check")
+def bench_check(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not met")] = False,
+) -> None:
+    """Hold rows against the targets: every target with met, missed or missing; fails unless all are
+    met.
+    """
+    from flux_megatron.bench import check, records
+
+    verdicts = check.check([row for file in rows for row in records.load(file)])
+    for verdict in verdicts:
+        if not quiet or verdict.outcome.verdict != check.MET:
+            typer.echo(str(verdict))
+    typer.echo(check.summary(verdicts))
+    raise typer.Exit(0 if all(v.outcome.verdict == check.MET for v in verdicts) else 1)
+
+
+@app.command()
+def plot(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
+    out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],
+) -> None:
+    """Draw rows, and write the page OUT.md with the plots and the tables."""
+    from flux_megatron.bench import page, plots, records
+
+    loaded = [row for file in rows for row in records.load(file)]
+    page.write(out, plots.draw(loaded, out), loaded, rows)
+
+
 if __name__ == "__main__":
     app()

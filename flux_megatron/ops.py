@@ -48,6 +48,8 @@ def all_gather_gemm(
     `ProblemMismatch`, on every rank, if the ranks bring different problems; `SignalTimeout` if a
     rank does not come.
     """
+    if _eager(x, w):
+        return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
     return _all_gather_gemm(x, w, bias, group.group_name, layout, _words(plan))
 
 
@@ -67,7 +69,16 @@ def gemm_reduce_scatter(
     M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is
     rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
     """
+    if _eager(x, w):
+        return start_gemm_rs(x, w, group, layout=layout, plan=plan).finish()
     return _gemm_reduce_scatter(x, w, group.group_name, layout, _words(plan))
+
+
+def _eager(x: Tensor, w: Tensor) -> bool:
+    """Whether nobody traces or differentiates: an operator costs the host more than its function."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
 
 
 def _group(name: str) -> ProcessGroup:

@@ -72,12 +72,16 @@ class Tile:
 class Plan:
     """A strategy and its numbers.
 
-    `comm_rows` is the communication tile: rows of a shard per transfer and signal.
+    `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
+    shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
+    says who moves tiles for `hopper`: "copy_engine" or "sm", the multiprocessors.
     """
 
     strategy: str
     comm_rows: int = 0
     tile: Tile = Tile()
+    splits: int = 0
+    transport: str = "copy_engine"
 
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""
@@ -85,5 +89,6 @@ class Plan:
 
     @staticmethod
     def loads(text: str) -> Plan:
+        """`TypeError` for a field that there is not."""
         fields = json.loads(text)
-        return Plan(fields["strategy"], fields["comm_rows"], Tile(**fields["tile"]))
+        return Plan(**{**fields, "tile": Tile(**fields.get("tile", {}))})

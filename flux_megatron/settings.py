@@ -2,10 +2,13 @@
 
 | variable | meaning | default |
 | --- | --- | --- |
-| FLUX_MEGATRON_STRATEGY | `auto`, `fused`, `pipelined` or `sequential`, for every call | auto |
+| FLUX_MEGATRON_STRATEGY | `auto`, or the one strategy of every call, such as `fused` | auto |
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
 | FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 600 |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
+| FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
+| FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
+| FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 """
 
 from __future__ import annotations
@@ -14,8 +17,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
-STRATEGIES = ("auto", "fused", "pipelined", "sequential")
+# the first is the default
+STRATEGIES = ("auto", "fused", "pipelined", "hopper", "sequential")
+TUNE = ("off", "lazy")
+
+CACHE = Path("~/.cache/flux_megatron").expanduser()
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,9 @@ class Settings:
     strict: bool = False
     timeout_s: float = 600.0
     poison: bool = False
+    tune: str = "off"
+    tune_seconds: float = 60.0
+    cache: Path = CACHE
 
 
 def _switch(environment: Mapping[str, str], name: str) -> bool:
@@ -33,23 +44,36 @@ def _switch(environment: Mapping[str, str], name: str) -> bool:
     return text == "1"
 
 
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name}={text!r}, expected seconds above 0")
+    return seconds
+
+
+def _one_of(environment: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
+    text = environment.get(name, values[0])
+    if text not in values:
+        raise ValueError(f"{name}={text!r}, expected one of {values}")
+    return text
+
+
 def read(environment: Mapping[str, str]) -> Settings:
     """Settings from a mapping of variables; `ValueError` names the variable that is wrong."""
-    strategy = environment.get("FLUX_MEGATRON_STRATEGY", "auto")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"FLUX_MEGATRON_STRATEGY={strategy!r}, expected one of {STRATEGIES}")
-    timeout = environment.get("FLUX_MEGATRON_TIMEOUT_S", "600")
-    try:
-        timeout_s = float(timeout)
-    except ValueError:
-        timeout_s = 0.0
-    if not 0 < timeout_s < float("inf"):
-        raise ValueError(f"FLUX_MEGATRON_TIMEOUT_S={timeout!r}, expected seconds above 0")
+    default = Settings()
+    cache = environment.get("FLUX_MEGATRON_CACHE")
     return Settings(
-        strategy=strategy,
+        strategy=_one_of(environment, "FLUX_MEGATRON_STRATEGY", STRATEGIES),
         strict=_switch(environment, "FLUX_MEGATRON_STRICT"),
-        timeout_s=timeout_s,
+        timeout_s=_seconds(environment, "FLUX_MEGATRON_TIMEOUT_S", default.timeout_s),
         poison=_switch(environment, "FLUX_MEGATRON_POISON"),
+        tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
+        tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS", default.tune_seconds),
+        cache=Path(cache).expanduser() if cache else default.cache,
     )
 
 

@@ -46,7 +46,8 @@ TABLE = {
     "symm": room("errors problem settings", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
-    "overlap": room("errors problem settings perf symm kernels", "torch"),
+    # what a measured plan depends on: Triton's version and the link between the GPUs
+    "overlap": room("errors problem settings perf symm kernels", "torch", lazily="cuda triton"),
     "ops": room("errors problem overlap", "torch"),
     "nn": room("errors ops", "torch"),
     # apex's kernel for the weight gradient, where it is installed

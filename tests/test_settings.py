@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,26 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_STRICT": "1",
         "FLUX_MEGATRON_TIMEOUT_S": "2.5",
         "FLUX_MEGATRON_POISON": "1",
+        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_TUNE_SECONDS": "7",
+        "FLUX_MEGATRON_CACHE": "/somewhere",
     }
-    assert read(environment) == Settings("pipelined", strict=True, timeout_s=2.5, poison=True)
+    assert environment.keys() == {
+        f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
+    }
+    assert read(environment) == Settings(
+        "pipelined", strict=True, timeout_s=2.5, poison=True,
+        tune="lazy", tune_seconds=7.0, cache=Path("/somewhere"),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined", "sequential"])
+def test_the_cache_is_in_the_home_folder_by_default():
+    assert read({}).cache == read({"FLUX_MEGATRON_CACHE": ""}).cache
+    assert read({"FLUX_MEGATRON_CACHE": "~/plans"}).cache == Path.home() / "plans"
+    assert read({}).cache == Path.home() / ".cache" / "flux_megatron"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined", "hopper", "sequential"])
 def test_strategies(strategy):
     assert read({"FLUX_MEGATRON_STRATEGY": strategy}).strategy == strategy
 
@@ -43,6 +59,9 @@ def test_strategies(strategy):
         ("FLUX_MEGATRON_TIMEOUT_S", "soon", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "inf", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "nan", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TUNE", "eager", "expected one of"),
+        ("FLUX_MEGATRON_TUNE_SECONDS", "0", "expected seconds above 0"),
+        ("FLUX_MEGATRON_TUNE_SECONDS", "long", "expected seconds above 0"),
     ],
 )
 def test_errors_name_the_variable_and_its_value(name, value, expected):

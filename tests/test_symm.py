@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,9 @@ import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import buffer, cpu_backend, signals
-from flux_megatron.symm.workspace import Channel, _call_log, release, workspace, workspaces
+from flux_megatron.symm import channel as channel_module
+from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.workspace import _call_log, release, workspace, workspaces
 
 PATTERNS = ("ag_gemm", "gemm_rs")
 EPOCHS = st.integers(0, 2**34)
@@ -330,10 +331,50 @@ def test_a_channel_has_one_open_call():
     on_device(wrong_order, 1)
 
 
-@pytest.mark.parametrize("capturing", [True, False])
-def test_cuda_graph_capture_is_refused(monkeypatch, capturing):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    channel = SimpleNamespace(_device=torch.device("cuda", 0))
-    refused = pytest.raises(errors.WorkspaceError, match="cannot be captured in a CUDA graph")
-    with refused if capturing else nullcontext():
-        Channel._refuse_capture(channel)
+def captures(rank: int) -> None:
+    """Captured calls share a part and an epoch; memory can only be had before."""
+    channel = channel_of("ag_gemm")
+    entered = []
+    channel._enter = lambda call, entries: entered.append(call)
+    eager = [half_of(channel, rank, 5000) for _ in range(2)]
+    with mock.patch.object(channel_module, "capturing", return_value=True):
+        captured = [half_of(channel, rank, 5000) for _ in range(3)]
+        with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
+            channel.begin(10**6)
+    assert len({*captured, *eager}) == 3
+    assert [call.epoch for call in entered] == [signals.CAPTURED_EPOCH] * 3
+    assert channel.epoch == 2
+    held = channel.size_bytes
+    half_of(channel, rank, 10**6)
+    assert channel.size_bytes >= held + 3 * 10**6, "graphs need the memory that they know"
+    held = channel.size_bytes
+    half_of(channel, rank, 2 * 10**6)
+    assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
+
+
+def test_captured_calls_have_a_part_of_their_own():
+    on_device(captures, 2)
+
+
+def late_entry(rank: int) -> str:
+    """Rank 1 does not come to a captured call."""
+    check(Case("gemm_rs", 5, 4, 3))
+    if rank == 1:
+        return ""
+    with (
+        mock.patch.object(channel_module, "capturing", return_value=True),
+        pytest.raises(errors.SignalTimeout) as raised,
+    ):
+        check(Case("gemm_rs", 5, 4, 3))
+    return str(raised.value)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
+def test_a_rank_that_does_not_come_to_a_captured_call_is_named():
+    told, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+    assert "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in told
+
+
+def test_what_a_slot_announces_is_told():
+    assert signals.told(signals.slot(2, 5), 3) == "communication tile 5 of rank 2"
+    assert signals.told(signals.entry_slot(2, 3), 3) == "rank 2 to begin the same captured call"

@@ -11,6 +11,8 @@ sizes.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
@@ -31,7 +34,8 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, rank, epoch, timeout_ns, M_shard, N, K, comm_rows,
+    x, gathered, w, bias, y, pad, status, rank, epoch, timeout_ns: tl.int64, comm_rows,
+    M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +61,20 @@ def ag_gemm_kernel(
         store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
 
 
+@lru_cache(maxsize=1024)
+def _launcher(
+    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
+    bias: bool, layout: str, tile: Tile, whole: bool,
+) -> Launcher:  # fmt: skip
+    M_shard, K = x
+    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
+    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
+    return Launcher(
+        ag_gemm_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
+        WORLD_SIZE=world_size, HAS_BIAS=bias, LAYOUT_NN=layout == "nn",
+    )  # fmt: skip
+
+
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
@@ -66,17 +84,15 @@ def ag_gemm(
 
     Gives y [R * M_shard, N].
     """
-    M_shard, K = x.shape
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    world_size = M // M_shard
-    tile = launch.without_tma_if_unaligned(tile, N, x, w)
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
-    launch.run(
-        ag_gemm_kernel, launch.persistent_grid(x.device, tiles), tile,
-        x, gathered, w, bias if bias is not None else x, y, pad, status,
-        rank, epoch, timeout_ns, M_shard, N, K, comm_rows,
-        WORLD_SIZE=world_size, HAS_BIAS=bias is not None, LAYOUT_NN=layout == "nn",
+    y = x.new_empty(M, N)
+    run = _launcher(
+        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
+        launch.has_whole_units(x, w),
     )  # fmt: skip
+    run(
+        (x, gathered, w, bias if bias is not None else x, y, pad, status),
+        (rank, epoch, timeout_ns, comm_rows),
+    )
     return y

@@ -8,12 +8,16 @@ reduce_slots_kernel  waits [B] of every rank, then sums the slots in fp32 in ran
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     complete_tma_stores,
@@ -48,7 +52,7 @@ def announce_rows(
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
 def gemm_rs_kernel(
-    x, w, slot_pointers, pad_pointers, counters, rank, epoch, M_shard, N, K, comm_rows,
+    x, w, slot_pointers, pad_pointers, counters, rank, epoch, comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -69,6 +73,20 @@ def gemm_rs_kernel(
         announce_rows(pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M)
 
 
+@lru_cache(maxsize=1024)
+def _launcher(
+    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
+    layout: str, tile: Tile, whole: bool,
+) -> Launcher:  # fmt: skip
+    M_shard, K = x[0] // world_size, x[1]
+    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
+    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
+    return Launcher(
+        gemm_rs_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
+        WORLD_SIZE=world_size, LAYOUT_NN=layout == "nn",
+    )  # fmt: skip
+
+
 def gemm_rs(
     x: Tensor, w: Tensor, *, slot_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
     rank: int, world_size: int, epoch: int, comm_rows: int, layout: str, tile: Tile,
@@ -76,13 +94,8 @@ def gemm_rs(
     """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of
     rank r's buffer.
     """
-    M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    M_shard = M // world_size
-    tile = launch.without_tma_if_unaligned(tile, N, x, w)
-    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
-    launch.run(
-        gemm_rs_kernel, launch.persistent_grid(x.device, tiles), tile,
-        x, w, slot_pointers, pad_pointers, counters, rank, epoch, M_shard, N, K, comm_rows,
-        WORLD_SIZE=world_size, LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
+    run = _launcher(
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w)
+    )
+    run((x, w, slot_pointers, pad_pointers, counters), (rank, epoch, comm_rows))

@@ -1,9 +1,10 @@
 """What all launchers share: which problems the kernels take, the size of a persistent grid, the
-call itself.
+launch itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +13,7 @@ import triton
 
 from flux_megatron.problem import Problem, Tile
 
+_runtime = triton.knobs.runtime
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,30 +45,87 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def without_tma_if_unaligned(tile: Tile, N: int, *operands: torch.Tensor) -> Tile:
-    """The tile, without TMA where rows of an operand, or of a result with N columns, are not whole
-    16-byte units: the hardware would not say so, but copy other bytes.
+def has_whole_units(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether both addresses are multiples of 16 bytes, which TMA needs."""
+    return (x.data_ptr() | w.data_ptr()) % 16 == 0
+
+
+def without_tma_if_unaligned(tile: Tile, dtype: torch.dtype, whole: bool, *row_sizes: int) -> Tile:
+    """The tile, without TMA unless addresses and rows of `row_sizes` elements are whole 16-byte
+    units: the hardware would not say so, but copy other bytes.
     """
-    unit = 16 // operands[0].element_size()
-    aligned = N % unit == 0 and all(t.shape[1] % unit == 0 for t in operands)
-    if not tile.tma or (aligned and all(t.data_ptr() % 16 == 0 for t in operands)):
+    if not tile.tma or (whole and all(n * dtype.itemsize % 16 == 0 for n in row_sizes)):
         return tile
     return replace(tile, tma=False)
 
 
-def run(kernel, grid: tuple[int, ...], tile: Tile, *args, **constexprs) -> None:
-    """Launch `kernel`; the tile's sizes go to the constexprs of the same names that the kernel
-    has.
+class Launcher:
+    """A kernel with everything fixed but its tensors and the numbers that change from call to call.
+
+    The kernel's parameters are, in this order: tensors, numbers that Triton does not specialise,
+    sizes, constexprs. The tile's sizes go to the constexprs of the same names.
+
+    Triton's own launch looks anew at every argument. Here nothing can have changed that the code
+    depends on but the alignment of addresses, so after the first launch with whole 16-byte
+    addresses such launches go to the compiled kernel directly. All others are Triton's.
     """
-    sizes = {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
-        "TMA": tile.tma,
-    }
-    constexprs.update((name, size) for name, size in sizes.items() if name in kernel.arg_names)
-    if tile.tma:
-        # per thread, and autograd runs backward in threads of its own: set it where it is used
-        triton.set_allocator(_descriptor_memory)
-    kernel[grid](*args, **constexprs, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+    def __init__(
+        self, kernel, grid: tuple[int, ...], tile: Tile, sizes: tuple[int, ...] = (), **constexprs
+    ) -> None:  # fmt: skip
+        values = {
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "GROUP_M": tile.group_m,
+            "TMA": tile.tma,
+            **constexprs,
+        }
+        named = [name for name in kernel.arg_names if name in values]
+        assert kernel.arg_names[-len(named) :] == named or not named, "constexprs come last"
+        self._fixed = (*sizes, *(values[name] for name in named))
+        self._kernel, self._grid, self._tile = kernel, grid, tile
+        self._direct: Callable[..., None] | None = None
+
+    def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
+        """Launch on the current stream; `tensors` may hold host tensor descriptors."""
+        if self._tile.tma:
+            # per thread, and autograd runs backward in threads of its own: set it where it is used
+            triton.set_allocator(_descriptor_memory)
+        addresses, bits = [], 0
+        for tensor in tensors:
+            address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor
+            if address is not tensor:
+                bits |= address
+            addresses.append(address)
+        aligned = bits % 16 == 0
+        if self._direct is not None and aligned and not _has_hooks():
+            self._direct(*addresses, *numbers, *self._fixed)
+            return
+        compiled = self._kernel[self._grid](
+            *tensors, *numbers, *self._fixed,
+            num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
+        )  # fmt: skip
+        if aligned and compiled is not None:
+            self._direct = _direct_launch(compiled, self._grid)
+
+
+def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
+    """What Triton 3.5 to 3.7 do with a compiled kernel in the end, without hooks; it takes all
+    arguments, constexprs included.
+    """
+    run, (x, y, z) = compiled.run, (*grid, 1, 1)[:3]
+    function, metadata = compiled.function, compiled.packed_metadata
+    device = torch.cuda.current_device()
+    stream = torch._C._cuda_getCurrentRawStream
+
+    def launch(*args) -> None:
+        run(x, y, z, stream(device), function, metadata, None, None, None, *args)
+
+    return launch
+
+
+def _has_hooks() -> bool:
+    """Whether somebody, such as a profiler, wants to see every launch."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -6,6 +6,7 @@ PTX.
 | `signal_release_sys` | all this program's earlier stores, then the signal, seen by any rank |
 | `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
+| `count_relaxed_gpu` | none: a number that outlives the launch |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
@@ -57,6 +58,12 @@ def count_acq_rel_gpu(counter, arrivals):
 
 
 @triton.jit
+def count_relaxed_gpu(counter):
+    """Count one and give the new number, the same to all threads; orders nothing else."""
+    return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
+
+
+@triton.jit
 def _time_ns():
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
@@ -73,7 +80,10 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
     seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
     while (seen - epoch < 0) & (_time_ns() < deadline):
         seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
-    if seen - epoch < 0:
+    late = seen - epoch < 0
+    if late:  # the first to be late is told, not those that follow from it
+        late = tl.load(status + _TRIPPED, volatile=True) == 0
+    if late:
         tl.store(status + _SLOT, slot)
         tl.store(status + _EXPECTED, epoch)
         tl.store(status + _SEEN, seen)
@@ -136,6 +146,8 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
         host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline)
     except TimeoutError as late:
         record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+        if record[signals.STATUS_TRIPPED]:  # the first to be late is told, not those that follow
+            return
         record[signals.STATUS_SLOT] = _word(slot)
         record[signals.STATUS_EXPECTED] = _word(epoch)
         record[signals.STATUS_SEEN] = late.args[0]

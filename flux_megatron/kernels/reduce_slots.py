@@ -6,12 +6,14 @@ wait [B] for the communication tiles that their rows need and for nothing else.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels import launch
+from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.problem import Tile
@@ -20,7 +22,7 @@ from flux_megatron.problem import Tile
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["epoch", "timeout_ns", "comm_rows"])
 def reduce_slots_kernel(
-    slots, y, pad, status, epoch, timeout_ns, M_shard, N, comm_rows,
+    slots, y, pad, status, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
@@ -40,21 +42,25 @@ def reduce_slots_kernel(
     tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=1024)
+def _launcher(slots: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
+    world_size, M_shard, N = slots
+    # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than
+    # many
+    block_m, block_n = (64, 512) if device.type == "cpu" else (16, 256)
+    block_m = min(block_m, next_power_of_2(M_shard))
+    block_n = min(block_n, next_power_of_2(N))
+    tiles = cdiv(M_shard, block_m) * cdiv(N, block_n)
+    return Launcher(
+        reduce_slots_kernel, (tiles,), Tile(block_m, block_n), (M_shard, N), WORLD_SIZE=world_size
+    )
+
+
 def reduce_slots(
     slots: Tensor, *, pad: Tensor, status: Tensor, epoch: int, timeout_ns: int, comm_rows: int
 ) -> Tensor:
     """slots [R, M_shard, N], one partial result a rank  ->  their sum [M_shard, N]."""
-    world_size, M_shard, N = slots.shape
-    y = torch.empty((M_shard, N), dtype=slots.dtype, device=slots.device)
-    # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than
-    # many
-    block_m, block_n = (64, 512) if slots.device.type == "cpu" else (16, 256)
-    block_m = min(block_m, next_power_of_2(M_shard))
-    block_n = min(block_n, next_power_of_2(N))
-    tiles = cdiv(M_shard, block_m) * cdiv(N, block_n)
-    launch.run(
-        reduce_slots_kernel, (tiles,), Tile(block_m, block_n),
-        slots, y, pad, status, epoch, timeout_ns, M_shard, N, comm_rows,
-        WORLD_SIZE=world_size,
-    )  # fmt: skip
+    y = slots.new_empty(slots.shape[1:])
+    run = _launcher(slots.shape, slots.dtype, slots.device)
+    run((slots, y, pad, status), (epoch, timeout_ns, comm_rows))
     return y

@@ -6,22 +6,32 @@ A stream wait by the driver would do the same for less, but it cannot be bounded
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels import launch
+from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.problem import Tile
 
 
 @triton.jit(do_not_specialize=["first_source", "count", "epoch", "timeout_ns", "comm_rows"])
 def wait_sources_kernel(
-    pad, status, first_source, count, world_size, epoch, timeout_ns, M_shard, comm_rows
+    pad, status, first_source, count, epoch, timeout_ns: tl.int64, comm_rows, M_shard, world_size
 ):
     deadline = deadline_after(timeout_ns)
     for step in range(0, count):
         source = (first_source + step) % world_size
         wait_rows(pad, source, 0, M_shard - 1, comm_rows, epoch, deadline, status)  # wait [A]
+
+
+@lru_cache(maxsize=1024)
+def _launcher(M_shard: int, world_size: int, device: torch.device) -> Launcher:
+    one_warp = Tile(num_warps=1, num_stages=1)
+    return Launcher(wait_sources_kernel, (1,), one_warp, (M_shard, world_size))
 
 
 def wait_sources(
@@ -31,7 +41,5 @@ def wait_sources(
     """Order the current stream after the shards of `count` ranks from `first_source` on, around
     the ring.
     """
-    launch.run(
-        wait_sources_kernel, (1,), Tile(num_warps=1, num_stages=1),
-        pad, status, first_source, count, world_size, epoch, timeout_ns, M_shard, comm_rows,
-    )  # fmt: skip
+    run = _launcher(M_shard, world_size, pad.device)
+    run((pad, status), (first_source, count, epoch, timeout_ns, comm_rows))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap import registry
+from flux_megatron.overlap import choice, registry, transfer
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -45,15 +45,35 @@ def decide(
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
     space = workspace(group, x.device)
-    if complaint := _complaint(pattern, x, w, bias, space, layout, plan):
-        refuse(f"{pattern}: {complaint}", group, x.device)
-    # nothing in which ranks may differ: they would ask a different number of times
-    key = (pattern, x.shape, w.shape, x.dtype, layout, plan, settings.get())
-    if key not in space.decisions:
-        space.decisions[key] = _new_decision(pattern, x, w, group.size(), layout, plan, space)
-    decision = space.decisions[key]
+    if space.settings is not settings.get():
+        space.settings = settings.get()
+        space.checked.clear()
+    # all that the checks look at
+    key = (
+        pattern, layout, plan, x.shape, x.dtype, x.device, x.is_contiguous(),
+        w.shape, w.dtype, w.device, w.is_contiguous(),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+    )  # fmt: skip
+    decision = space.checked.get(key)
+    if decision is None:
+        decision = _decide(pattern, x, w, bias, layout, plan, space)
+        space.checked[key] = decision
     space.note(decision.words)
     return decision
+
+
+def _decide(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan | None,
+    space: Workspace,
+) -> Decision:  # fmt: skip
+    if complaint := _complaint(pattern, x, w, bias, space, layout, plan):
+        refuse(f"{pattern}: {complaint}", space.group, x.device)
+    # nothing in which ranks may differ: they would ask a different number of times
+    key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
+    if key not in space.decisions:
+        space.enter = transfer.enter
+        space.decisions[key] = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
+    return space.decisions[key]
 
 
 def refuse(complaint: str, group: ProcessGroup, device: torch.device) -> NoReturn:
@@ -80,7 +100,7 @@ def _new_decision(
     )
     fallback = None
     if plan is None:
-        plan, fallback = registry.choose(problem, space.unavailable)
+        plan, fallback = choice.choose(problem, space)
     elif reason := space.unavailable or registry.strategy(problem, plan.strategy).supports(problem):
         complaint = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(complaint, space.group, space.device)

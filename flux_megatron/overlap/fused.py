@@ -5,6 +5,7 @@ in the epilogue.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,23 @@ def default_plan(problem: Problem) -> Plan:
     if problem.device == "cpu":
         return Plan("fused", tile=_interpreted_tile(problem))
     return Plan("fused", tile=_compiled_tile(problem))
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring: other tiles and groupings of rows, and finer communication tiles."""
+    default = default_plan(problem)
+    if problem.device == "cpu" or problem.dtype == "float32":
+        return [default]
+    tma = _tma(problem)
+    tiles = [
+        default.tile,
+        replace(default.tile, group_m=16),
+        Tile(block_m=128, block_n=128, group_m=8, num_warps=8, num_stages=4, tma=tma),
+        Tile(block_m=64, block_n=256, group_m=8, num_warps=4, num_stages=3, tma=tma),
+        Tile(block_m=64, block_n=128, group_m=8, num_warps=4, num_stages=4, tma=tma),
+    ]
+    halves = problem.M_shard // 2 if problem.M_shard >= 512 else 0
+    return [Plan("fused", rows, tile) for rows in dict.fromkeys((0, halves)) for tile in tiles]
 
 
 def _clamped(size: int, smallest: int, largest: int) -> int:
@@ -63,7 +81,7 @@ def _tma(problem: Problem) -> bool:
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    return transfer.start_gather(x, workspace, plan.comm_rows, own_rows=True)
+    return transfer.start_gather(x, workspace, plan.comm_rows)
 
 
 def ag_gemm(
@@ -71,7 +89,8 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=consume is not None)
+    own_rows = "engine" if consume is not None else "nobody"
+    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=own_rows)
     y = ag_gemm_kernels.ag_gemm(
         x, gather.gathered, w, bias,
         pad=gather.call.pads[gather.call.rank],
@@ -93,7 +112,7 @@ def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
 ) -> transfer.Scatter:
     """x @ w, each tile stored at its owner; `finish` gives y [M_shard, N]."""
-    world_size = workspace.group.size()
+    world_size = workspace.world_size
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)

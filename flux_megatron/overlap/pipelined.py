@@ -2,7 +2,8 @@
 but the waits.
 
 AG: own rows first, then each source's rows as they arrive. RS: the shards of others first, own
-shard last.
+shard last. With fewer splits the GEMMs are larger and wait, or are waited for, longer: two in AG
+are own rows and all others, one in RS leaves the pushes to hide behind what follows, such as wgrad.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
@@ -32,9 +33,15 @@ def default_plan(problem: Problem) -> Plan:
     return Plan("pipelined")
 
 
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring: one GEMM a shard, or as few as there can be."""
+    fewest = 2 if problem.pattern is Pattern.AG_GEMM else 1
+    return [default_plan(problem), Plan("pipelined", splits=fewest)]
+
+
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    return transfer.start_gather(x, workspace, plan.comm_rows, own_rows=True)
+    return transfer.start_gather(x, workspace, plan.comm_rows)
 
 
 def ag_gemm(
@@ -42,16 +49,16 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=consume is not None)
+    own_rows = "engine" if consume is not None else "nobody"
+    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=own_rows)
     rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
     y = x.new_empty(world_size * x.shape[0], right.shape[1])
-    outputs, shards = y.chunk(world_size), gather.gathered.chunk(world_size)
-    torch.mm(x, right, out=outputs[rank])
-    for step in range(1, world_size):
-        source = (rank + step) % world_size
-        gather.wait_for(source)
-        torch.mm(shards[source], right, out=outputs[source])
+    torch.mm(x, right, out=y[rank * x.shape[0] : (rank + 1) * x.shape[0]])
+    for first, last in _runs(rank, world_size, plan.splits):
+        gather.wait_for(first, last - first)
+        rows = slice(first * x.shape[0], last * x.shape[0])
+        torch.mm(gather.gathered[rows], right, out=y[rows])
     if bias is not None:
         y += bias
     if consume is not None:
@@ -60,31 +67,42 @@ def ag_gemm(
     return y
 
 
+def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
+    """First and last + 1 of the other ranks whose rows one GEMM takes, in order of arrival."""
+    if splits:  # a GEMM can take what lies together: those after this rank, and those before it
+        runs = [(rank + 1, world_size), (0, rank)]
+        return [(first, last) for first, last in runs if first < last]
+    sources = [(rank + step) % world_size for step in range(1, world_size)]
+    return [(source, source + 1) for source in sources]
+
+
 def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
 ) -> transfer.Scatter:
     """x @ w chunk by chunk, each pushed to its owner; `finish` gives y [M_shard, N]."""
     engine = copy_engine(x.device)
     right = w.t() if layout == "nt" else w
-    world_size, N = workspace.group.size(), right.shape[1]
+    world_size, N = workspace.world_size, right.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
     shape = (world_size, M_shard, N)
     call = workspace.scatter.begin(world_size * M_shard * N * x.element_size())
     slots = call.view(call.rank, shape, x.dtype)
     staging = x.new_empty(shape)
+    if plan.splits:
+        torch.mm(x, right, out=staging.view(-1, N))
+        engine.fork()
     for step in range(1, world_size + 1):
         owner = (call.rank + step) % world_size
         rows = x[owner * M_shard : (owner + 1) * M_shard]
         target = call.view(owner, shape, x.dtype)[call.rank]
         for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
             part = slice(first, first + comm_rows)
-            if owner == call.rank:
-                torch.mm(rows[part], right, out=target[part])
+            made = target if owner == call.rank and not plan.splits else staging[owner]
+            if not plan.splits:
+                torch.mm(rows[part], right, out=made[part])
                 engine.fork()
-            else:
-                torch.mm(rows[part], right, out=staging[owner, part])
-                engine.fork()
-                engine.push(target[part], staging[owner, part])
+            if made is not target:
+                engine.push(target[part], made[part])
             engine.signal(call.pads[owner], slot(call.rank, comm_tile), call.epoch)  # signal [B]
     return transfer.Scatter(workspace, call, slots, comm_rows, keep_alive=staging)

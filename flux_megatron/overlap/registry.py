@@ -1,21 +1,27 @@
-"""The table of strategies, and which one a problem gets.
-
-The choice is simple here: the strategy asked for, else the first in the table that supports the
-problem.
-"""
+"""The table of strategies, and which of them can run a problem. `tuner` chooses among those."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from flux_megatron import settings
-from flux_megatron.overlap import fused, pipelined, sequential
+from flux_megatron.overlap import fused, hopper, pipelined, sequential
 from flux_megatron.problem import Pattern, Plan, Problem
 
-# in order of preference; every pattern ends with one that is always possible
+# in order of preference where nothing else is known; every pattern ends with one that is always
+# possible
 STRATEGIES: dict[Pattern, dict[str, ModuleType]] = {
-    Pattern.AG_GEMM: {"fused": fused, "pipelined": pipelined, "sequential": sequential},
-    Pattern.GEMM_RS: {"fused": fused, "pipelined": pipelined, "sequential": sequential},
+    Pattern.AG_GEMM: {
+        "hopper": hopper,
+        "fused": fused,
+        "pipelined": pipelined,
+        "sequential": sequential,
+    },
+    Pattern.GEMM_RS: {
+        "hopper": hopper,
+        "fused": fused,
+        "pipelined": pipelined,
+        "sequential": sequential,
+    },
 }
 
 
@@ -23,19 +29,23 @@ def strategy(problem: Problem, name: str) -> ModuleType:
     return STRATEGIES[problem.pattern][name]
 
 
-def choose(problem: Problem, unavailable: str | None) -> tuple[Plan, str | None]:
-    """A plan, and why it does not overlap although it was meant to (None otherwise).
+def overlapping(
+    problem: Problem, wanted: str, unavailable: str | None
+) -> tuple[list[str], str | None]:
+    """The strategies that overlap and can run the problem, and why the last other one cannot:
+    the earlier ones ask for more.
 
-    `unavailable` says why there is no symmetric memory between the ranks, or is None.
+    `wanted` is one of them or "auto"; `unavailable` says why there is no symmetric memory between
+    the ranks, or is None.
     """
     table = STRATEGIES[problem.pattern]
-    wanted = settings.get().strategy
-    if wanted == "sequential" or problem.world_size == 1:
-        return sequential.default_plan(problem), None
-    reasons = []
-    for name in [n for n in table if n != "sequential"] if wanted == "auto" else [wanted]:
-        reason = unavailable or table[name].supports(problem)
-        if reason is None:
-            return table[name].default_plan(problem), None
-        reasons.append(reason)
-    return sequential.default_plan(problem), reasons[0]
+    names = [name for name in table if name != "sequential"] if wanted == "auto" else [wanted]
+    reasons = {name: unavailable or table[name].supports(problem) for name in names}
+    refused = [reason for reason in reasons.values() if reason is not None]
+    return [name for name in names if reasons[name] is None], refused[-1] if refused else None
+
+
+def candidates(problem: Problem, name: str) -> list[Plan]:
+    """The plans of a strategy that are worth measuring; its default plan is the first."""
+    module = strategy(problem, name)
+    return [*dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])]

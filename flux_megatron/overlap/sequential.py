@@ -27,6 +27,11 @@ def default_plan(problem: Problem) -> Plan:
     return Plan("sequential")
 
 
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring: there is only one."""
+    return [default_plan(problem)]
+
+
 @dataclass(frozen=True)
 class Gather:
     gathered: Tensor

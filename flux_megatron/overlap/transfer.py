@@ -8,15 +8,19 @@ one, runs its GEMM beside it, and ends it; each holds its channel from start to 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flux_megatron import settings
+from flux_megatron.kernels.meet_ranks import meet_ranks
 from flux_megatron.kernels.reduce_slots import reduce_slots
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.channel import Call, Part
+from flux_megatron.symm.copy_engine import CopyEngine, Push, copy_engine
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
-from flux_megatron.symm.workspace import Call, Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 def timeout_ns() -> int:
@@ -24,17 +28,64 @@ def timeout_ns() -> int:
     return int(settings.get().timeout_s * 1e9)
 
 
-@dataclass(frozen=True)
-class Gather:
-    """x [M_shard, K] of every rank on its way to `gathered` [M, K]; the own rows come only if
-    asked for.
+def enter(call: Call, entries: Tensor) -> None:
+    """Begin a captured call: order the current stream after all other ranks' having come to it."""
+    meet_ranks(
+        pad=call.pads[call.rank],
+        pad_pointers=call.pad_pointers,
+        entries=entries,
+        status=call.status,
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout_ns=timeout_ns(),
+    )
+
+
+class Route(NamedTuple):
+    """Where the rows of a gather go: the same for every call of a shape through one part."""
+
+    pushes: tuple[Push, ...]
+    gathered: Tensor
+    own_rows: int
+    comm_rows: int
+
+
+def _route(part: Part, shape: torch.Size, dtype: torch.dtype, comm_rows: int) -> Route:
+    """For x [M_shard, K] in communication tiles of `comm_rows` rows.
+
+    Rank r is served first by rank r+1, whose rows it needs first: nobody's memory is written by all
+    at once.
     """
+    M_shard, K = shape
+    row_bytes = K * dtype.itemsize
+    comm_rows = comm_rows_at_least(M_shard, comm_rows)
+    all_rows = (part.world_size, M_shard, K)
+    pushes = []
+    for step in range(1, part.world_size):
+        peer = (part.rank - step) % part.world_size
+        rows = part.view(peer, all_rows, dtype)[part.rank].data_ptr()
+        for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
+            count = min(comm_rows, M_shard - first)
+            signal = part.pads[peer][slot(part.rank, comm_tile) :].data_ptr()  # signal [A]
+            offset = first * row_bytes
+            pushes.append(Push(rows + offset, offset, count * row_bytes, signal))
+    gathered = part.view(part.rank, all_rows, dtype)
+    own_rows = gathered[part.rank].data_ptr()
+    return Route(tuple(pushes), gathered.flatten(0, 1), own_rows, comm_rows)
+
+
+@dataclass
+class Gather:
+    """x [M_shard, K] of every rank on its way to `gathered` [M, K]."""
 
     workspace: Workspace
     call: Call
     x: Tensor
     gathered: Tensor
     comm_rows: int
+    engine: CopyEngine
+    own_rows: int = 0  # the address that `complete` has to copy them to, if it has to
+    joined: bool = False
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
@@ -53,50 +104,55 @@ class Gather:
         )
 
     def complete(self) -> Tensor:
-        """All rows, ready on the current stream; valid until `close`.
-
-        Needs `start_gather(own_rows=True)`.
-        """
-        copy_engine(self.x.device).join()
+        """All rows, ready on the current stream; valid until `close`."""
+        if self.own_rows:
+            self.engine.copy_here(self.own_rows, self.x.data_ptr(), self.x.nbytes)
+        self._join()
         self.wait_for(self.call.rank + 1, self.call.world_size - 1)
         return self.gathered
 
     def close(self) -> None:
         """Everything that reads the gathered rows has been enqueued."""
-        copy_engine(self.x.device).join()
+        if not self.joined:
+            self._join()
         self.workspace.gather.end(self.call)
 
+    def _join(self) -> None:
+        """What the current stream holds from now on comes after all pushes of this call."""
+        self.engine.join()
+        self.joined = True
 
-def start_gather(x: Tensor, workspace: Workspace, comm_rows: int, own_rows: bool) -> Gather:
+
+def start_gather(
+    x: Tensor, workspace: Workspace, comm_rows: int, *, own_rows: str = "later", push: bool = True
+) -> Gather:
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
-    [A].
+    [A]; unless a kernel does it: not `push`.
 
-    Rank r is served first by rank r+1, whose rows it needs first: nobody's memory is written by all
-    at once.
+    `own_rows` says who copies x to the own rows: "engine", behind the pushes; "later", the caller's
+    stream in `complete`; "nobody" here. A copy within one GPU needs multiprocessors, so what a
+    full-grid kernel waits for must never be pushed behind one: "engine" is for calls whose pushes
+    are complete with it.
     """
     engine = copy_engine(x.device)
-    world_size, M_shard = workspace.group.size(), x.shape[0]
-    comm_rows = comm_rows_at_least(M_shard, comm_rows)
-    call = workspace.gather.begin(world_size * x.numel() * x.element_size())
-    shape = (world_size, *x.shape)
+    size_bytes = x.nbytes
+    call = workspace.gather.begin(workspace.world_size * size_bytes)
+    route: Route = call.part.prepared(_route, x.shape, x.dtype, comm_rows)
     engine.fork()
-    for step in range(1, world_size):
-        peer = (call.rank - step) % world_size
-        rows = call.view(peer, shape, x.dtype)[call.rank]
-        for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
-            part = slice(first, first + comm_rows)
-            engine.push(rows[part], x[part])
-            engine.signal(call.pads[peer], slot(call.rank, comm_tile), call.epoch)  # signal [A]
-    gathered = call.view(call.rank, shape, x.dtype)
-    if own_rows:
-        engine.push(gathered[call.rank], x)
-    return Gather(workspace, call, x, gathered.flatten(0, 1), comm_rows)
+    if push:
+        engine.send(route.pushes, x.data_ptr(), call.epoch)
+    if own_rows == "engine":
+        engine.copy(route.own_rows, x.data_ptr(), size_bytes)
+    later = route.own_rows if own_rows == "later" else 0
+    return Gather(workspace, call, x, route.gathered, route.comm_rows, engine, later)
 
 
 @dataclass(frozen=True)
 class Scatter:
     """Partial results on their way to their owners: each writes slot `rank` [M_shard, N] of every
     owner's buffer.
+
+    `keep_alive` is what the copy engine reads, None where it has no part in the call.
     """
 
     workspace: Workspace
@@ -115,6 +171,7 @@ class Scatter:
             timeout_ns=timeout_ns(),
             comm_rows=self.comm_rows,
         )
-        copy_engine(y.device).join()
+        if self.keep_alive is not None:
+            copy_engine(y.device).join()
         self.workspace.scatter.end(self.call)
         return y

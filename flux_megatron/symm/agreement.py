@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors, settings
 
 _REFUSED = "refused: "
+_ANSWER = "\x1f"  # ASCII's separator of units: between a question and this rank's answer
 
 
 class Agreement:
@@ -36,12 +37,20 @@ class Agreement:
         """Return if every rank says `words`; else raise `ProblemMismatch` that quotes every
         rank.
         """
-        said = self._exchange(words)
-        if any(other != words for other in said):
-            quotes = "; ".join(f"rank {r}: {text or 'no answer'}" for r, text in enumerate(said))
+        self.ask(words, "")
+
+    def ask(self, question: str, answer: str) -> list[str]:
+        """Every rank's answer to the same question; `ProblemMismatch` on all ranks if one asks
+        another, refuses or does not come.
+        """
+        said = [text.partition(_ANSWER) for text in self._exchange(question + _ANSWER + answer)]
+        words = [asked for asked, _, _ in said]
+        if any(other != question for other in words):
+            quotes = "; ".join(f"rank {r}: {text or 'no answer'}" for r, text in enumerate(words))
             raise errors.ProblemMismatch(
                 f"the ranks of the group do not agree on the call: {quotes}"
             )
+        return [answered for _, _, answered in said]
 
     def refuse(self, reason: str) -> None:
         """Tell the others, who may be asking right now, that this rank cannot take part."""

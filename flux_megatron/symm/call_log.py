@@ -28,14 +28,15 @@ class CallLog:
         self._memory = cpu_backend.allocate(ENTRIES * 8, group)
         entries = ctypes.c_int64 * ENTRIES
         self._rings = [entries.from_address(p) for p in self._memory.pointers.tolist()]
-        self._words: dict[int, str] = {}
+        self._digests: dict[str, int] = {}
         self._count = 0
         self._compared = [0] * group.size()
 
     def note(self, words: str) -> None:
         """Record this rank's next call; `ProblemMismatch` if a rank is known to differ."""
-        digest = zlib.crc32(words.encode())
-        self._words[digest] = words
+        digest = self._digests.get(words)
+        if digest is None:
+            digest = self._digests[words] = zlib.crc32(words.encode())
         self._count += 1
         # the number goes with the digest in one aligned store: a reader sees both or neither
         self._rings[self._rank][self._count % ENTRIES] = self._count << _DIGEST_BITS | digest
@@ -46,20 +47,23 @@ class CallLog:
 
     def difference(self) -> str:
         """The first call that some rank made differently, as far as they have come, or nothing."""
+        count, compared, ours = self._count, self._compared, self._rings[self._rank]
         for rank, ring in enumerate(self._rings):
-            while self._compared[rank] < self._count:
-                number = self._compared[rank] + 1
-                theirs, mine = ring[number % ENTRIES], self._rings[self._rank][number % ENTRIES]
+            if rank == self._rank:
+                continue
+            for number in range(compared[rank] + 1, count + 1):
+                theirs = ring[number % ENTRIES]
                 if theirs >> _DIGEST_BITS < number:
                     break  # not there yet
-                if theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS and theirs != mine:
+                mine = ours[number % ENTRIES]
+                if theirs != mine and theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
                     return (
                         f"call {number} of rank {self._rank} is {self._told(mine)}, "
                         f"of rank {rank} {self._told(theirs)}"
                     )
-                self._compared[rank] = number
+                compared[rank] = number
         return ""
 
     def _told(self, entry: int) -> str:
-        digest = entry & ((1 << _DIGEST_BITS) - 1)
-        return self._words.get(digest, "one that this rank has not made")
+        known = {digest: words for words, digest in self._digests.items()}
+        return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")

@@ -1,13 +1,16 @@
 """Where signals lie and how epochs compare.
 
-A pad holds one int32 slot for each (source rank, communication tile). A slot only ever receives the
-epoch of the call whose data has arrived; nobody resets it. Epochs wrap around at 2**32 and are
-compared by their difference.
+A pad holds one int32 slot for each (source rank, communication tile), and behind them one for each
+source's entries into captured calls. A slot receives the epoch of the call whose data has arrived.
+Eager calls count: nobody resets their slots. Captured calls have a pad of their own and one epoch;
+each resets its slots when it begins. Epochs wrap around at 2**32 and are compared by their
+difference.
 """
 
 from __future__ import annotations
 
 MAX_COMM_TILES = 64  # communication tiles of one shard
+CAPTURED_EPOCH = 1  # of every captured call: a replay repeats it
 
 # words of a status record: what the first wait that ran out of time was waiting for
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
@@ -17,6 +20,24 @@ STATUS_WORDS = 4
 def slot(source: int, comm_tile: int) -> int:
     """The slot in which rank `source` announces its communication tile."""
     return source * MAX_COMM_TILES + comm_tile
+
+
+def entry_slot(source: int, world_size: int) -> int:
+    """The slot in which rank `source` announces that it has come to a captured call."""
+    return world_size * MAX_COMM_TILES + source
+
+
+def pad_words(world_size: int) -> int:
+    """The slots of a pad, rounded up so that the next pad begins at a multiple of 16 bytes."""
+    return -(-entry_slot(world_size, world_size) // 4) * 4
+
+
+def told(number: int, world_size: int) -> str:
+    """What a slot announces, in words."""
+    source, comm_tile = divmod(number, MAX_COMM_TILES)
+    if source < world_size:
+        return f"communication tile {comm_tile} of rank {source}"
+    return f"rank {comm_tile} to begin the same captured call"
 
 
 def as_int32(epoch: int) -> int:

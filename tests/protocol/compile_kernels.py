@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
+from flux_megatron.kernels.meet_ranks import meet_ranks_kernel
 from flux_megatron.kernels.reduce_slots import reduce_slots_kernel
 from flux_megatron.kernels.wait_sources import wait_sources_kernel
 from flux_megatron.overlap import fused
@@ -32,7 +33,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     "timeout_ns": "i64",
-    **dict.fromkeys(("pad", "status", "counters", "flag"), "*i32"),
+    **dict.fromkeys(("pad", "status", "counters", "entries", "flag"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
@@ -92,6 +93,9 @@ def shipped(architecture: int) -> Iterator[tuple[str, dict]]:
         yield f"{prefix} reduce_slots {dtype}", result
     one_warp = Tile(num_warps=1, num_stages=1)
     yield f"{prefix} wait_sources", compiled(wait_sources_kernel, architecture, "float32", one_warp)
+    sizes = {"WORLD_SIZE": 4, "BLOCK": 256}
+    result = compiled(meet_ranks_kernel, architecture, "float32", one_warp, **sizes)
+    yield f"{prefix} meet_ranks", result
 
 
 def main(path: str) -> None:

@@ -9,6 +9,7 @@ has gone stale is an error.
 | a wait is missing, too weak, or for something else | rows are read before they have arrived |
 | a signal is early, lost or misdirected | the same, or nobody ever proceeds |
 | a half, a slot or an epoch is mistaken | a peer's next call overwrites what is still read |
+| a captured call begins too early | a replay takes old signals, or overwrites what is still read |
 | the two streams are not ordered | the copy engine reads too early, or what has been overwritten |
 """
 
@@ -33,6 +34,9 @@ CASES = {
     "rs, a program a tile": Case("rs", rows=(40, 40, 40), programs=1_000),
     "rs pipelined": Case("rs", "pipelined"),
     "rs pipelined, 3 ranks": Case("rs", "pipelined", **_THREE),
+    "captured ag": Case("ag", rows=(9,) * 6, captured=True),
+    "captured rs": Case("rs", rows=(9,) * 6, captured=True),
+    "captured rs, 3 ranks": Case("rs", world_size=3, rows=(9,) * 6, N=16, captured=True),
     "backward": Case("backward"),
     "backward, 3 ranks": Case("backward", **_THREE),
 }

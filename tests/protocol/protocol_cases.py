@@ -1,7 +1,7 @@
 """What virtual ranks compute: back-to-back calls of a strategy on small integers, exact to the bit.
 
-Every call brings new data in the same input tensor, which is overwritten as soon as the call
-allows it. Sizes may grow from call to call.
+Every call brings new data in the same input tensors, which are overwritten as soon as the call
+allows it. Sizes may grow from call to call. Calls may be replays of a graph, mixed with eager ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     tma: bool = False
     programs: int = 3  # of a persistent kernel
+    captured: bool = False  # two calls of three are replays of a graph
 
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
-        options = " bias" * self.bias + " tma" * self.tma
+        options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -68,7 +69,7 @@ class Host:
     """One rank's program. `results` maps (what, call) to a tensor."""
 
     def __init__(self, case: Case, operands: Operands, machine: Machine, rank: int) -> None:
-        self.case, self.operands, self.rank = case, operands, rank
+        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
         self.workspace = machine.workspaces[rank]
         self.results: dict[tuple[str, int], Tensor] = {}
         product: Product = machine.product
@@ -77,58 +78,68 @@ class Host:
         self.plan = product.problem.Plan(case.strategy, case.comm_rows, tile)
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
-        self._x: Tensor | None = None
+        self._inputs: dict[str, Tensor] = {}
 
-    def all_gather_gemm(self, call: int, x: Tensor) -> None:
-        def keep(gathered: Tensor) -> None:
-            copy = torch.empty_like(gathered)
-            self.results["gathered", call] = copy.copy_(gathered)
-
-        consume = keep if call % 2 else None
-        self.results["ag", call] = self.strategy.ag_gemm(
-            x, self.w, self.bias, self.case.layout, self.plan, self.workspace, consume
-        )
+    def run(self) -> None:
+        """All calls; with `captured` the second one is captured, and two of three are replays."""
+        step, graph, replayed = STEPS[self.case.host], None, {}
+        for call in range(len(self.case.rows)):
+            ag_x = self._input("ag_x", self.operands.ag_x[call][self.rank])
+            rs_x = self._input("rs_x", self.operands.rs_x[call][self.rank])
+            if not self.case.captured or call % 3 == 0:
+                results = step(self, ag_x, rs_x, call % 2 == 1)
+            else:
+                if graph is None:
+                    with self.machine.capture() as graph:
+                        replayed = step(self, ag_x, rs_x, True)
+                graph.replay()
+                results = replayed
+            for what, result in results.items():
+                self.results[what, call] = torch.empty_like(result).copy_(result)
 
     def start_scatter(self, x: Tensor):
         return self.strategy.start_gemm_rs(x, self.w, self.case.layout, self.plan, self.workspace)
 
-    def inputs(self, data: list[list[Tensor]], call: int) -> Tensor:
+    def _input(self, name: str, new: Tensor) -> Tensor:
         """This call's data, in the memory of the last call's if that has the same size."""
-        new = data[call][self.rank]
-        if self._x is None or self._x.shape != new.shape:
-            self._x = torch.empty_like(new)
-        return self._x.copy_(new)
+        if name not in self._inputs or self._inputs[name].shape != new.shape:
+            self._inputs[name] = torch.empty_like(new)
+        return self._inputs[name].copy_(new)
 
 
-def ag(host: Host) -> None:
-    """AG+GEMM, every second one with a consumer of the gathered rows."""
-    for call in range(len(host.case.rows)):
-        host.all_gather_gemm(call, host.inputs(host.operands.ag_x, call))
+def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
+    """AG+GEMM, with or without a consumer of the gathered rows."""
+    results = {}
+
+    def keep(gathered: Tensor) -> None:
+        results["gathered"] = torch.empty_like(gathered).copy_(gathered)
+
+    results["ag"] = host.strategy.ag_gemm(
+        ag_x, host.w, host.bias, host.case.layout, host.plan, host.workspace,
+        keep if consumes else None,
+    )  # fmt: skip
+    return results
 
 
-def rs(host: Host) -> None:
+def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """GEMM+RS; the input is overwritten before the result is asked for."""
-    for call in range(len(host.case.rows)):
-        x = host.inputs(host.operands.rs_x, call)
-        scatter = host.start_scatter(x)
-        x.fill_(float("nan"))
-        host.results["rs", call] = scatter.finish()
+    scatter = host.start_scatter(rs_x)
+    rs_x.fill_(float("nan"))
+    return {"rs": scatter.finish()}
 
 
-def backward(host: Host) -> None:
+def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """As the backward of a column-parallel layer: a gather open beside a scatter."""
-    for call in range(len(host.case.rows)):
-        gather = host.strategy.start_gather(
-            host.operands.ag_x[call][host.rank], host.plan, host.workspace
-        )
-        scatter = host.start_scatter(host.operands.rs_x[call][host.rank])
-        gathered = gather.complete()
-        host.results["gathered", call] = torch.empty_like(gathered).copy_(gathered)
-        gather.close()
-        host.results["rs", call] = scatter.finish()
+    gather = host.strategy.start_gather(ag_x, host.plan, host.workspace)
+    scatter = host.start_scatter(rs_x)
+    gathered = gather.complete()
+    kept = torch.empty_like(gathered).copy_(gathered)
+    gather.close()
+    return {"gathered": kept, "rs": scatter.finish()}
 
 
-HOSTS: dict[str, Callable[[Host], None]] = {"ag": ag, "rs": rs, "backward": backward}
+Step = Callable[[Host, Tensor, Tensor, bool], dict[str, Tensor]]
+STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "backward": backward}
 
 
 def run(case: Case, product: Product, schedule: Schedule) -> Scheduler:
@@ -136,7 +147,7 @@ def run(case: Case, product: Product, schedule: Schedule) -> Scheduler:
     operands = Operands(case)
     machine = Machine(product, case.world_size, case.programs)
     hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
-    scheduler = machine.run(schedule, lambda rank: HOSTS[case.host](hosts[rank]))
+    scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
     for host in hosts:
         for (what, call), result in host.results.items():
             truth = _truth(case, operands, what, call)[host.rank]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from ptx_order import (
     BARRIER,
+    RELEASE,
     Misordered,
     Ptx,
     check_acquire,
@@ -54,6 +55,15 @@ def test_signal_follows_all_stores(compiled):
         check_count(ptx)
 
 
+def test_an_entry_follows_the_reset(compiled):
+    reset = r"st\.global\.v4"
+    for result in _kernels(compiled, "meet_ranks").values():
+        ptx = Ptx(result["ptx"])
+        ptx.require_some(reset, "no slot is reset")
+        ptx.require_some(RELEASE, "no entry is released to the system")
+        ptx.require(reset, RELEASE, BARRIER, "only one thread's slots are reset before the entry")
+
+
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
 def test_loads_follow_the_signal(compiled, kernel):
     for name, result in _kernels(compiled, kernel).items():
@@ -62,7 +72,7 @@ def test_loads_follow_the_signal(compiled, kernel):
         check_acquire(ptx)
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots", "wait_sources"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots", "wait_sources", "meet_ranks"])
 def test_waits_are_bounded(compiled, kernel):
     for result in _kernels(compiled, kernel).values():
         check_bounded(Ptx(result["ptx"]))

@@ -32,6 +32,16 @@ CASES = [
 ]
 
 
+# Six calls: eager, captured and replayed, replayed again, eager, replayed twice
+SIX = (9,) * 6
+CAPTURED = [
+    Case(host, strategy, world_size, rows=SIX, N=16, comm_rows=5, captured=True)
+    for host in ("ag", "rs", "backward")
+    for strategy in ("fused", "pipelined")
+    for world_size in (2, 3)
+]
+
+
 @pytest.fixture(scope="module")
 def product() -> Product:
     return Product("flux_megatron")
@@ -39,6 +49,12 @@ def product() -> Product:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks(product, case):
+    for schedule in STANDARD:
+        run(case, product, schedule)
+
+
+@pytest.mark.parametrize("case", CAPTURED, ids=str)
+def test_replays_between_eager_calls(product, case):
     for schedule in STANDARD:
         run(case, product, schedule)
 
@@ -82,7 +98,7 @@ def test_epochs_wrap_around(product):
             for call in range(4):
                 mine = torch.empty_like(x[rank]).copy_(x[rank])
                 mine += call
-                gather = product.transfer.start_gather(mine, machine.workspaces[rank], 1, True)
+                gather = product.transfer.start_gather(mine, machine.workspaces[rank], 1)
                 gathered = gather.complete()
                 seen[rank, call] = torch.empty_like(gathered).copy_(gathered)
                 gather.close()
@@ -107,7 +123,7 @@ def test_deadlock_names_who_waits_for_what(product):
     def host(rank: int) -> None:
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
             x = torch.zeros(4, 4)
-            gather = product.transfer.start_gather(x, machine.workspaces[0], 0, True)
+            gather = product.transfer.start_gather(x, machine.workspaces[0], 0)
             gather.wait_for(1)
         else:
             machine.workspaces[1].gather.begin(2 * 64)
@@ -123,7 +139,7 @@ def test_failure_of_a_rank_is_raised(product):
     def host(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
-        gather = product.transfer.start_gather(torch.zeros(4, 4), machine.workspaces[0], 0, True)
+        gather = product.transfer.start_gather(torch.zeros(4, 4), machine.workspaces[0], 0)
         gather.complete()
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):

@@ -12,8 +12,8 @@ import ctypes
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from memory_checker import Region, extent
 from torch import Tensor
-from virtual_ranks import Schedule, Scheduler
+from virtual_ranks import Graph, Schedule, Scheduler
 
 import flux_megatron
 
@@ -31,7 +31,8 @@ SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
 _MODULES = (
-    "errors", "problem", "symm.buffer", "symm.copy_engine", "symm.signals", "symm.workspace",
+    "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.signals",
+    "symm.workspace",
     "kernels.launch", "kernels.primitives",
     "overlap.transfer", "overlap.fused", "overlap.pipelined",
 )  # fmt: skip
@@ -107,25 +108,38 @@ class _Agreement:
         return ""
 
 
-class _CopyStream:
-    """The product's CPU copy engine; every push and signal is a step of the rank's copy stream."""
+def _copy_stream(product: Product, scheduler: Scheduler):
+    """The product's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
+    engine = product.copy_engine.CpuCopyEngine()
 
-    def __init__(self, engine, scheduler: Scheduler) -> None:
-        self._engine, self._scheduler = engine, scheduler
+    class CopyStream(product.copy_engine.CopyEngine):
+        current, order = engine.current, engine.order
 
-    def fork(self) -> None:
-        self._scheduler.order("copy", "compute")
+        def fork(self) -> None:
+            scheduler.order("copy", "compute")
 
-    def join(self) -> None:
-        self._scheduler.order("compute", "copy")
+        def join(self) -> None:
+            scheduler.order("compute", "copy")
 
-    def push(self, destination: Tensor, source: Tensor) -> None:
-        push = self._engine.push
-        self._scheduler.enqueue("copy", "push", lambda: push(destination, source))
+        def copy(self, destination: int, source: int, size_bytes: int) -> None:
+            scheduler.enqueue("copy", "push", lambda: engine.copy(destination, source, size_bytes))
 
-    def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
-        signal = self._engine.signal
-        self._scheduler.enqueue("copy", "signal", lambda: signal(pad, slot, epoch))
+        def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
+            scheduler.enqueue(
+                "compute", "copy", lambda: engine.copy(destination, source, size_bytes)
+            )
+
+        def wait_count(self, counter: int, count: int) -> None:
+            cell = ctypes.c_int32.from_address(counter)
+            scheduler.hold("copy", lambda: cell.value >= count, f"{count} tiles to be counted")
+
+        def clear(self, counters: Sequence[int]) -> None:
+            scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
+
+        def write(self, address: int, word: int) -> None:
+            scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
+
+    return CopyStream()
 
 
 class Machine:
@@ -143,6 +157,8 @@ class Machine:
         with self._replacing():
             workspace = product.workspace.Workspace
             self.workspaces = [workspace(group, torch.device("cpu")) for group in self._groups]
+        for space in self.workspaces:
+            space.enter = product.transfer.enter
 
     def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
         """Run `host(rank)` on every rank; returns the scheduler, for its trace."""
@@ -151,17 +167,25 @@ class Machine:
             self._scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
         return self._scheduler
 
+    def capture(self) -> AbstractContextManager[Graph]:
+        """What the calling host enqueues goes into a graph."""
+        return self._scheduler.capture()
+
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.product
-        workspace = {
+        channel = {
             "buffer": SimpleNamespace(allocate=self._allocate),
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
+            "capturing": lambda device: self._scheduler.capturing,
+        }
+        workspace = {
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
             "_why_unavailable": lambda group, device: None,
         }
         with (
+            mock.patch.multiple(p.channel, **channel),
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.transfer, copy_engine=self._copy_engine),
             mock.patch.multiple(p.pipelined, copy_engine=self._copy_engine),
@@ -198,8 +222,8 @@ class Machine:
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
 
-    def _copy_engine(self, device: torch.device) -> _CopyStream:
-        return _CopyStream(self.product.copy_engine.CpuCopyEngine(), self._scheduler)
+    def _copy_engine(self, device: torch.device):
+        return _copy_stream(self.product, self._scheduler)
 
     def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
         return (min(self._programs, tiles),)
@@ -208,9 +232,8 @@ class Machine:
         checker = self._scheduler.running.checker
         checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
         cell = ctypes.c_int32.from_address(address)
-        source, comm_tile = divmod(slot, self.product.signals.MAX_COMM_TILES)
+        awaited = self.product.signals.told(slot, self.world_size)
         self._scheduler.wait(
             lambda: self.product.signals.reached(cell.value, epoch),
-            f"communication tile {comm_tile} of rank {source}, epoch {epoch} "
-            f"(slot holds {cell.value})",
+            f"{awaited}, epoch {epoch} (slot holds {cell.value})",
         )

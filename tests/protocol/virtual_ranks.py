@@ -17,7 +17,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -149,6 +149,21 @@ class Stream:
         return list(itertools.chain.from_iterable(self._items))
 
 
+class Graph:
+    """What a host has enqueued during a capture, as a CUDA graph has it: every address and number
+    as it was then.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.items: list[tuple[str, Callable[[], list[Strand]]]] = []
+
+    def replay(self) -> None:
+        """Enqueue it all again, behind what the streams hold."""
+        for stream, strands in self.items:
+            self._scheduler._put(stream, strands)
+
+
 class _Recorder(TorchDispatchMode):
     """A host's torch calls: what writes is enqueued on the compute stream, new tensors are NaN."""
 
@@ -164,6 +179,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if "empty" in func.__name__ and result.is_floating_point():
             result.fill_(float("nan"))
+            self._scheduler.keep_alive.append(result)
         return result
 
 
@@ -178,6 +194,9 @@ class Scheduler:
         self._streams: list[dict[str, Stream]] = []
         self._current: Strand | None = None
         self.trace: list[str] = []
+        # pushes know addresses only, and hosts forget tensors before their pushes have run
+        self.keep_alive: list[object] = []
+        self._graphs: dict[int, Graph] = {}  # of the hosts that are capturing now
 
     def run(self, hosts: Sequence[Callable[[], None]]) -> None:
         """Until all hosts and streams are done. Raises `Deadlock`, or what a strand raised."""
@@ -240,25 +259,50 @@ class Scheduler:
 
     def enqueue(self, stream: str, name: str, operation: Callable[[], None]) -> None:
         """Let `operation` run on a stream of the calling rank, in one step."""
-        self._put(stream, [Strand(self.rank, name, operation)])
+        self._put(stream, lambda: [Strand(self.rank, name, operation)])
 
     def order(self, later: str, earlier: str) -> None:
         """What is enqueued on `later` from now on runs after what `earlier` holds now."""
-        before = self._streams[self.rank][earlier]
-        position = before.enqueued
-        event = Strand(
-            self.rank, f"{later} stream", lambda: None,
-            ready=lambda: before.finished >= position, why=f"the {earlier} stream",
-        )  # fmt: skip
-        self._put(later, [event])
+
+        def event() -> list[Strand]:
+            before = self._streams[self.rank][earlier]
+            position = before.enqueued
+            return [
+                self._event(later, lambda: before.finished >= position, f"the {earlier} stream")
+            ]
+
+        self._put(later, event)
+
+    def hold(self, stream: str, ready: Callable[[], bool], why: str) -> None:
+        """What is enqueued on `stream` from now on runs when `ready`."""
+        self._put(stream, lambda: [self._event(stream, ready, why)])
+
+    def _event(self, stream: str, ready: Callable[[], bool], why: str) -> Strand:
+        return Strand(self.rank, f"{stream} stream", lambda: None, ready=ready, why=why)
+
+    @property
+    def capturing(self) -> bool:
+        return self._current is not None and self.rank in self._graphs
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What the calling host enqueues goes into a graph instead, with all that it refers to."""
+        graph = self._graphs[self.rank] = Graph(self)
+        try:
+            yield graph
+        finally:
+            del self._graphs[self.rank]
 
     def synchronize(self) -> None:
         """The calling host waits for its streams."""
         streams = list(self._streams[self.rank].values())
         self.wait(lambda: all(s.finished == s.enqueued for s in streams), "its streams")
 
-    def _put(self, stream: str, strands: list[Strand]) -> None:
-        self._streams[self.rank][stream].put(strands)
+    def _put(self, stream: str, strands: Callable[[], list[Strand]]) -> None:
+        if self.capturing:
+            self._graphs[self.rank].items.append((stream, strands))
+            return
+        self._streams[self.rank][stream].put(strands())
         if self._schedule.preempt:
             self.running.pause()
 
@@ -310,9 +354,15 @@ class Scheduler:
             for name, value in arguments.items()
         }
         grid = (*grid, *(1,) * (3 - len(grid)))
-        programs = []
-        for place in itertools.product(*map(range, grid)):
-            program = Strand(self.rank, f"{kernel.__name__}[{place[0]}]", partial(body, **values))
-            program.grid, program.place, program.checker = grid, place, checker
-            programs.append(program)
+
+        def programs() -> list[Strand]:
+            strands = []
+            for place in itertools.product(*map(range, grid)):
+                program = Strand(
+                    self.rank, f"{kernel.__name__}[{place[0]}]", partial(body, **values)
+                )
+                program.grid, program.place, program.checker = grid, place, checker
+                strands.append(program)
+            return strands
+
         self._put("compute", programs)

@@ -1,0 +1,69 @@
+"""Who takes part in a case: a name, a call, or the reason why there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import settings
+from flux_megatron.overlap.dispatch import decide
+from flux_megatron.problem import Pattern
+
+Call = Callable[[], tuple[Any, ...]]  # tensors
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`call` returns what the case asks for; `reason` says why there is no call.
+
+    A `local` candidate only multiplies: nothing travels, and its result is this rank's product.
+    `plan` gives ours as JSON once it has run.
+    """
+
+    name: str
+    role: str
+    call: Call | None
+    reason: str = ""
+    local: bool = False
+    plan: Callable[[], str] | None = None
+
+
+def with_strategy(strategy: str, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+    """A call of `function` under FLUX_MEGATRON_STRATEGY=`strategy`, as a tuple of results."""
+
+    def call() -> tuple[Any, ...]:
+        if settings.get().strategy != strategy:
+            os.environ["FLUX_MEGATRON_STRATEGY"] = strategy
+            settings.reload()
+        result = function(*args, **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def plan_of_auto(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
+) -> Callable[[], str]:
+    """What a call of x and w gets when it names no plan, as JSON. Collective when called."""
+
+    def plan() -> str:
+        return decide(pattern, x, w, None, group, layout, None).plan.dumps()
+
+    return lambda: with_strategy("auto", plan)()[0]
+
+
+def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad += dy^T x, summed in the type of main_grad: every candidate's wgrad but peers' own.
+
+    dy [M, N], x [M, K], main_grad [N, K].
+    """
+    if main_grad.dtype == x.dtype:
+        main_grad.addmm_(dy.t(), x)
+    else:
+        torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, main_grad.dtype, out=main_grad)

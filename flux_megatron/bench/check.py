@@ -1,0 +1,200 @@
+"""`flux-megatron bench check`: do the rows meet the targets?
+
+| target | met if |
+| --- | --- |
+| E | E of `auto`, as its row has it, is at least the bound |
+| T / T_gemm | `auto` / `gemm` (dgrad and wgrad alone) is at most the bound |
+| never slower | `auto` <= (1 + noise) x its baseline, `serial` or `megatron` |
+| T_gemm / T | the smaller of `gemm` and `ours_gemm`, over `ours_gemm`, is at least the bound |
+| ahead | `auto` is below each peer; a tie is missed |
+| host time | the host's time for a call of `auto` is at most the bound |
+
+A name stands for its median time. A peer that fails on a case, or is wrong there, is beaten there.
+
+Noise: `serial_again` is `serial` once more, so their medians would be equal without noise. Of all
+cases of one run, pattern and kind of target the 95th percentile of |serial_again / serial - 1| is
+taken, and no more than `NOISE_MAX` of it.
+
+A case counts by the run that measured it last, and only if that run was on the targets' machine
+with enough rounds. What a run lacks, a peer included, is `missing`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flux_megatron.bench import records, suites, targets
+from flux_megatron.bench.efficiency import percentile
+from flux_megatron.bench.records import Row
+from flux_megatron.bench.suites import Case
+from flux_megatron.bench.targets import Target
+
+MET, MISSED, MISSING = "met", "missed", "missing"
+Group = Mapping[str, Row]  # the rows of one case by candidate
+Groups = Mapping[tuple[str, tuple[str, str, str, int]], Group]
+
+
+class Outcome(NamedTuple):
+    """What the rows say of one target: `value` is what the bound is on, where there is one."""
+
+    verdict: str
+    got: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    connections: str
+    case: Case
+    target: str
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        case = f"{self.case.suite} {self.case.op} M={self.case.M}"
+        setting = f"connections {self.connections}"
+        return f"{self.outcome.verdict:7} {setting}, {case}: {self.target}: {self.outcome.got}"
+
+
+def check(rows: Iterable[Row]) -> list[Verdict]:
+    """A verdict for every target of every case, whether there are rows for it or not."""
+    groups = records.latest(row for row in rows if _counts(row))
+    return [
+        Verdict(connections, case, target, outcome)
+        for connections in targets.CONNECTIONS
+        for suite in suites.MODELS
+        for pattern in suites.PATTERNS
+        for case in suites.cases(suite, pattern, suites.ALL_M, targets.WORLD_SIZE)
+        for target, outcome in _outcomes(connections, case, groups)
+    ]
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """How often each target is met, missed and missing, for both settings of connections."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for verdict in verdicts:
+        key = (verdict.connections, verdict.target)
+        counts.setdefault(key, Counter())[verdict.outcome.verdict] += 1
+    return "\n".join(
+        f"{count[MET]:3} met {count[MISSED]:3} missed {count[MISSING]:3} missing  "
+        f"connections {connections}, {target}"
+        for (connections, target), count in counts.items()
+    )
+
+
+def _counts(row: Row) -> bool:
+    """Whether a row was measured on the machine that the targets speak of."""
+    where = row.provenance
+    return (
+        targets.GPU in where.gpu
+        and where.world_size == targets.WORLD_SIZE
+        and where.dtype == targets.DTYPE
+        and where.scale == 1
+        and where.nvls == "off"
+    )
+
+
+def _outcomes(connections: str, case: Case, groups: Groups) -> Iterator[tuple[str, Outcome]]:
+    group = groups.get((connections, (case.suite, case.pattern, case.op, case.M)), {})
+    target = targets.target_of(case.pattern, case.M)
+    if target.kind == targets.NEVER_SLOWER:
+        yield str(target), never_slower(group, case.pattern, noise(target, group, groups))
+    else:
+        yield str(target), bounded(group, target)
+    if peers := targets.PEERS[case.pattern]:
+        yield f"{case.pattern}: ahead of {', '.join(peers)}", ahead(group, peers)
+    if case.pattern in targets.WITH_HOST_TIME:
+        yield f"{case.pattern}: host time <= {targets.HOST_US_MAX:.0f} us", host_time(group)
+
+
+def bounded(group: Group, target: Target) -> Outcome:
+    """E, T / T_gemm or T_gemm / T against the target's bound."""
+    ours = "ours_gemm" if target.kind == targets.GEMM_SHARE else "auto"
+    if lacking := _lacking(group, ours, "gemm"):
+        return lacking
+    row, gemm_us = group[ours], _median_us(group["gemm"])
+    if target.kind == targets.EFFICIENCY:
+        value = row.efficiency
+    elif target.kind == targets.TIMES_GEMM:
+        value = _median_us(row) / gemm_us
+    else:
+        value = min(gemm_us / _median_us(row), 1.0)
+    if value is None:
+        return Outcome(MISSING, "the collectives cost nothing here: there is no E")
+    met = value <= target.bound if target.kind == targets.TIMES_GEMM else value >= target.bound
+    return Outcome(MET if met else MISSED, f"{value:.3f}", value)
+
+
+def never_slower(group: Group, pattern: str, noise: float) -> Outcome:
+    """`auto` against the baseline of its pattern, with the run's noise as the only allowance."""
+    baseline = targets.BASELINE[pattern]
+    if lacking := _lacking(group, "auto", baseline):
+        return lacking
+    ratio = _median_us(group["auto"]) / _median_us(group[baseline])
+    got = f"{ratio:.3f} of {baseline}, noise {noise:.3f}"
+    return Outcome(MET if ratio <= 1 + noise else MISSED, got, ratio)
+
+
+def noise(target: Target, group: Group, groups: Groups) -> float:
+    """What `serial_again` shows in the cases of a target in the run that `group` is of."""
+    runs = {row.provenance.run for row in group.values()}
+    differences = [
+        abs(_median_us(others["serial_again"]) / _median_us(others["serial"]) - 1)
+        for (_, (_, pattern, _, M)), others in groups.items()
+        if pattern == target.pattern
+        and target.M_min <= M <= target.M_max
+        and not _lacking(others, "serial", "serial_again")
+        and others["serial"].provenance.run in runs
+    ]
+    return min(percentile(differences, 95), targets.NOISE_MAX) if differences else 0.0
+
+
+def ahead(group: Group, peers: tuple[str, ...]) -> Outcome:
+    """`auto` against every peer."""
+    if lacking := _lacking(group, "auto"):
+        return lacking
+    absent = [p for p in peers if p not in group or group[p].status == records.MISSING]
+    if absent:
+        return Outcome(MISSING, f"no {', '.join(absent)}")
+    auto_us = _median_us(group["auto"])
+    running = {p: _median_us(group[p]) for p in peers if group[p].status == records.OK}
+    told = [f"{p} {running[p]:.1f}" if p in running else f"{p} {group[p].status}" for p in peers]
+    got = f"{auto_us:.1f} us against {', '.join(told)}"
+    best = min(running.values(), default=None)
+    ratio = auto_us / best if best else None
+    return Outcome(MET if ratio is None or ratio < 1 else MISSED, got, ratio)
+
+
+def host_time(group: Group) -> Outcome:
+    """The host's share of a call of `auto`."""
+    if lacking := _lacking(group, "auto"):
+        return lacking
+    host_us = group["auto"].host_us
+    if host_us is None:
+        return Outcome(MISSING, "no host time")
+    met = host_us <= targets.HOST_US_MAX
+    return Outcome(MET if met else MISSED, f"{host_us:.1f} us", host_us)
+
+
+def _lacking(group: Group, *names: str) -> Outcome | None:
+    """Why there is nothing to judge: `missed` if ours ran and failed, else `missing`."""
+    for name in names:
+        row = group.get(name)
+        if row is None:
+            return Outcome(MISSING, f"no row of {name}")
+        if row.status in (records.WRONG, records.FAILED):
+            verdict = MISSED if row.role == records.OURS else MISSING
+            return Outcome(verdict, f"{name} {row.status}: {row.reason}")
+        if row.status != records.OK:
+            return Outcome(MISSING, f"{name} {row.status}: {row.reason}")
+        if len(row.times_us) < targets.ROUNDS_MIN:
+            rounds = f"{len(row.times_us)} rounds, {targets.ROUNDS_MIN} expected"
+            return Outcome(MISSING, f"{name}: {rounds}")
+    return None
+
+
+def _median_us(row: Row) -> float:
+    assert row.median_us is not None, "a row that is ok has times"
+    return row.median_us

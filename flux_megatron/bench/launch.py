@@ -1,0 +1,40 @@
+"""Starts the ranks of a bench run through torchrun, or joins those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from flux_megatron.bench.options import Options
+
+
+def start(options: Options) -> int:
+    """Run on ranks of our own, or as one rank under torchrun; the exit code."""
+    if "RANK" in os.environ:
+        from flux_megatron.bench import worker
+
+        worker.main(options)
+        return 0
+    if options.device == "cuda" and not options.nvls:
+        from flux_megatron.bench.provenance import refuse_multicast
+
+        refuse_multicast()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.tp}", "-m", "flux_megatron.bench.worker"]
+    environment = _defaults(options) | os.environ | _needed(options)
+    return subprocess.run([*command, options.dumps()], env=environment).returncode
+
+
+def _defaults(options: Options) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // options.tp)),
+        "FLUX_MEGATRON_TIMEOUT_S": "60",  # a rank that does not come must not cost the machine
+    }
+
+
+def _needed(options: Options) -> dict[str, str]:
+    """Ranks are of one node. Triton decides at import whether it interprets."""
+    on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {"GLOO_SOCKET_IFNAME": "lo"} | (on_cpu if options.device == "cpu" else {})

@@ -1,0 +1,116 @@
+"""Rows of measurements: one JSON object a line, one row a case and candidate. No torch.
+
+A row tells all that its time depends on, and neither a host's name nor a path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+LIBRARY, OURS, PEER = "library", "ours", "peer"  # roles of candidates
+OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported", "missing"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What is the same for all rows of a run but the clocks, taken after each case on rank 0.
+
+    `nvls` says whether NVLink multicast was allowed; `max_connections` is
+    CUDA_DEVICE_MAX_CONNECTIONS or "unset".
+    """
+
+    run: str
+    date: str
+    commit: str
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    nccl: str
+    nvls: str
+    max_connections: str
+    world_size: int
+    dtype: str
+    scale: int
+    clock_mhz: int | None
+    power_w: float | None
+    power_limit_w: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate on one case.
+
+    `status` is `ok`, or why there are no times: `wrong` (see `errors` and `allowed`), `failed`,
+    `unsupported` (by a strategy of ours) or `missing` (a peer that is not installed).
+
+    M, N_local and K_local are the GEMM of one rank, as it is after gathering. `times_us` has the
+    slowest rank of every round. `host_us` is the host's time for one call.
+    """
+
+    suite: str
+    pattern: str
+    op: str
+    layout: str
+    M: int
+    N_local: int
+    K_local: int
+    candidate: str
+    role: str
+    status: str
+    reason: str
+    errors: list[float | None]
+    allowed: list[float | None]
+    times_us: list[float]
+    median_us: float | None
+    min_us: float | None
+    p20_us: float | None
+    p80_us: float | None
+    gemm_us: float | None
+    serial_us: float | None
+    efficiency: float | None
+    host_us: float | None
+    plan: dict[str, Any] | None
+    provenance: Provenance
+
+    @property
+    def case(self) -> tuple[str, str, str, int]:
+        return self.suite, self.pattern, self.op, self.M
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows to a file; whole lines only, so that a run can stop between two calls."""
+    text = "".join(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def load(path: Path) -> list[Row]:
+    """Every row of a file. `ValueError` names the line that is none."""
+    lines = path.read_text().splitlines()
+    return [_row(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _row(line: str, place: str) -> Row:
+    try:
+        values = json.loads(line)
+        return Row(**values | {"provenance": Provenance(**values["provenance"])})
+    except (TypeError, KeyError, ValueError) as error:
+        names = ", ".join(field.name for field in fields(Row))
+        raise ValueError(f"{place}: {error}; a row with {names} expected") from None
+
+
+def latest(rows: Iterable[Row]) -> dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]]:
+    """Rows by (max_connections, case) and candidate: all of the run that measured the case last."""
+    newest: dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]] = {}
+    for row in rows:
+        group = newest.setdefault((row.provenance.max_connections, row.case), {})
+        if any(other.provenance.run != row.provenance.run for other in group.values()):
+            group.clear()
+        group[row.candidate] = row
+    return newest

@@ -1,0 +1,183 @@
+"""One rank of a bench run: every selected case, verified, raced and written down."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux_megatron.bench import provenance, records
+from flux_megatron.bench.backward import Backward
+from flux_megatron.bench.candidates import Call, Candidate
+from flux_megatron.bench.efficiency import percentile, yardsticks
+from flux_megatron.bench.options import Options
+from flux_megatron.bench.peers import Peer, all_peers
+from flux_megatron.bench.products import Product
+from flux_megatron.bench.records import PEER, Provenance, Row
+from flux_megatron.bench.suites import Case
+from flux_megatron.bench.verify import Verdict, examine
+from flux_megatron.overlap.timing import Race, host_time_us, race
+
+# in every race: E is the same whoever else takes part
+YARDSTICKS = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
+WITH_HOST_TIME = ("auto", "serial")
+
+
+Show = Callable[[Case, list[Row]], None]
+
+
+def run(options: Options, group: ProcessGroup, device: torch.device, show: Show) -> None:
+    """Measure every case; rank 0 appends its rows and shows them. Stops between two cases when the
+    time is up.
+    """
+    started = time.monotonic()
+    torch.manual_seed(1 + group.rank())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    told = provenance.describe(
+        device, group.size(), dtype, options.scale, options.nvls, options.commit
+    )
+    peers = {peer: peer.unavailable() for peer in all_peers()}
+    for peer, reason in peers.items():
+        if reason and group.rank() == 0:
+            warnings.warn(f"{peer.name}: {reason}", stacklevel=2)
+    for case in options.cases():
+        if _time_is_up(options, started, group, device):
+            break
+        rows = measure(case, options, group, device, dtype, peers, told)
+        if group.rank() == 0:
+            records.append(Path(options.out), rows)
+            show(case, rows)
+
+
+def measure(
+    case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
+    peers: Mapping[Peer, str | None], told: Provenance,
+) -> list[Row]:  # fmt: skip
+    """The rows of one case, one a candidate; on every rank but 0 without clocks."""
+    kind = Backward if case.pattern == "backward" else Product
+    experiment = kind(case, group, device, dtype)
+    chosen = [
+        candidate
+        for candidate in [*experiment.candidates(), *_of_peers(experiment, peers)]
+        if not options.candidates or candidate.name in (*YARDSTICKS, *options.candidates)
+    ]
+    verdicts = examine(experiment, chosen, group)
+    calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
+    raced = race(calls, group=group, device=device, rounds=options.rounds)
+    host_us = {
+        name: host_time_us(calls[name], device)
+        for name in WITH_HOST_TIME
+        if name in raced.times_us and device.type == "cuda"
+    }
+    plans = {c.name: c.plan() for c in chosen if c.plan and c.name in raced.times_us}
+    if group.rank() == 0:
+        told = provenance.with_clocks(told, device)
+    return _rows(case, chosen, verdicts, raced, host_us, plans, told)
+
+
+def _of_peers(
+    experiment: Product | Backward, peers: Mapping[Peer, str | None]
+) -> Iterator[Candidate]:
+    for peer, reason in peers.items():
+        names = peer.names(experiment.case.pattern)
+        if reason:
+            yield from (Candidate(name, PEER, None, reason) for name in names)
+            continue
+        try:
+            calls = peer.build(experiment) if names else {}
+        except Exception as error:  # told to the other ranks when the candidates are examined
+            calls = {name: _raise(error) for name in names}
+        yield from (Candidate(name, PEER, calls[name]) for name in names)
+
+
+def _raise(error: Exception) -> Call:
+    def call() -> tuple[torch.Tensor, ...]:
+        raise error
+
+    return call
+
+
+def _time_is_up(
+    options: Options, started: float, group: ProcessGroup, device: torch.device
+) -> bool:
+    """On rank 0's clock, the same on every rank."""
+    if options.time_limit_s is None:
+        return False
+    up = torch.tensor([time.monotonic() - started > options.time_limit_s], device=device).int()
+    dist.broadcast(up, group=group, group_src=0)
+    return bool(up.item())
+
+
+def _rows(
+    case: Case, chosen: list[Candidate], verdicts: Mapping[str, Verdict], raced: Race,
+    host_us: Mapping[str, float], plans: Mapping[str, str], told: Provenance,
+) -> list[Row]:  # fmt: skip
+    medians = {name: statistics.median(times) for name, times in raced.times_us.items()}
+    against = yardsticks(medians)
+    rows = []
+    for candidate in chosen:
+        name = candidate.name
+        verdict = verdicts.get(name, Verdict("", [], []))
+        status, reason = _status(candidate, verdict, raced)
+        times = [round(t, 1) for t in raced.times_us.get(name, [])]
+        median = medians.get(name)
+        efficiency = against.efficiency(median) if against and median is not None else None
+        rows.append(
+            Row(
+                suite=case.suite,
+                pattern=case.pattern,
+                op=case.op,
+                layout=case.layout,
+                M=case.M,
+                N_local=case.N_local,
+                K_local=case.K_local,
+                candidate=name,
+                role=candidate.role,
+                status=status,
+                reason=reason,
+                errors=[_rounded(error) for error in verdict.errors],
+                allowed=[_rounded(error) for error in verdict.allowed],
+                times_us=times,
+                median_us=_tenth(median),
+                min_us=_tenth(min(times, default=None)),
+                p20_us=_tenth(percentile(times, 20)) if times else None,
+                p80_us=_tenth(percentile(times, 80)) if times else None,
+                gemm_us=_tenth(against.gemm) if against else None,
+                serial_us=_tenth(against.serial) if against else None,
+                efficiency=None if efficiency is None else round(efficiency, 4),
+                host_us=_tenth(host_us.get(name)),
+                plan=json.loads(plans[name]) if name in plans else None,
+                provenance=told,
+            )
+        )
+    return rows
+
+
+def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, str]:
+    if candidate.call is None:
+        status = records.MISSING if candidate.role == PEER else records.UNSUPPORTED
+        return status, candidate.reason
+    if verdict.failure:
+        return records.FAILED, verdict.failure
+    if not verdict.right:
+        return records.WRONG, f"errors {verdict.errors}, at most {verdict.allowed} allowed"
+    if candidate.name in raced.failures:
+        return records.FAILED, raced.failures[candidate.name]
+    return records.OK, ""
+
+
+def _tenth(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _rounded(error: float) -> float | None:
+    """JSON has no infinity: None stands for a result with NaN or infinity in it."""
+    return float(f"{error:.3g}") if math.isfinite(error) else None

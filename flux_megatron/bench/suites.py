@@ -1,0 +1,130 @@
+"""What is measured: the tensor-parallel linear layers of models, by pattern. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PATTERNS = ("ag_gemm", "gemm_rs", "backward", "gemm")
+ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of a model's linear layers.
+
+    `qkv` and `fc1` are outputs of column-parallel layers, `attention` and `ffn` inputs of
+    row-parallel ones; fc1 holds gate and up where a model has both.
+    """
+
+    hidden: int
+    qkv: int
+    attention: int
+    fc1: int
+    ffn: int
+
+    def scaled(self, scale: int) -> Model:
+        """The same model with every width divided by `scale`, for machines without GPUs."""
+        widths = (self.hidden, self.qkv, self.attention, self.fc1, self.ffn)
+        if any(width % scale for width in widths):
+            raise ValueError(f"scale {scale} given, a divisor of {widths} expected")
+        return Model(*(width // scale for width in widths))
+
+
+MODELS = {
+    "gpt3-175b": Model(12288, 3 * 12288, 12288, 4 * 12288, 4 * 12288),
+    # 64 heads and 2 x 8 key-value heads of 128; gate and up of 28672 each
+    "llama2-70b": Model(8192, (64 + 2 * 8) * 128, 8192, 2 * 28672, 28672),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one shape.
+
+    `M, N, K` are the global problem of the pattern, as in `problem.Problem`. For `backward` N and K
+    are the weight's: `op` qkv and fc1 split N over the ranks, proj and fc2 split K. For `gemm` they
+    are those of one rank.
+    """
+
+    suite: str
+    pattern: str
+    op: str
+    M: int
+    N: int
+    K: int
+    layout: str
+    world_size: int
+
+    @property
+    def splits_n(self) -> bool:
+        """Whether the ranks share N: each has all of K."""
+        return self.pattern == "ag_gemm" or (self.pattern == "backward" and self.op in COLUMN)
+
+    @property
+    def N_local(self) -> int:
+        return self.N // self.world_size if self.splits_n else self.N
+
+    @property
+    def K_local(self) -> int:
+        split = self.pattern != "gemm" and not self.splits_n
+        return self.K // self.world_size if split else self.K
+
+    def __str__(self) -> str:
+        return (
+            f"{self.suite} {self.pattern} {self.op} {self.M} x {self.N_local} x {self.K_local} "
+            f"{self.layout}"
+        )
+
+
+COLUMN = ("qkv", "fc1")
+ROW = ("proj", "fc2")
+
+
+def cases(
+    suite: str, pattern: str, Ms: tuple[int, ...], world_size: int, scale: int = 1
+) -> list[Case]:
+    """Every case of a suite's pattern, largest M first. `ValueError` where ranks cannot share."""
+    if suite not in MODELS:
+        raise ValueError(f"suite {suite!r} given, one of {[*MODELS]} expected")
+    if pattern not in PATTERNS:
+        raise ValueError(f"pattern {pattern!r} given, one of {PATTERNS} expected")
+    if bad := [M for M in Ms if M <= 0 or M % world_size]:
+        raise ValueError(f"M {bad} given, multiples of the {world_size} ranks expected")
+    layers = _layers(MODELS[suite].scaled(scale), pattern)
+    if uneven := [op for op, N, K, _ in layers if N % world_size or K % world_size]:
+        raise ValueError(f"{suite}: {uneven} cannot be split over {world_size} ranks")
+    if pattern == "gemm":
+        layers = _local_products(MODELS[suite].scaled(scale), world_size)
+    return [
+        Case(suite, pattern, op, M, N, K, layout, world_size)
+        for M in sorted(set(Ms), reverse=True)
+        for op, N, K, layout in layers
+    ]
+
+
+def _layers(model: Model, pattern: str) -> list[tuple[str, int, int, str]]:
+    """(op, N, K, layout) of the global problems; a dual reads the layer's weight as it lies."""
+    column = {"qkv": model.qkv, "fc1": model.fc1}
+    row = {"proj": model.attention, "fc2": model.ffn}
+    ag_gemm = [(op, N, model.hidden, "nt") for op, N in column.items()]
+    ag_gemm += [(f"{op} dgrad", K, model.hidden, "nn") for op, K in row.items()]
+    gemm_rs = [(op, model.hidden, K, "nt") for op, K in row.items()]
+    gemm_rs += [(f"{op} dgrad", model.hidden, N, "nn") for op, N in column.items()]
+    backward = [(op, N, model.hidden, "nn") for op, N in column.items()]
+    backward += [(op, model.hidden, K, "nn") for op, K in row.items()]
+    return {
+        "ag_gemm": ag_gemm,
+        "gemm_rs": gemm_rs,
+        "backward": backward,
+        "gemm": ag_gemm + gemm_rs,
+    }[pattern]
+
+
+def _local_products(model: Model, world_size: int) -> list[tuple[str, int, int, str]]:
+    """What one rank multiplies in both patterns, equal products once under their first name."""
+    products: dict[tuple[int, int, str], str] = {}
+    for op, N, K, layout in _layers(model, "ag_gemm"):
+        products.setdefault((N // world_size, K, layout), op)
+    for op, N, K, layout in _layers(model, "gemm_rs"):
+        products.setdefault((N, K // world_size, layout), op)
+    return [(op, N, K, layout) for (N, K, layout), op in products.items()]

@@ -1,0 +1,51 @@
+"""One rank: `python -m flux_megatron.bench.worker OPTIONS`, by `launch` or torchrun.
+
+OPTIONS is `options.Options` as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+
+from flux_megatron.bench.options import Options
+
+LIMIT_S = 120  # that a rank may be late in a collective
+
+
+def main(options: Options) -> None:
+    """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
+    import torch
+    import torch.distributed as dist
+
+    from flux_megatron.bench.display import Display
+    from flux_megatron.bench.provenance import refuse_multicast
+    from flux_megatron.bench.runner import run
+
+    warnings.filterwarnings("ignore", module=r"torch\b")
+    on_gpu = options.device == "cuda"
+    if on_gpu and not options.nvls:
+        refuse_multicast()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        device_id=device if on_gpu else None,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    try:
+        world = dist.group.WORLD
+        assert world is not None, "initialised above"
+        if world.size() != options.tp:
+            raise ValueError(f"{world.size()} ranks given, --tp {options.tp} expected")
+        with Display(options, shown=world.rank() == 0) as display:
+            run(options, world, device, display.show)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Options.loads(sys.argv[1]))

@@ -1,0 +1,213 @@
+"""AG+GEMM for Hopper, in Gluon: the same protocol as `ag_gemm.py`, at the speed of a library GEMM.
+
+    copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A]: for large
+                 problems. For small ones two warps of each program do it, BY_SM: each pushes its
+                 part, counts it [C], and the last one signals [A]
+    this kernel  takes the tiles of the own shard first, read from x itself, then those of
+                 rank+1, rank+2, ...: waits [A] before the first load of a tile's rows
+
+A program remembers what it has seen arrive, so it asks once for each communication tile, not once
+for each of its tiles. With one rank this is a plain GEMM.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_init,
+)
+
+from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
+    barrier,
+    count_acq_rel_gpu,
+    signal_release_sys,
+    time_ns,
+    wait_acquire_sys,
+)
+from flux_megatron.kernels.hopper_tile import (
+    finish_products,
+    load_tile,
+    multiply_step,
+    tile_in_groups,
+)
+
+
+@gluon.jit
+def ag_tile(
+    tile, rank, tiles_shard, tiles_n,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Source rank, and row and column in its shard.
+
+    Own tiles first. Groups of rows span the shards of the other ranks, so that small shards share
+    what they read of w. But where a shard is few tiles, programs that find no own tile go on with
+    columns of rank+1, which arrives first, alone.
+    """
+    own = tiles_shard * tiles_n
+    head = 0  # columns of rank+1
+    if WORLD_SIZE > 1 and tiles_shard <= 2:
+        lacking = gl.cdiv(own, NUM_PROGRAMS) * NUM_PROGRAMS - own
+        head = min(gl.cdiv(lacking, tiles_shard), tiles_n)
+    behind = tiles_shard * (WORLD_SIZE - 2)  # rows of the others in these columns
+    place = tile - own
+    if place < 0:
+        m, n = tile_in_groups(tile, tiles_shard, tiles_n, GROUP_M)
+    elif place < head * tiles_shard:
+        m = tiles_shard + place % tiles_shard
+        n = place // tiles_shard
+    elif place < head * (tiles_shard + behind):
+        place -= head * tiles_shard
+        m = 2 * tiles_shard + place % behind
+        n = place // behind
+    else:
+        place -= head * (tiles_shard + behind)
+        m, n = tile_in_groups(place, tiles_shard + behind, tiles_n - head, GROUP_M)
+        m += tiles_shard
+        n += head
+    return (rank + m // tiles_shard) % WORLD_SIZE, m % tiles_shard, n
+
+
+@gluon.jit
+def ag_loader(
+    x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, rank, epoch,
+    timeout_ns, comm_rows, M_shard, N, K, BN: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the operands of all tiles of this program."""
+    BM: gl.constexpr = x_desc.block_type.shape[0]
+    BK: gl.constexpr = x_desc.block_type.shape[1]
+    deadline = time_ns() + timeout_ns
+    tiles_shard = gl.cdiv(M_shard, BM)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    comm_tiles = gl.cdiv(M_shard, comm_rows)
+    arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
+    loaded = 0
+    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+        source, m, n = ag_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS)
+        if source == rank:
+            loaded = load_tile(
+                x_desc, w_desc, m * BM, n * BN, steps, x_bufs, w_bufs, ready, free, loaded,
+                LAYOUT_NN,
+            )  # fmt: skip
+        else:
+            # communication tiles of one source arrive in their order: the last one tells for all
+            comm_tile = (min((m + 1) * BM, M_shard) - 1) // comm_rows
+            bit = (epoch * 0 + 1).to(gl.int64) << (source * comm_tiles + comm_tile)
+            if arrived & bit == 0:
+                slot = source * MAX_COMM_TILES + comm_tile
+                wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [A]
+                arrived = arrived | bit
+            loaded = load_tile(
+                gathered_desc, w_desc, source * M_shard + m * BM, n * BN, steps, x_bufs, w_bufs,
+                ready, free, loaded, LAYOUT_NN,
+            )  # fmt: skip
+
+
+@gluon.jit
+def ag_pusher(
+    x, gathered_pointers, pad_pointers, pad, counters, rank, epoch, M_shard, K,
+    WORLD_SIZE: gl.constexpr, BY_SM: gl.constexpr, COPY_OWN: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Two warps: this program's part of x to every peer, rank-1 first, and to the own gathered rows
+    last.
+    """
+    BLOCK: gl.constexpr = 64 * 8 * 8  # 8 loads of 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [2], [0])
+    size = M_shard * K
+    first: gl.constexpr = 1 if BY_SM else WORLD_SIZE
+    for step in range(first, WORLD_SIZE + COPY_OWN):
+        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        gathered = gl.multiple_of(gl.load(gathered_pointers + peer).to(x.dtype), 16)
+        theirs = gathered + rank.to(gl.int64) * size
+        for block in range(gl.program_id(0), gl.cdiv(size, BLOCK), NUM_PROGRAMS):
+            offsets = block * BLOCK + gl.arange(0, BLOCK, layout)
+            inside = offsets < size
+            gl.store(theirs + offsets, gl.load(x + offsets, mask=inside), mask=inside)
+        if step < WORLD_SIZE:
+            barrier()
+            if count_acq_rel_gpu(counters + peer, NUM_PROGRAMS):
+                their_pad = gl.load(pad_pointers + peer).to(pad.dtype)
+                signal_release_sys(their_pad, rank * MAX_COMM_TILES, epoch)  # signal [A]
+
+
+@gluon.jit
+def ag_multiplier(
+    y_desc, bias, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Two warp groups: multiply, add the bias, store."""
+    BM: gl.constexpr = y_desc.block_type.shape[0]
+    BN: gl.constexpr = y_desc.block_type.shape[1]
+    BK: gl.constexpr = x_bufs.shape[2]
+    dtype: gl.constexpr = y_desc.dtype
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BN, 16]
+    )
+    y_buf = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    tiles_shard = gl.cdiv(M_shard, BM)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    multiplied = 0
+    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+        acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, acc_layout))
+        for step in range(steps):
+            acc = multiply_step(acc, x_bufs, w_bufs, ready, free, multiplied, step == 0, LAYOUT_NN)
+            multiplied += 1
+        out = finish_products(acc, free, multiplied)
+        source, m, n = ag_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS)
+        if HAS_BIAS:
+            cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, acc_layout))
+            out += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+        tma.store_wait(pendings=0)
+        y_buf.store(out.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [source * M_shard + m * BM, n * BN], y_buf)
+    tma.store_wait(pendings=0)
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
+def hopper_ag_gemm_kernel(
+    x_desc, gathered_desc, w_desc, y_desc, bias, x, gathered_pointers, pad_pointers, pad, status,
+    counters, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr, BY_SM: gl.constexpr,
+    COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    BN: gl.constexpr = y_desc.block_type.shape[1]
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (ag_multiplier, (
+                y_desc, bias, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
+                WORLD_SIZE, GROUP_M, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
+            )),
+            (ag_loader, (
+                x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status,
+                rank, epoch, timeout_ns, comm_rows, M_shard, N, K, BN,
+                WORLD_SIZE, GROUP_M, LAYOUT_NN, NUM_PROGRAMS,
+            )),
+            (ag_pusher, (
+                x, gathered_pointers, pad_pointers, pad, counters, rank, epoch, M_shard, K,
+                WORLD_SIZE, BY_SM, COPY_OWN, NUM_PROGRAMS,
+            )),
+        ],
+        [1, 2],
+        [40, 80],
+    )  # fmt: skip

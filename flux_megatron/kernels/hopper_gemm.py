@@ -1,0 +1,231 @@
+"""Launchers of the Hopper kernels, and which problems they take.
+
+Written in Gluon, because Triton's own pipelining leaves no room for work between the steps of a
+tile: waits, publishing, partial tiles. They run on sm_90 only and have no interpreter; the portable
+kernels are their readable reference.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.problem import Pattern, Problem, Tile
+
+TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
+COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
+_DTYPES = ("bfloat16", "float16")
+
+
+@cache
+def _gluon_unavailable() -> str | None:
+    try:
+        from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this Triton has no Gluon for Hopper ({error})"
+    return None
+
+
+def supports(problem: Problem) -> str | None:
+    """Why these kernels cannot run the problem, or None."""
+    if problem.device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        return "Hopper kernels need a GPU of compute capability 9"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} is none of {', '.join(_DTYPES)}"
+    if reason := launch.supports(problem) or _gluon_unavailable():
+        return reason
+    if problem.K_local % 8 or problem.N_local % 8:
+        return f"rows of K {problem.K_local} or N {problem.N_local} are not whole 16-byte units"
+    if problem.pattern is Pattern.AG_GEMM:
+        if problem.M_shard % TILE.block_m:
+            return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
+        return None
+    from flux_megatron.kernels.hopper_gemm_rs import STEPS_MIN
+
+    K_min = STEPS_MIN * (problem.world_size - 1) * TILE.block_k
+    return None if problem.K_local >= K_min else f"K {problem.K_local} is below {K_min}"
+
+
+@lru_cache(maxsize=64)
+def _layout(block: tuple[int, ...], dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+class _Address(NamedTuple):
+    """What a descriptor needs of a tensor: kept in its place, it keeps no memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)  # making one costs the host 10 us
+def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows, columns = shape
+    layout = _layout(block, base.dtype)
+    return TensorDescriptor(base, [rows, columns], [columns, 1], list(block), layout)
+
+
+def _described(tensor: Tensor, *block: int):
+    return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
+
+
+def _described_w(w: Tensor, layout: str, tile: Tile):
+    if layout == "nt":
+        return _described(w, tile.block_n, tile.block_k)
+    return _described(w, tile.block_k, tile.block_n)
+
+
+@lru_cache(maxsize=1024)
+def _ag_launcher(
+    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
+    bias: bool, layout: str, tile: Tile, by_sm: bool, copy_own: bool,
+) -> Launcher:  # fmt: skip
+    from flux_megatron.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
+
+    M_shard, K = x
+    tiles = world_size * tiles_of_shard(M_shard, N, tile)
+    (programs,) = launch.persistent_grid(device, tiles)
+    return Launcher(
+        hopper_ag_gemm_kernel, (programs,), tile, (M_shard, N, K),
+        WORLD_SIZE=world_size, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
+        LAYOUT_NN=layout == "nn", HAS_BIAS=bias, BY_SM=by_sm, COPY_OWN=copy_own,
+        NUM_PROGRAMS=programs,
+    )  # fmt: skip
+
+
+def ag_gemm(
+    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
+    gathered_pointers: Tensor, pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor,
+    rank: int, epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile,
+    by_sm: bool, copy_own: bool,
+) -> Tensor:  # fmt: skip
+    """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
+
+    Gives y [R * M_shard, N]. `by_sm`: the kernel pushes x to the other ranks itself, as one
+    communication tile. `copy_own`: it also copies x to the own rows of `gathered`.
+    """
+    M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
+    y = x.new_empty(M, N)
+    run = _ag_launcher(
+        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, by_sm,
+        copy_own,
+    )  # fmt: skip
+    run(
+        (
+            _described(x, tile.block_m, tile.block_k),
+            _described(gathered, tile.block_m, tile.block_k),
+            _described_w(w, layout, tile),
+            _described(y, tile.block_m, tile.block_n),
+            bias if bias is not None else x, x, gathered_pointers, pad_pointers, pad, status,
+            counters,
+        ),
+        (rank, epoch, timeout_ns, comm_rows),
+    )  # fmt: skip
+    return y
+
+
+def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
+    """x [M, K] times w ([N, K] or [K, N]), without any communication: the yardstick of a tile."""
+    pointers, words = _nothing(x.device)
+    return ag_gemm(
+        x, x, w, None, gathered_pointers=pointers, pad_pointers=pointers, pad=words, status=words,
+        counters=words, rank=0, epoch=0, timeout_ns=0, comm_rows=x.shape[0], layout=layout,
+        tile=tile, by_sm=False, copy_own=False,
+    )  # fmt: skip
+
+
+@cache
+def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
+    pointers = torch.zeros(2, dtype=torch.int64, device=device)
+    return pointers, pointers.view(torch.int32)
+
+
+def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
+    """GEMM tiles of a shard, those at its edges included."""
+    return cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
+
+
+def last_made(
+    M_shard: int, N: int, world_size: int, tiles_comm: int, tile: Tile
+) -> dict[tuple[int, int], int]:
+    """When `gemm_rs` makes the last tile of each communication tile of another shard.
+
+    Keys are (steps to the owner - 1, communication tile), values places in the order of all tiles;
+    that order is `rs_tile`'s.
+    """
+    tiles_m, tiles_n = cdiv(M_shard, tile.block_m), cdiv(N, tile.block_n)
+    group_m, rows = min(tile.group_m, tiles_m), tiles_m * (world_size - 1)
+    last: dict[tuple[int, int], int] = {}
+    place = 0
+    for first in range(0, rows, tile.group_m):
+        for n in range(tiles_n):
+            for row in range(first, min(first + tile.group_m, rows)):
+                step, m = divmod(row, tiles_m)
+                before = m // group_m * group_m
+                number = before * tiles_n + n * min(tiles_m - before, group_m) + m - before
+                last[step, number // tiles_comm] = place
+                place += 1
+    return last
+
+
+@lru_cache(maxsize=1024)
+def _rs_launcher(
+    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
+    tile: Tile, by_sm: bool,
+) -> Launcher:  # fmt: skip
+    from flux_megatron.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
+
+    M, K = x
+    M_shard = M // world_size
+    tiles = world_size * tiles_of_shard(M_shard, N, tile)
+    (programs,) = launch.persistent_grid(device, tiles)
+    return Launcher(
+        hopper_gemm_rs_kernel, (programs,), tile, (M_shard, N, K),
+        WORLD_SIZE=world_size, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
+        LAYOUT_NN=layout == "nn", BY_SM=by_sm, LATE=tiles <= world_size * programs,
+        NUM_PROGRAMS=programs,
+    )  # fmt: skip
+
+
+def gemm_rs(
+    x: Tensor, w: Tensor, *, parts: Tensor, slots: Tensor, slot_pointers: Tensor,
+    pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, rank: int, world_size: int,
+    epoch: int, timeout_ns: int, tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
+) -> Tensor:  # fmt: skip
+    """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N].
+
+    | tensor | shape, with T tiles [B_M, B_N] a shard |
+    | --- | --- |
+    | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
+    | slots | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
+    """
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    y = x.new_empty(x.shape[0] // world_size, N)
+    block = (tile.block_m, tile.block_n)
+    run = _rs_launcher(x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm)
+    run(
+        (
+            _described(x, tile.block_m, tile.block_k),
+            _described_w(w, layout, tile),
+            _described(parts, *block),
+            _described(slots, *block),
+            _described(y, *block),
+            slot_pointers, pad_pointers, pad, status, counters,
+        ),
+        (rank, epoch, timeout_ns, tiles_comm),
+    )  # fmt: skip
+    return y

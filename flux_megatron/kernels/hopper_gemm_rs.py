@@ -1,0 +1,269 @@
+"""GEMM+RS for Hopper, in Gluon: other shards' tiles are sent on, own ones add what has come.
+
+    this kernel  takes the tiles of rank+1, rank+2, ... first, of the own shard last. A tile of
+                 another shard goes to its owner's slot `rank`, one of two ways:
+      copy engine  the tile is stored in `parts` and counted [D]; the copy engine waits [D] for all
+                   tiles of a communication tile, pushes it and signals [B]: for large problems
+      SMs          the tile is stored in the slot over NVLink and counted [C]; the last of a
+                   communication tile signals [B]: for small ones, where latency is all
+    this kernel  in the tiles of the own shard: waits [B], fetches the other ranks' tiles while it
+                 multiplies, adds them in fp32, rounds once and stores y
+
+`parts` and slots hold whole tiles in the order in which they are made, so that a communication
+tile is contiguous whatever the order of tiles, and rows beyond the shard need no care. The sum is
+in fp32 and its order fixed: own product, then rank-1, rank-2, ..., the last to arrive.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_init,
+)
+
+from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
+    barrier,
+    complete_tma_stores,
+    count_acq_rel_gpu,
+    count_release_sys,
+    signal_release_sys,
+    time_ns,
+    wait_acquire_sys,
+)
+from flux_megatron.kernels.hopper_tile import (
+    finish_products,
+    load_tile,
+    multiply_step,
+    number_in_groups,
+    tile_in_groups,
+)
+
+STEPS_MIN = 8  # of K in each of the R - 1 parts of an own tile: the time to fetch 64 KiB
+
+
+@gluon.jit
+def rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr):
+    """Owner rank, row and column in its shard, number in its shard, and steps from here to it.
+
+    Groups of rows span the shards of other ranks, so that small shards share what they read of w.
+    """
+    others = tiles_shard * (WORLD_SIZE - 1)
+    group_m = min(GROUP_M, tiles_shard)
+    if tile < others * tiles_n:
+        m, n = tile_in_groups(tile, others, tiles_n, GROUP_M)
+    else:
+        m, n = tile_in_groups(tile - others * tiles_n, tiles_shard, tiles_n, group_m)
+        m += others
+    step = m // tiles_shard
+    m = m % tiles_shard
+    number = number_in_groups(m, n, tiles_shard, tiles_n, group_m)
+    return (rank + 1 + step) % WORLD_SIZE, m, n, number, step
+
+
+@gluon.jit
+def rs_loader(
+    x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
+    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the operands of all tiles of this program."""
+    BM: gl.constexpr = x_desc.block_type.shape[0]
+    BK: gl.constexpr = x_desc.block_type.shape[1]
+    tiles_shard = gl.cdiv(M_shard, BM)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    loaded = 0
+    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+        owner, m, n, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
+        loaded = load_tile(
+            x_desc, w_desc, owner * M_shard + m * BM, n * BN, steps, x_bufs, w_bufs, ready, free,
+            loaded, LAYOUT_NN,
+        )  # fmt: skip
+
+
+@gluon.jit
+def store_at_owner(slots_desc, pointer, place, y_buf, places):
+    """Begin to store the tile in `y_buf` at `place` of the slots at `pointer`, another rank's."""
+    BM: gl.constexpr = slots_desc.block_type.shape[0]
+    BN: gl.constexpr = slots_desc.block_type.shape[1]
+    theirs = tma.make_tensor_descriptor(
+        pointer.to(gl.pointer_type(slots_desc.dtype)), [places * BM, BN], [BN, 1], [BM, BN],
+        slots_desc.layout,
+    )  # fmt: skip
+    tma.async_copy_shared_to_global(theirs, [place * BM, 0], y_buf)
+
+
+@gluon.jit
+def rs_mover(
+    parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free, part_ready,
+    part_added, pad, status, counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, BY_SM: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """One warp: fetches into `y_buf` what the other ranks have made of an own tile, one rank after
+    another, and stores each finished tile from it.
+    """
+    BM: gl.constexpr = y_desc.block_type.shape[0]
+    BN: gl.constexpr = y_desc.block_type.shape[1]
+    deadline = time_ns() + timeout_ns
+    tiles_shard = gl.cdiv(M_shard, BM)
+    tiles_n = gl.cdiv(N, BN)
+    per_shard = tiles_shard * tiles_n
+    comm_tiles = gl.cdiv(per_shard, tiles_comm)
+    arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
+    finished = 0
+    fetched = 0
+    for tile in range(gl.program_id(0), per_shard * WORLD_SIZE, NUM_PROGRAMS):
+        owner, m, n, number, step = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
+        comm_tile = number // tiles_comm
+        if owner == rank:
+            for part in range(1, WORLD_SIZE):
+                source = (rank + WORLD_SIZE - part) % WORLD_SIZE
+                bit = (epoch * 0 + 1).to(gl.int64) << (source * comm_tiles + comm_tile)
+                if arrived & bit == 0:
+                    slot = source * MAX_COMM_TILES + comm_tile
+                    wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [B]
+                    arrived = arrived | bit
+                mbarrier.expect(part_ready, slots_desc.block_type.nbytes)
+                row = (source * per_shard + number) * BM
+                tma.async_copy_global_to_shared(slots_desc, [row, 0], part_ready, y_buf)
+                mbarrier.wait(part_added, fetched & 1)
+                fetched += 1
+        mbarrier.wait(y_full, finished & 1)
+        finished += 1
+        if owner == rank:
+            tma.async_copy_shared_to_global(y_desc, [m * BM, n * BN], y_buf)
+            tma.store_wait(pendings=0)
+        elif BY_SM:
+            store_at_owner(
+                slots_desc, gl.load(slot_pointers + owner), rank * per_shard + number, y_buf,
+                WORLD_SIZE * per_shard,
+            )  # fmt: skip
+            complete_tma_stores()
+            arrivals = min(tiles_comm, per_shard - comm_tile * tiles_comm)
+            if count_acq_rel_gpu(counters + owner * MAX_COMM_TILES + comm_tile, arrivals):
+                theirs = gl.load(pad_pointers + owner).to(pad.dtype)
+                signal_release_sys(theirs, rank * MAX_COMM_TILES + comm_tile, epoch)  # signal [B]
+        else:
+            row = (step * per_shard + number) * BM
+            tma.async_copy_shared_to_global(parts_desc, [row, 0], y_buf)
+            complete_tma_stores()
+            count_release_sys(counters + owner * MAX_COMM_TILES + comm_tile)  # signal [D]
+        mbarrier.arrive(y_free, count=1)
+
+
+@gluon.jit
+def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
+    """out + the tile that has been fetched, which is number `fetched` of this program."""
+    mbarrier.wait(part_ready, fetched & 1)
+    out += y_buf.load(layout).to(gl.float32)
+    barrier()  # every thread has its share
+    mbarrier.arrive(part_added, count=1)
+    return out
+
+
+@gluon.jit
+def rs_multiplier(
+    y_desc, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free, part_ready, part_added, rank,
+    M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Two warp groups: multiply, and add the other ranks' tiles to own ones."""
+    BM: gl.constexpr = y_desc.block_type.shape[0]
+    BN: gl.constexpr = y_desc.block_type.shape[1]
+    BK: gl.constexpr = x_bufs.shape[2]
+    dtype: gl.constexpr = y_desc.dtype
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BN, 16]
+    )
+    tiles_shard = gl.cdiv(M_shard, BM)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    multiplied = 0
+    fetched = 0
+    finished = 0
+    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+        owner, _, _, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
+        # An own tile is made in R - 1 parts of K: during each another rank's tile is fetched. Where
+        # there is but one own tile, nothing is worth a wait before its last product.
+        parts = 1
+        if owner == rank and not LATE:
+            parts = WORLD_SIZE - 1
+        out = gl.zeros((BM, BN), gl.float32, acc_layout)
+        done = 0
+        for part in range(parts):
+            until = steps * (part + 1) // parts
+            acc = warpgroup_mma_init(out)
+            for step in range(done, until):
+                acc = multiply_step(
+                    acc, x_bufs, w_bufs, ready, free, multiplied, step == done, LAYOUT_NN
+                )
+                multiplied += 1
+            out = finish_products(acc, free, multiplied)
+            done = until
+            if owner == rank and not LATE:
+                out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
+                fetched += 1
+        if owner == rank and LATE:
+            for _ in range(WORLD_SIZE - 1):
+                out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
+                fetched += 1
+        mbarrier.wait(y_free, (finished & 1) ^ 1)
+        y_buf.store(out.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(y_full, count=1)
+        finished += 1
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm"])
+def hopper_gemm_rs_kernel(
+    x_desc, w_desc, parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, pad, status,
+    counters, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    BN: gl.constexpr = y_desc.block_type.shape[1]
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    y_buf = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    y_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    y_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    part_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    part_added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    mbarrier.init(y_full, count=1)
+    mbarrier.init(y_free, count=1)
+    mbarrier.init(part_ready, count=1)
+    mbarrier.init(part_added, count=1)
+    gl.warp_specialize(
+        [
+            (rs_multiplier, (
+                y_desc, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free, part_ready, part_added,
+                rank, M_shard, N, K,
+                WORLD_SIZE, GROUP_M, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
+            )),
+            (rs_loader, (
+                x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
+                BN, WORLD_SIZE, GROUP_M, LAYOUT_NN, NUM_PROGRAMS,
+            )),
+            (rs_mover, (
+                parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free,
+                part_ready, part_added, pad, status, counters, rank, epoch, timeout_ns, tiles_comm,
+                M_shard, N, WORLD_SIZE, GROUP_M, BY_SM, NUM_PROGRAMS,
+            )),
+        ],
+        [1, 1],
+        [40, 40],
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""Memory order of the Hopper kernels: `primitives.py`, said in Gluon. The two spell all of it.
+
+| primitive | order |
+| --- | --- |
+| `wait_acquire_sys` | the signal, then TMA loads of this program; bounded by a deadline |
+| `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
+| `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
+| `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
+| `signal_release_sys` | what has been counted, then the signal, seen by any rank |
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flux_megatron.symm import signals
+
+_TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
+_SLOT = gl.constexpr(signals.STATUS_SLOT)
+_EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
+_SEEN = gl.constexpr(signals.STATUS_SEEN)
+MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
+
+# Triton 3.7 calls it barrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def time_ns():
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_acquire_sys(pad, slot, epoch, deadline, status):
+    """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
+    seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    while (seen - epoch < 0) & (time_ns() < deadline):
+        seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    if seen - epoch < 0:
+        if gl.load(status + _TRIPPED, volatile=True) == 0:  # the first one is the reason of others
+            gl.store(status + _SLOT, slot)
+            gl.store(status + _EXPECTED, epoch)
+            gl.store(status + _SEEN, seen)
+            gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+    barrier()  # one thread has acquired; the one that issues the load may be another
+    gl.inline_asm_elementwise(
+        "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def complete_tma_stores():
+    """This program's TMA stores are in memory; `tma.store_wait` says only that they are read."""
+    gl.inline_asm_elementwise(
+        "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    barrier()
+
+
+@gluon.jit
+def count_release_sys(counter):
+    """Count one arrival for the copy engine of this GPU, after what has completed."""
+    gl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@gluon.jit
+def count_acq_rel_gpu(counter, arrivals):
+    """Count one arrival; True for the last of `arrivals`, which resets the counter."""
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
+    if last:
+        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@gluon.jit
+def signal_release_sys(pad, slot, epoch):
+    """Announce `epoch` in `slot` of a pad, after what has completed and been counted."""
+    barrier()
+    gl.atomic_xchg(pad + slot, epoch, sem="release", scope="sys")

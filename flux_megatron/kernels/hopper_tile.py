@@ -1,0 +1,90 @@
+"""What the Hopper kernels share: a ring of stages from the warp that loads to those that multiply.
+
+The loading warp runs ahead: it waits until a stage is `free`, loads the operands of one step of K
+into it by TMA, and `ready` completes when they are there. Two warp groups multiply: each wgmma
+reads its stage while the one before finishes. Waits for other ranks happen in warps that do not
+multiply, so they cost the tensor cores nothing until data is really late.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def tile_in_groups(tile, tiles_m, tiles_n, group_m):
+    """Row and column, in tiles: `group_m` rows of tiles go column by column, to reuse w in L2."""
+    per_group = group_m * tiles_n
+    first = tile // per_group * group_m
+    rows = min(tiles_m - first, group_m)
+    within = tile % per_group
+    return first + within % rows, within // rows
+
+
+@gluon.jit
+def number_in_groups(m, n, tiles_m, tiles_n, group_m):
+    """The inverse of `tile_in_groups`."""
+    first = m // group_m * group_m
+    rows = min(tiles_m - first, group_m)
+    return first * tiles_n + n * rows + m - first
+
+
+@gluon.jit
+def load_tile(
+    x_desc, w_desc, row, col, steps, x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN: gl.constexpr
+):  # fmt: skip
+    """Load all steps of the tile at (row, col), each as its stage becomes free.
+
+    `loaded` counts the steps of this program so far; gives the new count.
+    """
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    BK: gl.constexpr = x_desc.block_type.shape[1]
+    for step in range(steps):
+        stage = loaded % STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), (loaded // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(x_desc, [row, step * BK], bar, x_bufs.index(stage))
+        if LAYOUT_NN:
+            tma.async_copy_global_to_shared(w_desc, [step * BK, col], bar, w_bufs.index(stage))
+        else:
+            tma.async_copy_global_to_shared(w_desc, [col, step * BK], bar, w_bufs.index(stage))
+        loaded += 1
+    return loaded
+
+
+@gluon.jit
+def multiply_step(acc, x_bufs, w_bufs, ready, free, multiplied, first, LAYOUT_NN: gl.constexpr):
+    """acc += the next step, issued; the product before it is done, and its stage given back.
+
+    `first`: there is no product before it in flight.
+    """
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    stage = multiplied % STAGES
+    mbarrier.wait(ready.index(stage), multiplied // STAGES & 1)
+    w_buf = w_bufs.index(stage)
+    if LAYOUT_NN:
+        acc = warpgroup_mma(x_bufs.index(stage), w_buf, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(x_bufs.index(stage), w_buf.permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+    before = (multiplied + STAGES - 1) % STAGES
+    mbarrier.arrive(free.index(before), count=1, pred=not first)
+    return acc
+
+
+@gluon.jit
+def finish_products(acc, free, multiplied):
+    """The accumulator as a tensor, when all its products are done; the last stage is given back."""
+    STAGES: gl.constexpr = free.shape[0]
+    out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(free.index((multiplied + STAGES - 1) % STAGES), count=1)
+    return out

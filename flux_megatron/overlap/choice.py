@@ -1,0 +1,129 @@
+"""Which plan a call gets: the measured one, else a neighbour's, else the cost model's.
+
+The leader of the group, rank 0, looks it up, and one question through the store brings its answer
+to all: that works inside a CUDA graph's capture too, where nothing may be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux_megatron import settings
+from flux_megatron.overlap import environment, plan_cache, registry, sequential, tuner
+from flux_megatron.overlap.plan_cache import Entry, PlanCache
+from flux_megatron.perf import hardware
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.channel import capturing
+from flux_megatron.symm.workspace import Workspace
+
+_spent_s = 0.0  # measuring, in this process
+
+
+def choose(problem: Problem, space: Workspace) -> tuple[Plan, str | None]:
+    """A plan, and why it does not overlap although it was meant to (None otherwise).
+
+    Collective over the workspace's group, and the same on all its ranks.
+    """
+    wanted = settings.get().strategy
+    if wanted == "sequential" or problem.world_size == 1:
+        return sequential.default_plan(problem), None
+    names, reason = registry.overlapping(problem, wanted, space.unavailable)
+    if not names:
+        return sequential.default_plan(problem), reason
+    if wanted != "auto":
+        return registry.strategy(problem, wanted).default_plan(problem), None
+    return _agreed(problem, names, space), None
+
+
+def opened(folder: Path, device: torch.device) -> PlanCache:
+    """The entries of the user's cache and those we ship, for this environment; read once."""
+    return _opened(folder, environment.of(device))
+
+
+@lru_cache(maxsize=8)
+def _opened(folder: Path, where: environment.Environment) -> PlanCache:
+    cache = PlanCache([user_folder(folder), plan_cache.shipped()], where)
+    for complaint in cache.complaints:
+        warnings.warn(f"flux_megatron: measured plans are left out: {complaint}", stacklevel=2)
+    return cache
+
+
+def user_folder(folder: Path) -> Path:
+    """Where in FLUX_MEGATRON_CACHE measured plans are."""
+    return folder / "plans"
+
+
+def keep(entry: Entry, folder: Path, device: torch.device) -> None:
+    """Use the entry from now on, here and in later runs."""
+    opened(folder, device).entries.insert(0, entry)
+    try:
+        plan_cache.store(user_folder(folder), entry)
+    except OSError as error:
+        warnings.warn(f"flux_megatron: a measured plan is not kept: {error}", stacklevel=2)
+
+
+def _agreed(problem: Problem, names: list[str], space: Workspace) -> Plan:
+    """The leader's plan; measured now, if the leader wants it and no rank is capturing a graph."""
+    answer = _leader_answer(problem, names, space.device) if space.group.rank() == 0 else {}
+    answer["capturing"] = capturing(space.device)
+    said = [json.loads(text) for text in space.agreement.ask(str(problem), json.dumps(answer))]
+    answer = said[0]
+    if "measure" in answer and not any(theirs["capturing"] for theirs in said):
+        plans = [Plan.loads(text) for text in answer["measure"]]
+        if entry := _measured(problem, plans, space, answer["seconds"]):
+            return entry.plan
+    return Plan.loads(answer["plan"])
+
+
+def _leader_answer(problem: Problem, names: list[str], device: torch.device) -> dict[str, Any]:
+    """`plan` to use; or, where there is time, what to `measure` before and for how many seconds."""
+    cache = opened(settings.get().cache, device)
+    entry = cache.find(problem)
+    possible = {*names, "sequential"}
+    if entry is not None and entry.plan.strategy in possible:
+        return {"plan": entry.plan.dumps()}
+    facts = hardware.find(cache.environment.gpu, cache.environment.link)
+    plans = tuner.candidates(problem, names, facts)
+    near = (one.plan for one in cache.neighbours(problem) if one.plan.strategy in possible)
+    plan = next(near, None) or tuner.predicted_best(problem, plans, facts)
+    answer: dict[str, Any] = {"plan": plan.dumps()}
+    seconds = settings.get().tune_seconds - _spent_s
+    if settings.get().tune == "lazy" and seconds > 0:
+        answer |= {"measure": [candidate.dumps() for candidate in plans], "seconds": seconds}
+    return answer
+
+
+def _measured(
+    problem: Problem, plans: list[Plan], space: Workspace, seconds: float
+) -> Entry | None:
+    global _spent_s
+    started = time.monotonic()
+    with torch.no_grad():
+        entry = tuner.measure(problem, plans, space.group, space.device, seconds=seconds)
+    _spent_s += time.monotonic() - started
+    if entry is None:
+        return None
+    if space.group.rank() == 0 and entry.untried == 0:
+        keep(entry, settings.get().cache, space.device)
+    if dist.get_rank() == 0:
+        print(f"flux_megatron: {_told(entry, time.monotonic() - started)}", file=sys.stderr)
+    return entry
+
+
+def _told(entry: Entry, seconds: float) -> str:
+    medians = {one.plan: one.median_us for one in entry.measured}
+    plain = medians[Plan("sequential")]
+    untried = f", {entry.untried} not tried for lack of time" if entry.untried else ""
+    return (
+        f"measured {entry.problem}: {entry.plan.strategy} {medians[entry.plan]:.0f} us, "
+        f"sequential {plain:.0f} us ({len(medians)} plans in {seconds:.1f} s{untried})"
+    )

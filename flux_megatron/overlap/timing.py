@@ -1,0 +1,138 @@
+"""How candidates are timed: interleaved, launches hidden, the slowest rank of every round counts.
+
+Only times of one race compare: under load a GPU slows down, and the same GEMM drifts by up to 15 %
+within a minute. `docs/measuring.md` has the protocol for readers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron.symm import workspace
+
+Candidate = Callable[[], object]
+
+# device-side sleeps in cycles, for a clock near 2 GHz
+HIDE_LAUNCH = 3_000_000  # 1.5 ms: all that a candidate enqueues is enqueued before it starts
+AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
+BEHIND_SLEEP = 20_000_000  # 10 ms: calls whose host time is taken start no work meanwhile
+GAP_S = 0.002  # between two candidates, for the clocks to recover
+
+
+@dataclass(frozen=True)
+class Race:
+    """What a race found, the same on every rank.
+
+    `times_us[name]` has one value a round, the largest over the ranks. `failures[name]` says why a
+    candidate has no times, and on which ranks.
+    """
+
+    times_us: dict[str, list[float]]
+    failures: dict[str, str]
+
+    def median_us(self, name: str) -> float:
+        return statistics.median(self.times_us[name])
+
+
+def race(
+    candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
+    rounds: int = 12, warmup: int = 3,
+) -> Race:  # fmt: skip
+    """Time the candidates in `rounds` rounds, each of which runs every candidate once.
+
+    Collective: every rank of `group` brings the same names in the same order. A candidate that
+    raises in its `warmup` calls on any rank is out on all of them. A rank that does not come is
+    found by the candidate's own time limit and by that of `group`.
+    """
+    failures = {}
+    for name, call in candidates.items():
+        if failure := _warm_up(call, group, device, warmup):
+            failures[name] = failure
+    running = {name: call for name, call in candidates.items() if name not in failures}
+    measure = _cuda_rounds if device.type == "cuda" else _cpu_rounds
+    times = measure([*running.values()], group, device, rounds)
+    if running:
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    workspace.check()
+    return Race(dict(zip(running, times.t().tolist(), strict=True)), failures)
+
+
+def host_time_us(call: Candidate, device: torch.device, n: int = 20) -> float:
+    """The median time that the host spends in one call, in microseconds, on this rank.
+
+    On CUDA the n calls are enqueued behind a sleeping device. Collective if the call is.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(BEHIND_SLEEP)
+    marks = [time.perf_counter()]
+    for _ in range(n):
+        call()
+        marks.append(time.perf_counter())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median((b - a) * 1e6 for a, b in pairwise(marks))
+
+
+def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup: int) -> str:
+    """Run the candidate; "" or, on all ranks alike, which ranks failed and how."""
+    said = ""
+    try:
+        for _ in range(warmup):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        workspace.check()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    answers = [""] * group.size()
+    dist.all_gather_object(answers, said, group=group)
+    if len(set(answers)) == 1:
+        return said
+    return "; ".join(f"rank {r}: {answer}" for r, answer in enumerate(answers) if answer)
+
+
+def _cuda_rounds(
+    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int
+) -> Tensor:
+    """This rank's times in microseconds [rounds, candidates]."""
+    token = torch.zeros(1, device=device)
+    events = []
+    for _ in range(rounds):
+        for call in calls:
+            torch.cuda.synchronize(device)
+            time.sleep(GAP_S)
+            torch.cuda._sleep(HIDE_LAUNCH)
+            dist.all_reduce(token, group=group)  # the ranks' devices start together
+            torch.cuda._sleep(AFTER_ALIGNMENT)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            events.append((start, end))
+    torch.cuda.synchronize(device)
+    times_us = [start.elapsed_time(end) * 1e3 for start, end in events]
+    return torch.tensor(times_us, device=device).view(rounds, len(calls))
+
+
+def _cpu_rounds(
+    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int
+) -> Tensor:
+    """This rank's times in microseconds [rounds, candidates]."""
+    times_us = torch.zeros(rounds, len(calls))
+    for number in range(rounds):
+        for place, call in enumerate(calls):
+            dist.barrier(group=group)
+            start = time.perf_counter()
+            call()
+            times_us[number, place] = (time.perf_counter() - start) * 1e6
+    return times_us

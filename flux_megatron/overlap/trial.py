@@ -1,0 +1,153 @@
+"""A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
+
+Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
+backward is run, as `nn.functions` does it: where the gather or the scatter hides is part of what is
+chosen.
+
+| problem | backward of | calls |
+| --- | --- | --- |
+| gemm_rs nn | column layer | gather of x, dgrad with its scatter, wgrad, sum of dx |
+| ag_gemm nn | row layer | dgrad with the gather of dy, wgrad on the gathered dy |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron.overlap import registry, sequential
+from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.workspace import Workspace
+
+WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
+LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
+TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, rounding by 0.05
+
+
+class Trial:
+    """Operands of one problem on this rank; `begin` it before anything else.
+
+    Calls run in a workspace of the trial's own. A plan that fails may leave that unusable: `renew`
+    it.
+    """
+
+    def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
+        self.problem, self._group, self._device = problem, group, device
+        generator = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
+        dtype = getattr(torch, problem.dtype)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+        M, M_shard, N, K = problem.M, problem.M_shard, problem.N_local, problem.K_local
+        gathers = problem.pattern is Pattern.AG_GEMM
+        self._x = random(M_shard if gathers else M, K)
+        self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
+        if problem.layout == "nn":
+            self._layer_x = random(M if gathers else M_shard, N)
+            self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
+
+    def begin(self) -> None:
+        """Take a workspace, and learn what the plans must give. Collective."""
+        self.renew()
+        self._expected = self._outputs(sequential.default_plan(self.problem))
+
+    def renew(self) -> None:
+        """Take a new workspace, large enough for every call. Collective.
+
+        A call that made it grow, while another rank fails before it gets there, would hang.
+        """
+        space = self._space = Workspace(self._group, self._device)
+        if space.unavailable is not None:
+            return
+        p, element = self.problem, self._x.element_size()
+        if p.pattern is Pattern.AG_GEMM:
+            _reserve(space.gather, p.M * p.K * element)
+        else:
+            _reserve(space.gather, p.M * p.N * element)
+            whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
+            _reserve(space.scatter, whole * element)
+
+    def call(self, plan: Plan) -> Callable[[], Tensor]:
+        """The forward operation, or the whole backward; gives y or dx."""
+        module = registry.strategy(self.problem, plan.strategy)
+        x, w, layout, space = self._x, self._w, self.problem.layout, self._space
+        if self.problem.pattern is Pattern.AG_GEMM:
+            consume = self._wgrad if layout == "nn" else None
+            return lambda: module.ag_gemm(x, w, None, layout, plan, space, consume)
+        if layout == "nt":
+            return lambda: module.start_gemm_rs(x, w, layout, plan, space).finish()
+        return lambda: self._column_backward(plan)
+
+    def verified(self, plan: Plan) -> Callable[[], None]:
+        """`call`, compared with what `sequential` gives; `ArithmeticError` where it differs."""
+
+        def check() -> None:
+            outputs = self._outputs(plan)
+            self.check()
+            for name, given, expected in zip(("y", "dw"), outputs, self._expected, strict=False):
+                limit = TOLERANCE * expected.float().square().mean().sqrt()
+                error = (given.float() - expected.float()).abs().max()
+                if not error <= limit:  # NaN too
+                    raise ArithmeticError(
+                        f"{name} differs by up to {error:.3g} from that of sequential, "
+                        f"less than {limit:.3g} expected"
+                    )
+
+        return check
+
+    def check(self) -> None:
+        """Raise `SignalTimeout` if a call has missed a rank."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._space.unavailable is None:
+            self._space.gather.check()
+            self._space.scatter.check()
+
+    def _outputs(self, plan: Plan) -> list[Tensor]:
+        if self.problem.layout == "nt":
+            return [self.call(plan)()]
+        self._main_grad.zero_()
+        return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
+
+    def _column_backward(self, plan: Plan) -> Tensor:
+        module = registry.strategy(self.problem, plan.strategy)
+        gather = module.start_gather(self._layer_x, gather_plan(self.problem, plan), self._space)
+        scatter = module.start_gemm_rs(self._x, self._w, "nn", plan, self._space)
+        self._add_wgrad(self._x, gather.complete())
+        gather.close()
+        dx: Tensor = scatter.finish()
+        return dx
+
+    def _wgrad(self, gathered_dy: Tensor) -> None:
+        self._add_wgrad(gathered_dy, self._layer_x)
+
+    def _add_wgrad(self, dy: Tensor, x: Tensor) -> None:
+        """main_grad += dy^T x in fp32, as Megatron accumulates it."""
+        if dy.dtype == torch.float32:
+            self._main_grad.addmm_(dy.t(), x)
+        elif dy.is_cuda:
+            accumulate = torch.ops.aten.addmm.dtype_out
+            accumulate(self._main_grad, dy.t(), x, torch.float32, out=self._main_grad)
+        else:
+            self._main_grad.addmm_(dy.t().float(), x.float())
+
+
+def _whole_tiles(size: int) -> int:
+    return -(-size // LARGEST_TILE) * LARGEST_TILE
+
+
+def _reserve(channel: Channel, size_bytes: int) -> None:
+    channel.end(channel.begin(size_bytes))
+
+
+def gather_plan(problem: Problem, plan: Plan) -> Plan:
+    """The plan of the gather of x in a column layer's backward: of the strategy of the scatter."""
+    gathering = replace(problem, pattern=Pattern.AG_GEMM, N=problem.K, K=problem.N, layout="nt")
+    chosen: Plan = registry.strategy(gathering, plan.strategy).default_plan(gathering)
+    return chosen

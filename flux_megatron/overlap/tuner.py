@@ -1,0 +1,192 @@
+"""Measuring: which plan of a problem is the fastest here, decided once for all ranks.
+
+Collective: all ranks time the same plans in the same order, a failure on one rank fails the plan on
+all, the slowest rank of a round counts, and the group's leader, rank 0, decides for all.
+`sequential` is always among the plans and keeps its place unless another one beats it by more than
+its own noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux_megatron.overlap import environment, registry, sequential
+from flux_megatron.overlap.plan_cache import Entry, Failed, Measured
+from flux_megatron.overlap.timing import race
+from flux_megatron.overlap.trial import Trial
+from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.operator_cost import predict_us
+from flux_megatron.problem import Plan, Problem
+
+ROUNDS, FEWEST_ROUNDS = 12, 4
+HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured
+AGAIN = "sequential again"  # its second turn in every round
+
+ROUND_OVERHEAD_S = 0.005  # of one call in one round: alignment of the ranks and sleeps
+
+Watch = Callable[[Plan], None]
+
+
+def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -> list[Plan]:
+    """What to measure of the strategies `names`, after `sequential`: promising plans first.
+
+    The cost model drops hopeless ones where it has facts. A strategy's default plan comes before
+    all variants, in case time runs out.
+    """
+    plain = sequential.default_plan(problem)
+    plans = [registry.candidates(problem, name) for name in names]
+    ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
+    if facts is not None:
+        predicted = {plan: predict_us(problem, plan, facts) for plan in [plain, *ordered]}
+        best = min(predicted.values())
+        ordered = [plan for plan in ordered if predicted[plan] <= HOPELESS * best]
+    return [plain, *ordered]
+
+
+def predicted_best(problem: Problem, plans: Sequence[Plan], facts: Hardware | None) -> Plan:
+    """The plan to use unmeasured: the cost model's choice, or the first that overlaps where there
+    is no model.
+    """
+    if facts is None:
+        return plans[1] if len(plans) > 1 else plans[0]
+    return min(plans, key=lambda plan: predict_us(problem, plan, facts))
+
+
+def measure(
+    problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, *,
+    seconds: float = math.inf, watch: Watch = lambda plan: None,
+) -> Entry | None:  # fmt: skip
+    """Time the plans, of which the first is `sequential`; the same entry on every rank.
+
+    After `seconds` on the leader's clock no further plan is tried, and fewer rounds are run. None
+    if there is no memory for the operands, or `sequential` itself fails. `watch` is told each plan
+    before its turn.
+    """
+    entry = _measure(problem, plans, group, device, seconds, watch)
+    gc.collect()  # a workspace is in cycles, and its symmetric memory is the run's
+    return entry
+
+
+def _measure(
+    problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device,
+    seconds: float, watch: Watch,
+) -> Entry | None:  # fmt: skip
+    started = time.monotonic()
+    trial = _trial(problem, group, device)
+    if trial is None:
+        return None
+    tried: dict[Plan, float] = {}
+    failed: list[Failed] = []
+    for plan in plans:
+        if tried and leaders(group, time.monotonic() - started > seconds):
+            break
+        watch(plan)
+        warm = race({"": trial.verified(plan)}, group=group, device=device, rounds=1, warmup=1)
+        if warm.failures:
+            failed.append(Failed(plan, warm.failures[""]))
+            trial.renew()
+        else:
+            tried[plan] = statistics.median(warm.times_us[""])
+        if not tried:
+            return None
+    rounds = leaders(group, _rounds(seconds - (time.monotonic() - started), tried.values()))
+    times_us = _final(trial, [*tried], failed, group, device, rounds)
+    if not times_us:
+        return None
+    entry = _entry(problem, device, plans, failed, times_us, rounds)
+    return Entry.loads(leaders(group, entry.dumps()))
+
+
+def _final(
+    trial: Trial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
+    device: torch.device, rounds: int,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Times of the plans, by their text, and of `AGAIN`; nothing if `sequential` fails.
+
+    Where another plan fails all others run anew, without it and without what it left behind.
+    """
+    calls = {plan.dumps(): trial.call(plan) for plan in plans}
+    calls[AGAIN] = trial.call(plans[0])
+    result = race(calls, group=group, device=device, rounds=rounds)
+    if not result.failures:
+        return result.times_us
+    if {AGAIN, plans[0].dumps()} & result.failures.keys():
+        return {}
+    failed += [Failed(Plan.loads(text), why) for text, why in result.failures.items()]
+    trial.renew()
+    running = [plan for plan in plans if plan.dumps() not in result.failures]
+    return _final(trial, running, failed, group, device, rounds)
+
+
+def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, float]:
+    """The winner, and the noise in microseconds: the median difference of `plain` to itself.
+
+    `times_us` holds one time a round for the text of each plan and for `AGAIN`. A plan wins by its
+    median, and against `plain` only by more than the noise.
+    """
+    first, second = times_us[plain.dumps()], times_us[AGAIN]
+    noise_us = statistics.median(abs(a - b) for a, b in zip(first, second, strict=True))
+    to_beat = min(statistics.median(first), statistics.median(second)) - noise_us
+    medians = {text: statistics.median(times) for text, times in times_us.items() if text != AGAIN}
+    winner = min(medians, key=medians.__getitem__)
+    return (Plan.loads(winner) if medians[winner] < to_beat else plain), noise_us
+
+
+def _trial(problem: Problem, group: ProcessGroup, device: torch.device) -> Trial | None:
+    """The operands and what they must give; None on all ranks if one has no room for them."""
+    trial = None
+    with suppress(torch.OutOfMemoryError):
+        trial = Trial(problem, group, device)
+    rooms = [False] * group.size()
+    dist.all_gather_object(rooms, trial is not None, group=group)
+    if trial is None or not all(rooms):
+        return None
+    trial.begin()
+    return trial
+
+
+def leaders(group: ProcessGroup, value: Any) -> Any:
+    """The leader's value, on all ranks."""
+    said = [value]
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    return said[0]
+
+
+def _rounds(seconds: float, times_us: Iterable[float]) -> int:
+    """As many rounds as fit, within reason."""
+    one = sum(time_us * 1e-6 + ROUND_OVERHEAD_S for time_us in times_us)
+    return int(max(FEWEST_ROUNDS, min(ROUNDS, seconds / one)))
+
+
+def _entry(
+    problem: Problem, device: torch.device, plans: Sequence[Plan], failed: Sequence[Failed],
+    times_us: Mapping[str, Sequence[float]], rounds: int,
+) -> Entry:  # fmt: skip
+    winner, noise_us = settle(times_us, plans[0])
+    measured = [
+        Measured(plan, statistics.median(times_us[plan.dumps()]))
+        for plan in plans
+        if plan.dumps() in times_us
+    ]
+    return Entry(
+        problem=problem,
+        environment=environment.of(device),
+        plan=winner,
+        measured=tuple(sorted(measured, key=lambda one: one.median_us)),
+        failed=tuple(failed),
+        untried=len(plans) - len(measured) - len(failed),
+        noise_us=noise_us,
+        rounds=rounds,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

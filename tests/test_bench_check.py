@@ -1,0 +1,224 @@
+"""`bench check`: its verdict on rows written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from bench_rows import H200, row_of, rows_of
+from typer.testing import CliRunner
+
+from flux_megatron.bench import records, suites, targets
+from flux_megatron.bench.check import MET, MISSED, MISSING, check, summary
+from flux_megatron.cli import app
+
+
+def case_of(pattern="ag_gemm", op="fc1", M=8192):
+    (case,) = (c for c in suites.cases("gpt3-175b", pattern, (M,), 4) if c.op == op)
+    return case
+
+
+def outcomes(rows, case, connections="unset"):
+    """Verdicts of one case by the beginning of what they are about."""
+    found = {}
+    for verdict in check(rows):
+        if (verdict.case, verdict.connections) == (case, connections):
+            about = [word for word in ("ahead", "host time") if word in verdict.target]
+            found[about[0] if about else "bound"] = verdict.outcome.verdict
+    return found
+
+
+GOOD = {"gemm": 3000.0, "serial": 3500.0, "serial_again": 3500.0, "auto": 3020.0,
+        "async_tp": 3200.0, "te_ring": 3300.0, "xformers": 3400.0}  # fmt: skip
+
+
+def test_good_rows_meet_everything():
+    case = case_of()
+    found = outcomes(rows_of(case, GOOD), case)
+    assert found == {"bound": MET, "ahead": MET, "host time": MET}
+
+
+def test_a_good_case_says_nothing_of_others():
+    case = case_of()
+    rows = rows_of(case, GOOD)
+    assert set(outcomes(rows, case, "1").values()) == {MISSING}
+    assert set(outcomes(rows, case_of(M=4096)).values()) == {MISSING}
+    assert set(outcomes(rows, case_of(op="qkv")).values()) == {MISSING}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"auto": 3026.0}, {"bound": MISSED}),  # E = .948
+        ({"auto": 3025.0}, {"bound": MET}),
+        ({"async_tp": 3020.0}, {"ahead": MISSED}),  # a tie
+        ({"xformers": 3019.9}, {"ahead": MISSED}),
+    ],
+)
+def test_one_time_too_many(changed, expected):
+    case = case_of()
+    found = outcomes(rows_of(case, GOOD | changed), case)
+    assert {about: found[about] for about in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "ahead"), [("missing", MISSING), ("failed", MET), ("wrong", MET)]
+)
+def test_a_peer_without_times(status, ahead):
+    case = case_of()
+    rows = [row for row in rows_of(case, GOOD) if row.candidate != "xformers"]
+    assert outcomes(rows, case)["ahead"] == MISSING
+    rows.append(row_of(case, "xformers", status=status))
+    assert outcomes(rows, case)["ahead"] == ahead
+
+
+@pytest.mark.parametrize("status", ["failed", "wrong"])
+def test_ours_failing_is_missed(status):
+    case = case_of()
+    rows = [row for row in rows_of(case, GOOD) if row.candidate != "auto"]
+    rows.append(row_of(case, "auto", status=status, reason="NaN"))
+    assert set(outcomes(rows, case).values()) == {MISSED}
+
+
+def test_host_time():
+    case = case_of()
+    rows = rows_of(case, GOOD)
+    slow = [replace(row, host_us=60.1) if row.candidate == "auto" else row for row in rows]
+    unknown = [replace(row, host_us=None) for row in rows]
+    assert outcomes(slow, case)["host time"] == MISSED
+    assert outcomes(unknown, case)["host time"] == MISSING
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"gpu": "NVIDIA A100"},
+        {"world_size": 2},
+        {"dtype": "float32"},
+        {"scale": 64},
+        {"nvls": "on"},
+    ],
+)
+def test_rows_of_another_machine_do_not_count(where):
+    case = case_of()
+    assert set(outcomes(rows_of(case, GOOD, replace(H200, **where)), case).values()) == {MISSING}
+
+
+def test_too_few_rounds_do_not_count():
+    case = case_of()
+    assert outcomes(rows_of(case, GOOD, rounds=11), case)["bound"] == MISSING
+
+
+def test_the_last_run_counts_and_is_not_mixed_with_others():
+    case = case_of()
+    later = replace(H200, run="second")
+    slower = rows_of(case, GOOD | {"auto": 3400.0}, later)
+    assert outcomes(rows_of(case, GOOD) + slower, case)["bound"] == MISSED
+    assert outcomes(slower + rows_of(case, GOOD), case)["bound"] == MET
+    only_auto = [row for row in slower if row.candidate == "auto"]
+    assert outcomes(rows_of(case, GOOD) + only_auto, case)["bound"] == MISSING
+
+
+SMALL = {"gemm": 80.0, "serial": 100.0, "serial_again": 101.0, "megatron": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "auto", "again", "expected"),
+    [
+        ("ag_gemm", 101.0, 101.0, MET),  # as slow as the noise is large
+        ("ag_gemm", 101.1, 101.0, MISSED),
+        ("ag_gemm", 101.0, 99.0, MET),  # noise has no sign
+        ("ag_gemm", 100.1, 100.0, MISSED),
+        ("ag_gemm", 103.0, 110.0, MISSED),  # a noisy run gets 2 % and no more
+        ("backward", 101.0, 101.0, MET),
+        ("backward", 102.0, 101.0, MISSED),
+    ],
+)
+def test_never_slower(pattern, auto, again, expected):
+    case = case_of(pattern, M=256)
+    rows = rows_of(case, SMALL | {"auto": auto, "serial_again": again})
+    assert outcomes(rows, case)["bound"] == expected
+
+
+def test_noise_is_that_of_the_same_run_pattern_and_sizes():
+    case = case_of(M=256)
+    quiet = rows_of(case, SMALL | {"auto": 101.0, "serial_again": 100.0})
+    loud = SMALL | {"auto": 100.0, "serial_again": 102.0}
+    elsewhere = [
+        *rows_of(case_of(M=1024), loud),
+        *rows_of(case_of("gemm_rs", "fc2", M=256), loud),
+        *rows_of(case_of(M=128), loud, replace(H200, run="other")),
+    ]
+    assert outcomes(quiet + elsewhere, case)["bound"] == MISSED
+    assert outcomes(quiet + rows_of(case_of(M=128), loud), case)["bound"] == MET
+
+
+@pytest.mark.parametrize(
+    ("M", "auto", "expected"),
+    [(8192, 1020.0, MET), (8192, 1021.0, MISSED), (2048, 1030.0, MET), (1024, 1061.0, MISSED)],
+)
+def test_backward_against_its_gemms(M, auto, expected):
+    case = case_of("backward", M=M)
+    rows = rows_of(case, {"gemm": 1000.0, "serial": 1200.0, "auto": auto})
+    assert outcomes(rows, case)["bound"] == expected
+
+
+@pytest.mark.parametrize(
+    ("M", "ours", "expected"),
+    [
+        (4096, 101.0, MET),
+        (4096, 101.1, MISSED),
+        (64, 105.2, MET),
+        (64, 106.0, MISSED),
+        (64, 9, MET),
+    ],
+)
+def test_gemm_alone(M, ours, expected):
+    case = case_of("gemm", M=M)
+    assert outcomes(rows_of(case, {"gemm": 100.0, "ours_gemm": ours}), case)["bound"] == expected
+
+
+def test_nothing_measured_is_all_missing():
+    verdicts = check([])
+    assert {verdict.outcome.verdict for verdict in verdicts} == {MISSING}
+    assert {verdict.connections for verdict in verdicts} == set(targets.CONNECTIONS)
+    assert "0 met   0 missed  16 missing  connections 1, gemm_rs, M = 4096 .. 8192: E" in summary(
+        verdicts
+    )
+
+
+def everything(pattern_times):
+    """Rows that meet every target, for all cases and both settings."""
+    rows = []
+    for connections in targets.CONNECTIONS:
+        provenance = replace(H200, run=f"run {connections}", max_connections=connections)
+        for suite in suites.MODELS:
+            for pattern, times in pattern_times.items():
+                for case in suites.cases(suite, pattern, suites.ALL_M, 4):
+                    rows += rows_of(case, times, provenance)
+    return rows
+
+
+def test_the_command_succeeds_only_when_everything_is_met(tmp_path):
+    peers = {name: 200.0 for names in targets.PEERS.values() for name in names}
+    times = {"gemm": 100.0, "serial": 150.0, "serial_again": 150.0, "megatron": 140.0}
+    ours = {"auto": 101.0, "ours_gemm": 100.0}
+    rows = everything(dict.fromkeys(suites.PATTERNS, times | ours | peers))
+    file = tmp_path / "rows.jsonl"
+    records.append(file, rows)
+    assert CliRunner().invoke(app, ["bench", "check", str(file)]).exit_code == 0
+    records.append(file, rows_of(case_of(), GOOD | {"auto": 3400.0}, replace(H200, run="new")))
+    result = CliRunner().invoke(app, ["bench", "check", "--quiet", str(file)])
+    assert result.exit_code == 1
+    assert "missed  connections unset, gpt3-175b fc1 M=8192: ag_gemm" in result.output
+
+
+def test_rows_survive_the_file(tmp_path):
+    rows = rows_of(case_of(), GOOD)
+    file = tmp_path / "rows.jsonl"
+    records.append(file, rows[:2])
+    records.append(file, rows[2:])
+    assert records.load(file) == rows
+    file.write_text(file.read_text() + '{"suite": "gpt3-175b"}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl line 8: .*provenance"):
+        records.load(file)

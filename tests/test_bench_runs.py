@@ -1,0 +1,301 @@
+"""Bench runs on the CPU: verification, rows, the commands, plots and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench_rows import H200, row_of, rows_of
+from ranks import DEVICE, run_ranks
+from typer.testing import CliRunner
+
+from flux_megatron.bench import page, plots, provenance, records, runner, suites
+from flux_megatron.bench.backward import Backward
+from flux_megatron.bench.candidates import Candidate, with_strategy
+from flux_megatron.bench.options import Options
+from flux_megatron.bench.peers.transformer_engine import TransformerEngine
+from flux_megatron.bench.peers.xformers import Xformers
+from flux_megatron.bench.products import Product
+from flux_megatron.bench.verify import examine
+from flux_megatron.cli import app
+
+CPU = torch.device("cpu")
+# with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
+
+
+def tiny(pattern, op, M=32):
+    found = suites.cases("llama2-70b", pattern, (M,), 2, scale=512)
+    (case,) = (c for c in found if c.op == op)
+    return case
+
+
+def _examined(rank, pattern, op):
+    kind = Backward if pattern == "backward" else Product
+    experiment = kind(tiny(pattern, op), dist.group.WORLD, CPU, torch.float32)
+    given = {candidate.name: candidate for candidate in experiment.candidates()}
+    right = given["serial"].call
+
+    def but(change):
+        def call():
+            results = tuple(result.clone() for result in right())
+            change(results[0])
+            return results
+
+        return call
+
+    def fails_here():
+        results = right()  # a collective, in which every rank takes part
+        if rank == 1:
+            raise ValueError("not on this rank")
+        return results
+
+    bad = {
+        "not a number": but(lambda y: y[0, 0].fill_(torch.nan)),
+        "a stale row": but(lambda y: y[1].copy_(y[0])),
+        "wrong on rank 1": but(lambda y: y.mul_(2 if rank == 1 else 1)),
+        "a bit off": but(lambda y: y.mul_(1 + 1e-5)),
+        "wrong shape": lambda: tuple(result[1:] for result in right()),
+        "fails on rank 1": fails_here,
+    }
+    candidates = [*given.values(), *(Candidate(name, "peer", call) for name, call in bad.items())]
+    return examine(experiment, candidates, dist.group.WORLD)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("pattern", "op"),
+    [("ag_gemm", "fc2 dgrad"), ("gemm_rs", "proj"), ("backward", "qkv"), ("backward", "fc2")],
+)
+def test_only_right_results_are_timed(pattern, op):
+    first, second = run_ranks(_examined, 2, pattern, op)
+    assert first == second
+    right = {name for name, verdict in first.items() if verdict.right}
+    assert right == {
+        "gemm",
+        "serial",
+        "serial_again",
+        "fused",
+        "pipelined",
+        "sequential",
+        "auto",
+    } | ({"megatron"} if pattern == "backward" else set())
+    assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
+    assert "expected" in first["wrong shape"].failure
+    assert first["not a number"].errors[0] == float("inf")
+
+
+def _strategies(rank):
+    from flux_megatron import report, reset_report
+
+    experiment = Backward(tiny("backward", "qkv"), dist.group.WORLD, CPU, torch.float32)
+    counted = {}
+    for candidate in experiment.candidates():
+        if candidate.role == "ours":
+            reset_report()
+            candidate.call()
+            counted[candidate.name] = {strategy for _, strategy in report().calls}
+    return counted
+
+
+@interpreted
+def test_a_strategy_of_backward_is_the_one_that_runs():
+    (counted, _) = run_ranks(_strategies, 2)
+    for name in ("fused", "pipelined", "sequential"):
+        assert counted[name] == {name}
+
+
+def _run(rank, options):
+    shown = []
+    runner.run(options, dist.group.WORLD, CPU, lambda case, rows: shown.append(case))
+    return shown
+
+
+def options(file, **changed):
+    given = Options(
+        suites=("llama2-70b",), patterns=suites.PATTERNS, Ms=(32,), out=str(file), rounds=2, tp=2,
+        device="cpu", scale=512,
+    )  # fmt: skip
+    return replace(given, **changed)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Rows of a tiny run of everything."""
+    file = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    shown, silent = run_ranks(_run, 2, options(file))
+    assert shown == options(file).cases()
+    assert not silent
+    return file
+
+
+@interpreted
+def test_every_candidate_of_every_case_has_a_row(measured):
+    rows = records.load(measured)
+    by_case = {}
+    for row in rows:
+        by_case.setdefault(row.case, {})[row.candidate] = row
+    assert [*by_case] == [(c.suite, c.pattern, c.op, c.M) for c in options("").cases()]
+    for (_, pattern, _, _), group in by_case.items():
+        expected = {"gemm", "ours_gemm", "gemm_again"}
+        if pattern != "gemm":
+            expected = {
+                "gemm",
+                "serial",
+                "serial_again",
+                "auto",
+                "sequential",
+                "async_tp",
+                "xformers",
+            }
+        assert expected <= group.keys()
+        for row in group.values():
+            assert row.status in (records.OK, records.MISSING, records.UNSUPPORTED), row
+            assert (row.status == records.OK) == (row.median_us is not None) == bool(row.times_us)
+            assert row.reason or row.status == records.OK
+
+
+@interpreted
+def test_rows_tell_where_they_come_from(measured):
+    rows = records.load(measured)
+    assert len({row.provenance for row in rows}) == 1
+    where = rows[0].provenance
+    assert (where.world_size, where.dtype, where.scale, where.gpu) == (2, "float32", 512, "cpu")
+    assert (where.torch, where.nvls) == (torch.__version__, "off")
+    plans = [row.plan for row in rows if row.candidate == "fused" and row.pattern == "gemm_rs"]
+    assert {plan["strategy"] for plan in plans} == {"fused"}
+    text = measured.read_text()
+    assert os.uname().nodename not in text
+    assert str(Path.cwd()) not in text
+    assert "NaN" not in text
+
+
+@interpreted
+def test_chosen_candidates_and_their_yardsticks(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    run_ranks(_run, 2, options(file, patterns=("ag_gemm",), candidates=("pipelined",)))
+    names = {row.candidate for row in records.load(file)}
+    assert names == {"gemm", "ours_gemm", "serial", "serial_again", "pipelined"}
+
+
+@interpreted
+def test_no_case_is_started_when_the_time_is_up(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert run_ranks(_run, 2, options(file, time_limit_s=0)) == [[], []]
+    assert not file.exists()
+
+
+def test_the_command_starts_its_ranks(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    words = "bench --device cpu --scale 512 --tp 2 --M 32 --rounds 2 --pattern gemm_rs"
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron.cli", *words.split(), "--suite", "llama2-70b",
+         "--candidates", "sequential,auto", "--out", str(file)],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "auto" in done.stdout
+    assert len(records.load(file)) == 4 * 6
+
+
+@pytest.mark.parametrize(
+    "words", ["--M 33", "--pattern ag", "--suite gpt4", "--scale 7", "--device cuda"]
+)
+def test_bad_options_end_before_any_rank_is_started(words, monkeypatch, tmp_path):
+    for name in provenance.WITHOUT_MULTICAST:
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "rows.jsonl"
+    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "expected" in result.output
+
+
+def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):
+    for name, value in provenance.WITHOUT_MULTICAST.items():
+        monkeypatch.setenv(name, value)
+    provenance.refuse_multicast()
+    for name, value in provenance.WITHOUT_MULTICAST.items():
+        monkeypatch.setenv(name, "1" if value == "0" else "0")
+        with pytest.raises(ValueError, match=name):
+            provenance.refuse_multicast()
+        monkeypatch.setenv(name, value)
+
+
+def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
+    from flux_megatron.bench.peers import transformer_engine
+
+    monkeypatch.setattr(transformer_engine.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(transformer_engine, "import_module", lambda name: object())
+    monkeypatch.delenv("UB_SKIPMC", raising=False)
+    assert "UB_SKIPMC=1 expected" in TransformerEngine().unavailable()
+    monkeypatch.setenv("UB_SKIPMC", "1")
+    assert TransformerEngine().unavailable() is None
+
+
+def test_a_missing_peer_says_so(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for peer in (Xformers(), TransformerEngine()):
+        assert "not installed" in peer.unavailable()
+
+
+def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
+    from flux_megatron import settings
+
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "sequential")
+    settings.reload()
+    assert with_strategy("fused", lambda: settings.get().strategy)() == ("fused",)
+    assert with_strategy("auto", lambda: (settings.get().strategy, 1))() == ("auto", 1)
+    monkeypatch.undo()
+    settings.reload()
+
+
+def losing_rows():
+    (case, *_) = suites.cases("gpt3-175b", "gemm_rs", (8192,), 4)
+    times = {"gemm": 3000.0, "serial": 3500.0, "auto": 3100.0, "te_pipeline": 3600.0}
+    rows = rows_of(case, times)
+    return [
+        *rows,
+        row_of(case, "xformers", status="wrong"),
+        row_of(case, "async_tp", status="missing"),
+    ]
+
+
+def test_plots_and_page(tmp_path):
+    file, out = tmp_path / "rows.jsonl", tmp_path / "benchmarks"
+    rows = losing_rows() + [
+        row
+        for pattern in plots.OVERLAPPED
+        for case in suites.cases("llama2-70b", pattern, (64, 1024), 4)
+        for row in rows_of(case, {"gemm": 90.0, "serial": 120.0, "auto": 95.0, "xformers": 99.0})
+    ]
+    records.append(file, rows)
+    result = CliRunner().invoke(app, ["plot", str(file), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    names = {f"{kind}_{p}_connections-unset.png" for kind in plots.PLOTS for p in plots.OVERLAPPED}
+    assert {picture.name for picture in out.iterdir()} == names
+    assert all(1000 < picture.stat().st_size < 150_000 for picture in out.iterdir())
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert all(f"(benchmarks/{name})" in text for name in names)
+    assert f"flux-megatron plot {file} --out {out}" in text
+    assert f"| {H200.run} |" in text
+    assert (
+        "8192 x 12288 x 3072 nt | 3000 | 3500 | 3100 (0.80) | **3600 (-0.20)** | **wrong** | - |"
+        in text
+    )
+    assert "| gemm_rs, M = 4096 .. 8192: E >= 0.95 | 0 of 16, 15 missing | 0.800 .. 0.800 |" in text
+
+
+@interpreted
+def test_rows_of_the_cpu_can_be_drawn(measured, tmp_path):
+    rows = records.load(measured)
+    files = plots.draw(rows, tmp_path / "plots")
+    page.write(tmp_path / "plots", files, rows, [measured])
+    assert not [file for file in files if file.name.startswith("roofline")]  # no facts, no roof
+    assert "### backward, llama2-70b, connections unset" in (tmp_path / "plots.md").read_text()

@@ -1,0 +1,128 @@
+"""Calls captured in CUDA graphs, on GPUs: replayed any number of times, between eager calls, exact.
+
+The protocol of captured calls is tested without GPUs in `protocol/test_virtual_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Operands, operands
+from closeness import assert_exact
+from ranks import be_late, on_device
+
+import flux_megatron
+from flux_megatron import errors, ops
+from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.problem import Plan, Tile
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
+
+PLANS = {
+    "fused": Plan("fused", comm_rows=24, tile=Tile(64, 64, 32)),
+    "pipelined": Plan("pipelined", comm_rows=24),
+    "sequential": Plan("sequential"),
+}
+
+
+class Captured:
+    """One call of each pattern on inputs that stay where they are."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.group, self.rank = dist.group.WORLD, dist.get_rank()
+        sizes = {"M_shard": 40, "N_local": 48, "K_local": 32, "dtype": torch.bfloat16}
+        self.cases = [Case(pattern, **sizes, plan=plan) for pattern in ("ag_gemm", "gemm_rs")]
+        self.inputs = [self._mine(operands(case, self.group.size())) for case in self.cases]
+
+    def _mine(self, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        return given.x[self.rank].cuda(), given.w[self.rank].cuda()
+
+    def load(self, seed: int) -> list[torch.Tensor]:
+        """New data of all ranks; what the calls must give."""
+        expected = []
+        for case, inputs in zip(self.cases, self.inputs, strict=True):
+            given = operands(Case(**{**case.__dict__, "seed": seed}), self.group.size())
+            for tensor, new in zip(inputs, self._mine(given), strict=True):
+                tensor.copy_(new)
+            expected.append(given.expected[self.rank])
+        return expected
+
+    def call(self) -> list[torch.Tensor]:
+        (ag, rs), (x, y) = self.cases, self.inputs
+        return [
+            ops.all_gather_gemm(*x, self.group, plan=ag.plan),
+            ops.gemm_reduce_scatter(*y, self.group, plan=rs.plan),
+        ]
+
+
+def same(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    torch.cuda.synchronize()
+    flux_megatron.check()
+    for result, truth in zip(results, expected, strict=True):
+        assert_exact(result, truth, what)
+
+
+def replays(rank: int, plan: Plan) -> None:
+    captured, draw = Captured(plan), random.Random(rank)
+    captured.load(0)
+    captured.call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = captured.call()
+    seed = 0
+    for count in (1, 2, 3, 7):
+        for _ in range(count):
+            seed += 1
+            expected = captured.load(seed)
+            if draw.random() < 0.4:
+                be_late(draw.uniform(0, 0.01))
+            graph.replay()
+        same(results, expected, f"replay {seed}")
+        for _ in range(count % 3):
+            seed += 1
+            expected = captured.load(seed)
+            same(captured.call(), expected, f"eager {seed}")
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+def test_replays_between_eager_calls(strategy):
+    on_device(replays, 4, PLANS[strategy])
+
+
+def grows_later(rank: int) -> None:
+    """A graph keeps the memory that it was captured with, whatever later calls need."""
+    captured = Captured(PLANS["fused"])
+    expected = captured.load(0)
+    captured.call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = captured.call()
+    x = torch.ones(4096, 64, dtype=torch.bfloat16, device="cuda")
+    big = ops.all_gather_gemm(x, torch.ones(32, 64, dtype=x.dtype, device="cuda"), captured.group)
+    graph.replay()
+    same([*results, big], [*expected, torch.full((8192, 32), 64.0, dtype=x.dtype)], "after growth")
+
+
+def test_growth_after_a_capture():
+    on_device(grows_later, 2)
+
+
+def needs_memory(rank: int) -> None:
+    x = torch.ones(32, 64, device="cuda", requires_grad=True)
+    w = torch.ones(16, 64, device="cuda")
+    column_parallel_linear(x[:16], w, None, group=dist.group.WORLD)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(errors.WorkspaceError, match="make the same call once before"),
+        torch.cuda.graph(graph),
+    ):
+        column_parallel_linear(x.repeat(1000, 1), w, None, group=dist.group.WORLD)
+
+
+def test_a_capture_that_would_need_memory_is_refused():
+    on_device(needs_memory, 2)

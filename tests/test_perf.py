@@ -1,0 +1,125 @@
+"""The cost model: close to what was measured on 4 x H200, and never absurd elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flux_megatron.perf.hardware import A100, GPUS, H100, H200, find
+from flux_megatron.perf.operator_cost import collective_us, gemm_us, predict_us
+from flux_megatron.problem import Pattern, Plan, Problem
+
+# Microseconds on 4 x H200, bf16, the GEMM's local M x N x K: the GEMM alone, then NCCL and GEMM,
+# chunks of library GEMMs, one fused kernel.
+MEASURED = {
+    ("ag_gemm", 8192, 12288, 12288): (3024, 3526, 3080, 3104),
+    ("ag_gemm", 8192, 9216, 12288): (2294, 2796, 2327, 2334),
+    ("ag_gemm", 8192, 14336, 8192): (2394, 2740, 2421, 2444),
+    ("ag_gemm", 4096, 12288, 12288): (1531, 1798, 1559, 1553),
+    ("ag_gemm", 2048, 12288, 12288): (766, 911, 828, 784),
+    ("ag_gemm", 1024, 12288, 12288): (387, 473, 440, None),
+    ("gemm_rs", 8192, 12288, 12288): (3024, 3538, 3145, 3341),
+    ("gemm_rs", 8192, 12288, 3072): (779, 1290, 889, 982),
+    ("gemm_rs", 8192, 8192, 7168): (1227, 1578, 1270, 1367),
+    ("gemm_rs", 4096, 12288, 12288): (1527, 1798, 1581, 1694),
+    ("gemm_rs", 2048, 12288, 12288): (766, 911, 846, 869),
+    ("gemm_rs", 1024, 12288, 12288): (386, 468, 450, 437),
+}
+SEQUENTIAL, PIPELINED, FUSED = (Plan(name) for name in ("sequential", "pipelined", "fused"))
+PLANS = [
+    SEQUENTIAL, PIPELINED, FUSED, Plan("pipelined", splits=2),
+    Plan("hopper"), Plan("hopper", transport="sm"),
+]  # fmt: skip
+SIZES = st.sampled_from([64, 192, 512, 1024, 3072, 8192, 12288])
+
+
+def problem(pattern: str, M: int, N: int, K: int, layout: str = "nt") -> Problem:
+    """Of four ranks, by the local sizes."""
+    gathers = pattern == "ag_gemm"
+    N, K = N * (4 if gathers else 1), K * (1 if gathers else 4)
+    return Problem(Pattern(pattern), M, N, K, "bfloat16", 4, layout)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: "x".join(map(str, shape)))
+def test_within_15_percent_of_what_was_measured(shape):
+    gemm, *times = MEASURED[shape]
+    assert gemm_us(H200, *shape[1:], "bfloat16") == pytest.approx(gemm, rel=0.15)
+    for plan, measured in zip((SEQUENTIAL, PIPELINED, FUSED), times, strict=True):
+        if measured is not None:
+            predicted = predict_us(problem(*shape), plan, H200)
+            assert predicted == pytest.approx(measured, rel=0.15), plan.strategy
+
+
+def test_the_backward_of_stock_layers():
+    """Forward and backward of one layer as Megatron-core runs it, by its own measurement."""
+    for M, N, K, measured in [(8192, 12288, 12288, 10093), (8192, 9216, 12288, 7759)]:
+        forward = problem("ag_gemm", M, N, K)
+        backward = problem("gemm_rs", M, K, N, "nn")
+        both = sum(predict_us(half, SEQUENTIAL, H200) for half in (forward, backward))
+        assert both == pytest.approx(measured, rel=0.05)
+    forward = problem("gemm_rs", 8192, 12288, 3072)
+    backward = problem("ag_gemm", 8192, 3072, 12288, "nn")
+    both = sum(predict_us(half, SEQUENTIAL, H200) for half in (forward, backward))
+    assert both == pytest.approx(3345, rel=0.05)
+
+
+@pytest.mark.parametrize(("mebibytes", "measured"), [(8, 48), (64, 189), (192, 501)])
+def test_collectives(mebibytes, measured):
+    assert collective_us(H200, mebibytes * 2**20, 4) == pytest.approx(measured, rel=0.15)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(GPUS))
+def test_a_larger_gemm_never_takes_less(M, N, K, gpu):
+    one = gemm_us(gpu, M, N, K, "bfloat16")
+    assert one > 2e-6 * M * N * K / gpu.tflops["bfloat16"]
+    for larger in [(2 * M, N, K), (M, 2 * N, K), (M, N, 2 * K)]:
+        assert gemm_us(gpu, *larger, "bfloat16") >= one
+
+
+@given(
+    st.sampled_from(["ag_gemm", "gemm_rs"]), SIZES, SIZES, SIZES,
+    st.sampled_from(["nt", "nn"]), st.sampled_from(PLANS),
+)  # fmt: skip
+def test_a_larger_problem_never_takes_less_and_hiding_gains_no_more_than_there_is(
+    pattern, M, N, K, layout, plan
+):
+    now, twice = (problem(pattern, rows, N, K, layout) for rows in (M, 2 * M))
+    assert predict_us(twice, plan, H200) >= predict_us(now, plan, H200)
+    assert predict_us(now, plan, H200) >= gemm_us(H200, M, N, K, "bfloat16") - H200.launch_us
+    assert predict_us(now, plan, A100) > predict_us(now, plan, H100) * 0.99
+
+
+def test_small_problems_are_not_cut_into_library_gemms():
+    """Each of four GEMMs would read the whole weight."""
+    small = problem("ag_gemm", 64, 12288, 12288)
+    assert predict_us(small, SEQUENTIAL, H200) < predict_us(small, PIPELINED, H200)
+    large = problem("ag_gemm", 8192, 12288, 12288)
+    assert predict_us(large, SEQUENTIAL, H200) > predict_us(large, PIPELINED, H200)
+
+
+def test_what_a_plan_may_differ_in():
+    """Fewer GEMMs are shorter and wait longer; stores cost bandwidth and save the first 10 us."""
+    large, small = problem("gemm_rs", 8192, 12288, 3072), problem("gemm_rs", 64, 12288, 12288)
+    whole, by_sm = Plan("pipelined", splits=1), Plan("hopper", transport="sm")
+    assert predict_us(small, whole, H200) < predict_us(small, PIPELINED, H200)
+    assert predict_us(large, whole, H200) > predict_us(large, PIPELINED, H200)
+    assert predict_us(large, by_sm, H200) > predict_us(large, Plan("hopper"), H200)
+    gather = problem("ag_gemm", 64, 128, 4096)  # a GEMM of microseconds
+    assert predict_us(gather, by_sm, H200) < predict_us(gather, Plan("hopper"), H200)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link", "expected"),
+    [
+        ("NVIDIA H200", "nvlink", H200),
+        ("NVIDIA H100 80GB HBM3", "nvlink", H100),
+        ("NVIDIA A100-SXM4-80GB", "nvlink", A100),
+        ("NVIDIA H100 PCIe", "pcie", None),
+        ("NVIDIA L40S", "pcie", None),
+        ("NVIDIA GH2000", "nvlink", None),
+        ("cpu", "host memory", None),
+    ],
+)
+def test_facts_are_found_by_the_name_of_the_gpu(gpu, link, expected):
+    assert find(gpu, link) is expected

@@ -1,0 +1,243 @@
+"""Measuring is one decision of all ranks: whatever clocks, failures and wrong results do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from ranks import DEVICE, on_device
+
+from flux_megatron.overlap import fused, registry, tuner
+from flux_megatron.overlap.plan_cache import Entry
+from flux_megatron.overlap.timing import Race, race
+from flux_megatron.perf.hardware import H200
+from flux_megatron.problem import Pattern, Plan, Problem
+
+SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
+
+
+def settled(plain: list[float], again: list[float], other: list[float]) -> tuple[str, float]:
+    times = {PLAIN.dumps(): plain, FUSED.dumps(): other, tuner.AGAIN: again}
+    plan, noise_us = tuner.settle(times, PLAIN)
+    return plan.strategy, noise_us
+
+
+def test_the_fastest_wins():
+    assert settled([100, 100, 100], [100, 100, 100], [99, 99, 99]) == ("fused", 0)
+    times = {PLAIN.dumps(): [9, 9], tuner.AGAIN: [9, 9], FUSED.dumps(): [8, 8]}
+    assert tuner.settle(times | {PIPELINED.dumps(): [7, 7]}, PLAIN)[0] == PIPELINED
+    assert tuner.settle(times | {PIPELINED.dumps(): [8, 8]}, PLAIN)[0] == FUSED, "the first of two"
+
+
+def test_sequential_wins_ties_and_what_is_within_its_noise():
+    assert settled([100] * 3, [100] * 3, [100] * 3) == ("sequential", 0)
+    assert settled([100, 104, 100], [103, 100, 104], [98] * 3) == ("sequential", 4)
+    assert settled([100, 104, 100], [103, 100, 104], [95] * 3) == ("fused", 4)
+    assert settled([100] * 3, [90] * 3, [85] * 3) == ("sequential", 10), "its better turn counts"
+
+
+def test_one_lucky_round_does_not_win():
+    assert settled([100] * 5, [100] * 5, [10, 101, 101, 101, 10])[0] == "sequential"
+
+
+def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
+    return Problem(Pattern(pattern), M, 24, 36, dtype, dist.get_world_size(), layout, DEVICE)
+
+
+def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
+    device = torch.device(DEVICE, dist.get_rank()) if DEVICE == "cuda" else torch.device("cpu")
+    return tuner.measure(problem, plans, dist.group.WORLD, device, **options)
+
+
+def defaults(problem: Problem, *names: str) -> list[Plan]:
+    return [registry.strategy(problem, name).default_plan(problem) for name in names]
+
+
+class FakeRace:
+    """Times by strategy; runs nothing. `turns` are the strategies of each race."""
+
+    def __init__(self, time_us: Callable[[str], float], sleep_s: float = 0.0) -> None:
+        self.turns: list[list[str]] = []
+        self._time_us, self._sleep_s = time_us, sleep_s
+
+    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+        names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
+        self.turns.append(names)
+        time.sleep(self._sleep_s)
+        times = zip(candidates, names, strict=True)
+        return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
+
+
+def clocks_differ(rank: int) -> tuple[str, list]:
+    """Each rank's clock has another favourite, and fails another number of rounds."""
+    favourite = ("fused", "pipelined", "sequential")[rank]
+    tuner.race = FakeRace(lambda name: 100.0 if name == favourite else 200.0 + rank)
+    problem = some_problem("ag_gemm")
+    plans = defaults(problem, "sequential", "fused", "pipelined")
+    entry = measured(problem, plans, seconds=1e9 if rank == 0 else 0.0)
+    return entry.dumps(), tuner.race.turns
+
+
+def test_clocks_that_differ_give_one_plan():
+    answers = on_device(clocks_differ, 3)
+    assert len({text for text, _ in answers}) == 1
+    entry = Entry.loads(answers[0][0])
+    assert entry.plan.strategy == "fused", "the leader's"
+    assert (entry.rounds, entry.untried) == (tuner.ROUNDS, 0)
+    assert all(turns == answers[0][1] for _, turns in answers), "all run the same in one order"
+    assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
+
+
+def one_rank_fails(rank: int) -> Entry:
+    if rank == 1:
+        fused.ag_gemm = refuse
+    problem = some_problem("ag_gemm")
+    return measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+
+
+def refuse(*_: object) -> torch.Tensor:
+    raise MemoryError("no room")
+
+
+def test_a_failure_on_one_rank_fails_the_plan_on_all():
+    """It leaves a call open: the next plan needs a new workspace."""
+    first, second = on_device(one_rank_fails, 2, environment=SHORT, limit_s=20)
+    assert first == second
+    (lost,) = first.failed
+    assert lost.plan.strategy == "fused"
+    assert "rank 1: MemoryError: no room" in lost.reason
+    assert "rank 0: SignalTimeout" in lost.reason
+    assert {one.plan.strategy for one in first.measured} == {"sequential", "pipelined"}
+
+
+def wrong_results(rank: int) -> list[tuple[str, str]]:
+    right_gather, right_scatter = fused.ag_gemm, fused.start_gemm_rs
+    reasons = []
+
+    def stale_rows(*given: object) -> torch.Tensor:
+        y = right_gather(*given)
+        y[-1] = y[0]
+        return y
+
+    def no_wgrad(*given: object) -> torch.Tensor:
+        return right_gather(*given[:-1], lambda gathered: None)
+
+    class WithNan:
+        def __init__(self, *given: object) -> None:
+            self.scatter = right_scatter(*given)
+
+        def finish(self) -> torch.Tensor:
+            return self.scatter.finish().index_fill(1, torch.tensor([3], device=DEVICE), torch.nan)
+
+    for pattern, layout, wrong in [
+        ("ag_gemm", "nt", stale_rows), ("ag_gemm", "nn", no_wgrad), ("gemm_rs", "nn", WithNan)
+    ]:  # fmt: skip
+        fused.ag_gemm = wrong if pattern == "ag_gemm" else right_gather
+        fused.start_gemm_rs = wrong if pattern == "gemm_rs" else right_scatter
+        problem = some_problem(pattern, layout)
+        entry = measured(problem, defaults(problem, "sequential", "fused"))
+        (lost,) = entry.failed
+        reasons.append((entry.plan.strategy, lost.reason))
+    return reasons
+
+
+def test_a_plan_with_wrong_results_has_no_time():
+    for answers in on_device(wrong_results, 2):
+        assert [plan for plan, _ in answers] == ["sequential"] * 3
+        for (_, reason), name in zip(answers, ["y", "dw", "y"], strict=True):
+            assert f"ArithmeticError: {name} differs by up to" in reason
+
+
+def all_kinds(rank: int) -> list[Entry]:
+    found = []
+    for pattern in Pattern:
+        for layout in ("nt", "nn"):
+            problem = some_problem(pattern, layout, 24, "bfloat16")
+            names, _ = registry.overlapping(problem, "auto", None)
+            entry = measured(problem, tuner.candidates(problem, names, None))
+            assert {one.plan.strategy for one in entry.measured} == {"sequential", *names}
+            found.append(entry)
+    return found
+
+
+def test_every_kind_of_problem_is_measured_and_right():
+    first, second = on_device(all_kinds, 2)
+    assert first == second
+    for entry in first:
+        assert entry.failed == ()
+        assert {"sequential", "fused"} <= {one.plan.strategy for one in entry.measured}
+        assert all(one.median_us > 0 for one in entry.measured)
+
+
+def out_of_time(rank: int) -> Entry:
+    tuner.race = FakeRace(lambda name: 100.0, sleep_s=0.2)
+    problem = some_problem("gemm_rs")
+    plans = [PLAIN, *(Plan("fused", comm_rows=rows) for rows in range(1, 20))]
+    return measured(problem, plans, seconds=0.5)
+
+
+def test_measuring_ends_in_time_with_what_was_tried():
+    first, second = on_device(out_of_time, 2)
+    assert first == second
+    assert 2 <= len(first.measured) <= 4
+    assert first.untried == 20 - len(first.measured)
+    assert first.rounds == tuner.FEWEST_ROUNDS
+
+
+def no_room(rank: int) -> Entry | None:
+    if rank == 1:
+        tuner.Trial = out_of_memory
+    problem = some_problem("ag_gemm")
+    return measured(problem, defaults(problem, "sequential", "fused"))
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_no_room_for_operands_on_one_rank_is_known_to_all():
+    assert on_device(no_room, 2) == [None, None]
+
+
+def later_failure(rank: int) -> Entry:
+    """A plan that was right at first fails among the others."""
+    calls = [0]
+
+    def tired(candidates, **options) -> Race:
+        return race({n: fails if "pipelined" in n else c for n, c in candidates.items()}, **options)
+
+    def fails() -> None:
+        calls[0] += 1
+        raise RuntimeError("tired")
+
+    tuner.race = tired
+    problem = some_problem("ag_gemm")
+    return measured(problem, defaults(problem, "sequential", "pipelined", "fused"))
+
+
+def test_a_plan_that_fails_later_does_not_take_the_others_with_it():
+    first, second = on_device(later_failure, 2)
+    assert first == second
+    assert [lost.plan.strategy for lost in first.failed] == ["pipelined"]
+    assert {one.plan.strategy for one in first.measured} == {"sequential", "fused"}
+    assert first.untried == 0
+
+
+def test_hopeless_plans_are_not_measured(monkeypatch):
+    problem = Problem(Pattern.AG_GEMM, 64, 4 * 12288, 12288, "bfloat16", 4)
+    variants = {"fused": [FUSED, Plan("fused", 32)], "pipelined": [PIPELINED, Plan("pipelined", 8)]}
+    monkeypatch.setattr(registry, "candidates", lambda problem, name: variants[name])
+    names = ["fused", "pipelined"]
+    # without facts all, every strategy's default first
+    everything = [PLAIN, FUSED, PIPELINED, Plan("fused", 32), Plan("pipelined", 8)]
+    assert tuner.candidates(problem, names, None) == everything
+    assert tuner.candidates(problem, names, H200) == [PLAIN, FUSED, Plan("fused", 32)]
+    assert tuner.predicted_best(problem, everything, H200) == FUSED
+    assert tuner.predicted_best(problem, everything, None) == FUSED
+    assert tuner.predicted_best(problem, [PLAIN], None) == PLAIN
+    slow = {"pipelined": variants["pipelined"]}
+    monkeypatch.setattr(registry, "candidates", lambda problem, name: slow[name])
+    assert tuner.candidates(problem, ["pipelined"], H200) == [PLAIN], "sequential always is"

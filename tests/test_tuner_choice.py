@@ -1,0 +1,211 @@
+"""Which plan a call gets: a measured one, a neighbour's, the model's; lazily measured in bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, check
+from ranks import DEVICE, on_device
+from test_tuner import FakeRace
+
+from flux_megatron import errors, ops, settings
+from flux_megatron.overlap import choice, environment, plan_cache, tuner
+from flux_megatron.overlap.plan_cache import Entry, Measured
+from flux_megatron.overlap.report import report
+from flux_megatron.problem import Pattern, Plan, Problem
+
+SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
+PLAIN = Plan("sequential")
+
+
+def store(folder: Path, M: int, strategy: str, **changes: str) -> None:
+    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here."""
+    where = environment.of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
+    problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE)
+    plan = Plan(strategy, comm_rows=3)
+    entry = Entry(
+        problem, replace(where, **changes), plan, (Measured(plan, 1.0),), (), 0, 0.0, 12, "today"
+    )  # fmt: skip
+    plan_cache.store(choice.user_folder(folder), entry)
+
+
+def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
+    if rank == 0:
+        for M, strategy, changes in entries:
+            store(folder, M, strategy, **changes)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what cannot be read
+        check(case)
+    return report().calls
+
+
+OTHER = {"driver": "1.2.3"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([(12, "pipelined", {})], "pipelined"),
+        ([(12, "sequential", {})], "sequential"),
+        ([(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
+        ([(18, "pipelined", {})], "pipelined"),
+        ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
+        ([(12, "pipelined", OTHER), (18, "sequential", {})], "sequential"),
+        ([(12, "pipelined", OTHER)], "pipelined"),
+        ([(12, "pipelined", {"max_connections": "8"})], "fused"),
+        ([(48, "pipelined", {})], "fused"),
+        ([(12, "magic", {})], "fused"),
+        ([], "fused"),
+    ],
+    ids=[
+        "hit", "sequential", "hit and neighbour", "neighbour", "nearest", "same software",
+        "other software", "other connections", "too far", "unknown strategy", "nothing",
+    ],
+)  # fmt: skip
+def test_off(tmp_path, entries, expected):
+    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
+    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
+        assert calls == {("ag_gemm", expected): 1}
+
+
+def caches_differ(rank: int, folder: Path) -> dict:
+    os.environ["FLUX_MEGATRON_CACHE"] = str(folder / str(rank))
+    settings.reload()
+    store(folder / str(rank), 12, ("pipelined", "sequential")[rank])
+    check(SMALL)
+    return report().calls
+
+
+def test_only_the_leaders_cache_counts(tmp_path):
+    """Other ranks may not even see its files."""
+    for calls in on_device(caches_differ, 2, tmp_path):
+        assert calls == {("ag_gemm", "pipelined"): 1}
+
+
+def lazily(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
+    tuner.race = FakeRace(lambda name: 1.0 if name == favourite else 100.0)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for case in (SMALL, SMALL, replace(SMALL, seed=1), SMALL):
+            check(case)
+    return report().calls, len(tuner.race.turns), said.getvalue()
+
+
+def test_lazy_measures_once_says_so_and_keeps_it(tmp_path):
+    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
+    first = on_device(lazily, 2, tmp_path, "pipelined", environment=lazy)
+    for rank, (calls, races, said) in enumerate(first):
+        assert calls == {("ag_gemm", "pipelined"): 4}
+        assert races > 1
+        line = "flux_megatron: measured ag_gemm M=12 N=10 K=4 nt float32 over 2 ranks on"
+        assert said.count(line) == (1 if rank == 0 else 0)
+        if rank == 0:
+            assert "pipelined 1 us, sequential 100 us" in said
+    (file,) = tmp_path.rglob("*.json")
+    # a later run finds it, whatever it would measure itself
+    for mode in ("lazy", "off"):
+        later = lazy | {"FLUX_MEGATRON_TUNE": mode}
+        for calls, races, said in on_device(lazily, 2, tmp_path, "fused", environment=later):
+            assert (calls, races, said) == ({("ag_gemm", "pipelined"): 4}, 0, "")
+    # what was measured with other software is measured again
+    file.write_text(file.read_text().replace('"torch": "', '"torch": "0.'))
+    for calls, races, _ in on_device(lazily, 2, tmp_path, "fused", environment=lazy):
+        assert calls == {("ag_gemm", "fused"): 4}
+        assert races > 1
+    assert '"torch": "0.' not in file.read_text()
+
+
+def slowly(rank: int) -> tuple[dict, int, float]:
+    tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, sleep_s=0.3)
+    started = time.monotonic()
+    for case in (SMALL, LARGER):
+        check(case)
+    return report().calls, len(tuner.race.turns), time.monotonic() - started
+
+
+def test_lazy_stops_when_its_time_is_over_and_keeps_nothing_half_done(tmp_path):
+    bounded = {
+        "FLUX_MEGATRON_CACHE": str(tmp_path),
+        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_TUNE_SECONDS": "0.4",
+    }
+    for calls, races, _ in on_device(slowly, 2, environment=bounded):
+        # sequential, fused, then both together; the second problem finds no time left
+        assert races == 3
+        assert calls == {("ag_gemm", "sequential"): 1, ("ag_gemm", "fused"): 1}
+    assert [*tmp_path.rglob("*.json")] == []
+
+
+def captured(rank: int) -> tuple[dict, int]:
+    tuner.race = FakeRace(lambda name: 1.0)
+    choice.capturing = lambda device: rank == 1
+    check(SMALL)
+    return report().calls, len(tuner.race.turns)
+
+
+def test_nothing_is_measured_while_a_rank_captures(tmp_path):
+    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
+    for answer in on_device(captured, 2, environment=lazy):
+        assert answer == ({("ag_gemm", "fused"): 1}, 0)
+
+
+def ranks_disagree(rank: int) -> float:
+    """One brings another shape, then a plan where the other has none; then all is well."""
+    group, started = dist.group.WORLD, time.monotonic()
+    x, w = torch.ones(6, 4 + rank, device=DEVICE), torch.ones(5, 4 + rank, device=DEVICE)
+    with pytest.raises(errors.ProblemMismatch, match="rank 1: ag_gemm M=12 N=10 K=5"):
+        ops.all_gather_gemm(x, w, group)
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
+    with pytest.raises(errors.ProblemMismatch, match=r"rank 1: ag_gemm M=12 N=10 K=4 .* with {"):
+        ops.all_gather_gemm(x, w, group, plan=PLAIN if rank else None)
+    check(LARGER)
+    return time.monotonic() - started
+
+
+def test_ranks_that_disagree_are_told_before_anything_is_measured(tmp_path):
+    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
+    on_device(ranks_disagree, 2, environment=lazy | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
+
+
+def no_place_for_the_cache(rank: int) -> list[str]:
+    tuner.race = FakeRace(lambda name: 1.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check(SMALL)
+    return [str(one.message) for one in said if "flux_megatron" in str(one.message)]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path):
+    (tmp_path / "plans").write_text("not a folder")
+    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
+    first, second = on_device(no_place_for_the_cache, 2, environment=lazy)
+    assert len(first) == 1
+    assert first[0].startswith("flux_megatron: a measured plan is not kept:")
+    assert second == []
+
+
+def caller_state(rank: int) -> bool:
+    """Measuring draws no numbers from the run's generator and leaves its workspace alone."""
+    torch.manual_seed(5)
+    before = torch.rand(1, device=DEVICE)
+    torch.manual_seed(5)
+    check(SMALL)  # operands of a generator of their own
+    held = report().workspace_bytes
+    for seed in range(3):
+        check(replace(SMALL, seed=seed))
+    return torch.equal(before, torch.rand(1, device=DEVICE)) and report().workspace_bytes == held
+
+
+def test_measuring_leaves_the_run_alone(tmp_path):
+    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
+    assert on_device(caller_state, 2, environment=lazy) == [True, True]
