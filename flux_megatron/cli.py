@@ -198,6 +198,41 @@ def bench_check(
 
 
 @app.command()
+def trace(
+    out: Annotated[Path, typer.Option(help="Folder of trace.json, timeline.png, summary.json")],
+    layer: Annotated[str, typer.Option(help="column or row")] = "column",
+    M: Annotated[int | None, typer.Option("--M", help="Rows of x")] = None,
+    N: Annotated[int | None, typer.Option("--N", help="Columns of y")] = None,
+    K: Annotated[int | None, typer.Option("--K", help="Columns of x")] = None,
+    tp: Annotated[int, typer.Option(help="Ranks")] = 4,
+    strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    waits: Annotated[bool, typer.Option("--waits", help="Record the waits in kernels")] = False,
+    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+) -> None:
+    """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
+    from flux_megatron.bench import launch
+    from flux_megatron.bench.trace.options import TraceOptions, sizes
+
+    try:
+        options = TraceOptions(
+            out=str(out),
+            layer=layer,
+            **sizes(layer, device, M, N, K),
+            tp=tp,
+            strategy=strategy,
+            device=device,
+            waits=waits,
+            nvls=nvls,
+        )
+        code = launch.start(options, "flux_megatron.bench.trace.worker")
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+@app.command()
 def plot(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
     out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],

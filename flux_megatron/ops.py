@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.overlap.dispatch import decide, refuse
+from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.problem import Pattern, Plan
 
@@ -22,9 +23,11 @@ __all__ = [
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "note_fallback",
+    "phase",
     "refuse",
     "run_ag_gemm",
     "start_gather",
+    "start_gather_and_gemm_rs",
     "start_gemm_rs",
 ]
 
@@ -75,7 +78,7 @@ def gemm_reduce_scatter(
 
 
 def _eager(x: Tensor, w: Tensor) -> bool:
-    """Whether nobody traces or differentiates: an operator costs the host more than its function."""
+    """Whether nobody traces or differentiates: operators cost the host more than functions."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
@@ -138,6 +141,19 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     """
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     return decision.strategy.start_gather(x, decision.plan, decision.workspace)
+
+
+def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
+    """The first half of a column layer's backward: the objects of `start_gather(x, w)` and of
+    `start_gemm_rs(dy, w, layout="nn")`, under one plan.
+
+    x [M / R, K] is gathered by the strategy that was measured, or chosen, for the GEMM+RS.
+    """
+    decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
+    decision.count()
+    strategy, space = decision.strategy, decision.workspace
+    gather = strategy.start_gather(x, decision.gather_plan(), space)
+    return gather, strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
 
 
 def start_gemm_rs(

@@ -74,7 +74,7 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
-    says who moves tiles for `hopper`: "copy_engine" or "sm", the multiprocessors.
+    says who moves the results of `hopper`: "copy_engine" or "sm", the multiprocessors.
     """
 
     strategy: str

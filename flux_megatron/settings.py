@@ -9,6 +9,8 @@
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
+| FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
+| FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Settings:
     tune: str = "off"
     tune_seconds: float = 60.0
     cache: Path = CACHE
+    nvtx: bool = False
+    record_waits: bool = False
 
 
 def _switch(environment: Mapping[str, str], name: str) -> bool:
@@ -74,6 +78,8 @@ def read(environment: Mapping[str, str]) -> Settings:
         tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
         tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS", default.tune_seconds),
         cache=Path(cache).expanduser() if cache else default.cache,
+        nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
+        record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),
     )
 
 

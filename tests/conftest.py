@@ -6,11 +6,15 @@ without a GPU the kernels are interpreted, which Triton decides at its first imp
 from __future__ import annotations
 
 import os
+import tempfile
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "20")
 os.environ.setdefault("FLUX_MEGATRON_POISON", "1")
+# what the user has measured does not count here, and nothing is added to it
+_cache = tempfile.TemporaryDirectory(prefix="flux_megatron-")
+os.environ["FLUX_MEGATRON_CACHE"] = _cache.name
 
 import hypothesis  # noqa: E402
 import torch  # noqa: E402

@@ -18,6 +18,7 @@ from flux_megatron.symm import workspace as workspaces
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
+STRATEGIES = ["hopper", "fused", "pipelined", "sequential"]
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -76,7 +77,7 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
                 ("layout", (x, w), {"layout": "tn"},
                  ["layout 'tn' given, one of ('nt', 'nn') expected"]),
                 ("strategy", (x, w), {"plan": Plan("magic")},
-                 ["strategy 'magic' given", "['fused', 'pipelined', 'sequential'] expected"]),
+                 ["strategy 'magic' given", f"one of {STRATEGIES} expected"]),
                 ("unsupported plan", (x.double(), w.double()), {"plan": Plan("fused")},
                  ["cannot run", "dtype float64 is none of float32, bfloat16, float16"]),
             ]

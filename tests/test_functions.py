@@ -14,7 +14,10 @@ from ranks import DEVICE, be_late, on_device
 from torch import Tensor
 
 import flux_megatron
+from flux_megatron import errors
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
+from flux_megatron.overlap import choice, fused, pipelined, registry, sequential
+from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
@@ -190,7 +193,7 @@ def every_need(rank: int) -> None:
         assert transfers(lambda m=made, n=needs: check(m, rank, n)) == transferred, (kind, needs)
         x, w, bias = mine(made, rank, needs)
         y = apply(made, x, w, bias)
-        kept = [t is not None for t in _function_of(y).saved_tensors] if needs else [False, False]
+        kept = [t is not None for t in y.grad_fn.saved_tensors] if needs else [False, False]
         assert kept == ["w" in needs, bool(needs)], (kind, needs)
     made = layer("column", R, torch.float32, *sizes, True)
     assert transfers(lambda: check(made, rank, save_gathered=True)) == (1, 1)
@@ -199,14 +202,6 @@ def every_need(rank: int) -> None:
         assert transfers(
             lambda n=needs: check(layer("local", R, torch.float32, *sizes, True), rank, n)
         ) == (0, 0)
-
-
-def _function_of(y: Tensor):
-    """The node of our Function behind the view that gives y its shape."""
-    node = y.grad_fn
-    while not hasattr(node, "saved_tensors"):
-        node = node.next_functions[0][0]
-    return node
 
 
 def test_what_needs_no_gradient_costs_nothing():
@@ -218,7 +213,7 @@ def saved_by(rank: int) -> list[list[int]]:
     shapes = []
     for save_gathered in (False, True):
         y = apply(made, *mine(made, rank), save_gathered=save_gathered)
-        shapes.append(list(_function_of(y).saved_tensors[0].shape))
+        shapes.append(list(y.grad_fn.saved_tensors[0].shape))
     return shapes
 
 
@@ -226,6 +221,64 @@ def test_save_gathered_keeps_all_rows_and_nothing_else_does():
     for own, gathered in on_device(saved_by, 2):
         assert own == [15, 9]
         assert gathered == [30, 9]
+
+
+def backward_of_a_plan(rank: int) -> None:
+    """What a column layer's backward starts where its forward and its dgrad have two strategies."""
+    started: list[str] = []
+    for strategy in (sequential, fused, pipelined):
+        for name in ("start_gather", "start_gemm_rs"):
+            setattr(strategy, name, _noted(started, getattr(strategy, name)))
+    for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
+        space = workspace(dist.group.WORLD, torch.device(DEVICE))
+        space.decisions.clear()
+        space.checked.clear()
+        names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
+        choice.choose = lambda problem, space, names=names: (
+            registry.strategy(problem, names[problem.pattern]).default_plan(problem), None
+        )  # fmt: skip
+        made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+        given = mine(made, rank)
+        y = apply(made, *given)
+        started.clear()
+        y.backward(made.dy[rank].to(DEVICE))
+        expected = [f"{scatters}.start_gather", f"{scatters}.start_gemm_rs"]
+        assert started == expected, (gathers, scatters)
+        assert_exact(given[0].grad, made.dx[rank], scatters)
+        assert_exact(given[1].grad, made.dw[rank], scatters)
+
+
+def _noted(started: list[str], function: Callable) -> Callable:
+    def noted(*given: object) -> object:
+        started.append(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
+        return function(*given)
+
+    return noted
+
+
+def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it():
+    on_device(backward_of_a_plan, 2)
+
+
+def some_rank_is_frozen(rank: int) -> None:
+    """One rank's backward gathers x, the other's does not."""
+    made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+    y = apply(made, *mine(made, rank, "xw" if rank else "x"))
+    dist.barrier()
+
+    def backward_and_another() -> None:
+        y.backward(made.dy[rank].to(DEVICE))
+        apply(made, *mine(made, rank, ""))
+
+    said = (
+        "call 3 of rank 1 is gather beside gemm_rs" if rank else "one that this rank has not made"
+    )
+    with pytest.raises((errors.ProblemMismatch, errors.SignalTimeout), match=said):
+        backward_and_another()
+
+
+def test_a_gather_on_one_rank_only_is_told():
+    on_device(some_rank_is_frozen, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "2"})
 
 
 def custom_wgrad(rank: int) -> None:
@@ -273,7 +326,7 @@ def deferred_wgrad(rank: int) -> None:
         assert w.grad is None
         assert_exact(x.grad, made.dx[rank], kind)
         assert_exact(bias.grad, made.db[rank], kind)
-        kept = _function_of(apply(made, *mine(made, rank), dy_buffer=[])).saved_tensors
+        kept = apply(made, *mine(made, rank), dy_buffer=[]).grad_fn.saved_tensors
         assert kept[0] is None
         frozen = mine(made, rank, "x")
         apply(made, *frozen, dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
@@ -374,14 +427,17 @@ def test_layers_back_to_back(world_size, late):
 
 
 def in_place(rank: int) -> None:
-    """Megatron's loss changes logits in place."""
-    made = layer("column", dist.get_world_size(), torch.float32, (5, 3), 7, 9, True)
-    for kind in LAYERS:
-        made = layer(kind, dist.get_world_size(), torch.float32, (5, 3), 7, 9, False)
-        y = apply(made, *mine(made, rank))
+    """Megatron's loss changes logits in place; and a layer is one node, for the host's sake."""
+    for kind, rows in itertools.product(LAYERS, [(5,), (5, 3)]):
+        made = layer(kind, dist.get_world_size(), torch.float32, rows, 7, 9, kind != "row")
+        given = mine(made, rank)
+        y = apply(made, *given)
+        (x_node, _), *_ = y.grad_fn.next_functions
+        assert x_node.variable is given[0], kind
         y -= 1
         y.backward(made.dy[rank].to(DEVICE))
         assert_exact(y, made.y[rank] - 1, kind)
+        assert_exact(given[0].grad, made.dx[rank], kind)
 
 
 def test_results_may_be_changed_in_place():

@@ -62,7 +62,7 @@ def test_another_environment_is_a_miss(tmp_path, field):
     value = "NVIDIA_H200" if field == "gpu" else "other"  # the same folder, another name
     cache = opened(tmp_path, where=replace(HERE, **{field: value}))
     assert cache.find(PROBLEM) is None
-    same_machine = field not in ("gpu", "link", "max_connections")
+    same_machine = field not in ("gpu", "link")
     assert cache.neighbours(PROBLEM) == ([ENTRY] if same_machine else [])
 
 
@@ -72,12 +72,16 @@ def at(M: int, where: Environment = HERE) -> Entry:
 
 def test_neighbours_are_near_and_those_of_the_same_software_first(tmp_path):
     older = replace(HERE, torch="2.10.0")
-    for entry in [at(1024), at(1500), at(3072), at(4096), at(8192), at(2048, older)]:
+    strange = replace(HERE, max_connections="other")
+    for entry in [
+        at(1024), at(1500), at(3072), at(4096), at(8192), at(2500, older), at(2048, strange)
+    ]:  # fmt: skip
         plan_cache.store(tmp_path, entry)
     near = opened(tmp_path).neighbours(replace(PROBLEM, M=2048))
     found = [(entry.problem.M, entry.environment.torch) for entry in near]
     assert found == [
-        (1500, "2.11.0"), (3072, "2.11.0"), (1024, "2.11.0"), (4096, "2.11.0"), (2048, "2.10.0")
+        (1500, "2.11.0"), (3072, "2.11.0"), (1024, "2.11.0"), (4096, "2.11.0"),
+        (2500, "2.10.0"), (2048, "2.11.0"),
     ]  # fmt: skip
 
 

@@ -24,9 +24,11 @@ TILES = st.builds(
 )
 PLANS = st.builds(
     Plan,
-    strategy=st.sampled_from(["fused", "pipelined", "sequential"]),
+    strategy=st.sampled_from(["hopper", "fused", "pipelined", "sequential"]),
     comm_rows=st.integers(0, 10**6),
     tile=TILES,
+    splits=st.integers(0, 8),
+    transport=st.sampled_from(["copy_engine", "sm"]),
 )
 
 
@@ -54,13 +56,21 @@ def test_the_text_of_a_plan_is_json_with_names():
         "",
         "[]",
         "{}",
-        '{"strategy": "fused"}',
+        '{"comm_rows": 0}',
+        '{"strategy": "fused", "chunks": 4}',
         '{"strategy": "fused", "comm_rows": 0, "tile": {"block": 1}}',
     ],
 )
 def test_other_texts_are_no_plans(text):
     with pytest.raises((ValueError, KeyError, TypeError)):
         Plan.loads(text)
+
+
+def test_what_a_text_leaves_out_is_a_default():
+    """Plans that were written before a field was added stay what they were."""
+    assert Plan.loads('{"strategy": "fused"}') == Plan("fused")
+    text = '{"strategy": "fused", "comm_rows": 8, "tile": {"block_n": 256}}'
+    assert Plan.loads(text) == Plan("fused", 8, Tile(block_n=256))
 
 
 def test_plans_and_problems_are_keys():

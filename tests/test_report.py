@@ -38,7 +38,8 @@ def test_counts_and_share():
     assert now.calls == {
         ("ag_gemm", "fused"): 2, ("gemm_rs", "pipelined"): 1, ("gemm_rs", "sequential"): 1
     }  # fmt: skip
-    assert (now.total, now.overlapped, now.share) == (4, 3, 0.75)
+    assert (now.total, now.overlapped, now.chosen_sequential, now.share) == (4, 3, 1, 0.75)
+    assert str(now).startswith("3 of 4 calls overlapped, 1 sequential by their plan, workspace")
     note_call("ag_gemm", "fused")
     assert now.total == 4, "a report does not change afterwards"
 
@@ -58,7 +59,7 @@ def test_a_fallback_is_counted_as_sequential_and_said_once():
         ("ag_gemm", "no reason at all"): 3, ("ag_gemm", "another"): 1, ("gemm_rs", "another"): 1
     }  # fmt: skip
     assert now.calls == {("ag_gemm", "sequential"): 4, ("gemm_rs", "sequential"): 1}
-    assert now.share == 0.0
+    assert (now.share, now.chosen_sequential) == (0.0, 0)
 
 
 def test_strict_mode_raises_and_counts_nothing(monkeypatch):
@@ -123,5 +124,5 @@ def test_real_calls():
         # a plan that asks for sequential is no fallback
         assert now.fallbacks == {("ag_gemm", reason): 2}
         assert said == [f"flux_megatron: ag_gemm runs without overlap: {reason}"]
-        assert now.share == 0.5
+        assert (now.share, now.chosen_sequential) == (0.5, 2)
         assert now.workspace_bytes > 0

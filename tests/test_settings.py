@@ -25,13 +25,15 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_TUNE": "lazy",
         "FLUX_MEGATRON_TUNE_SECONDS": "7",
         "FLUX_MEGATRON_CACHE": "/somewhere",
+        "FLUX_MEGATRON_NVTX": "1",
+        "FLUX_MEGATRON_RECORD_WAITS": "1",
     }
     assert environment.keys() == {
         f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
     }
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
-        tune="lazy", tune_seconds=7.0, cache=Path("/somewhere"),
+        tune="lazy", tune_seconds=7.0, cache=Path("/somewhere"), nvtx=True, record_waits=True,
     )  # fmt: skip
 
 
@@ -54,6 +56,8 @@ def test_strategies(strategy):
         ("FLUX_MEGATRON_STRICT", "yes", "expected 0 or 1"),
         ("FLUX_MEGATRON_STRICT", "", "expected 0 or 1"),
         ("FLUX_MEGATRON_POISON", "2", "expected 0 or 1"),
+        ("FLUX_MEGATRON_NVTX", "on", "expected 0 or 1"),
+        ("FLUX_MEGATRON_RECORD_WAITS", "all", "expected 0 or 1"),
         ("FLUX_MEGATRON_TIMEOUT_S", "0", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "-1", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "soon", "expected seconds above 0"),

@@ -18,7 +18,7 @@ def rows(losses):
     return [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
 
 
-def finished(out, silent=0, **arms):
+def finished(out, silent=0, chosen=0, **arms):
     """`out` as the runs named by `arms` leave it."""
     for arm, losses in arms.items():
         folder = out / arm.replace("_", "-")
@@ -27,7 +27,8 @@ def finished(out, silent=0, **arms):
             "".join(json.dumps(row) + "\n" for row in rows(losses))
         )
     counts = {"calls": {"ag_gemm fused": 6}, "fallbacks": {}, "overlapped": 6, "eligible": 6}
-    run_folder.write_json(out / "flux" / "summary.json", counts | {"silent": silent})
+    counts |= {"chosen_sequential": chosen, "silent": silent}
+    run_folder.write_json(out / "flux" / "summary.json", counts)
     return out
 
 
@@ -48,6 +49,14 @@ def test_one_step_beyond_the_tolerance_fails(tmp_path, losses):
 def test_a_call_that_did_not_overlap_in_silence_fails(tmp_path):
     out = finished(tmp_path, silent=1, flux=LOSSES, stock=LOSSES)
     assert compare.conclude(out, ("stock",)) == 1
+
+
+def test_a_call_whose_plan_is_sequential_is_told_apart(tmp_path, capsys):
+    out = finished(tmp_path, chosen=2, flux=LOSSES, stock=LOSSES)
+    assert compare.conclude(out, ("stock",)) == 0
+    assert run_folder.read_json(out / "compare.json")["chosen_sequential"] == 2
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "sequential by their plan" in x]
+    assert line.split("│")[2].strip() == "2"
 
 
 def test_different_steps_are_refused(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
+from flux_megatron import settings
 from flux_megatron.train import config as configs
 from flux_megatron.train import launcher, run_folder
 from flux_megatron.train.config import ConfigError
@@ -62,6 +63,21 @@ def test_rules(overrides, rule):
 def test_sequence_length_is_free_without_sequence_parallelism():
     overrides = {"model.seq_length": 126, "parallel.tp": 4, "parallel.sequence_parallel": False}
     assert configs.load(DEMO, overrides).eligible_calls(1, 1) == 0
+
+
+def test_a_strategy_of_a_call_is_one_of_a_run():
+    for name in settings.STRATEGIES:
+        assert configs.load(DEMO, {"strategy": name}).strategy == name
+    with pytest.raises(ConfigError, match="'hopper', 'fused', 'pipelined' or 'sequential'"):
+        configs.load(DEMO, {"strategy": "magic"})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "silent"), [("auto", 2), ("sequential", 2), ("hopper", 5), ("fused", 5)]
+)
+def test_a_sequential_plan_is_a_reason_where_plans_are_chosen(strategy, silent):
+    counts = {"overlapped": 6, "fallbacks": {"gemm_rs: why": 2}, "chosen_sequential": 3}
+    assert configs.load(DEMO, {"strategy": strategy}).silent_calls(13, counts) == silent
 
 
 def test_padded_vocabulary_divides_by_odd_tensor_parallel_sizes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -235,7 +236,9 @@ def test_hopeless_plans_are_not_measured(monkeypatch):
     everything = [PLAIN, FUSED, PIPELINED, Plan("fused", 32), Plan("pipelined", 8)]
     assert tuner.candidates(problem, names, None) == everything
     assert tuner.candidates(problem, names, H200) == [PLAIN, FUSED, Plan("fused", 32)]
-    assert tuner.predicted_best(problem, everything, H200) == FUSED
+    large = replace(problem, M=1024)
+    assert tuner.predicted_best(large, everything, H200) == FUSED
+    assert tuner.predicted_best(problem, everything, H200) == PLAIN, "shards of few rows"
     assert tuner.predicted_best(problem, everything, None) == FUSED
     assert tuner.predicted_best(problem, [PLAIN], None) == PLAIN
     slow = {"pipelined": variants["pipelined"]}

@@ -62,7 +62,7 @@ OTHER = {"driver": "1.2.3"}
         ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
         ([(12, "pipelined", OTHER), (18, "sequential", {})], "sequential"),
         ([(12, "pipelined", OTHER)], "pipelined"),
-        ([(12, "pipelined", {"max_connections": "8"})], "fused"),
+        ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
         ([(48, "pipelined", {})], "fused"),
         ([(12, "magic", {})], "fused"),
         ([], "fused"),

@@ -1,32 +1,44 @@
-"""Starts the ranks of a bench run through torchrun, or joins those that torchrun has started."""
+"""Starts the ranks of a run through torchrun, or joins those that torchrun has started."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib import import_module
+from typing import Protocol
 
-from flux_megatron.bench.options import Options
+WORKER = "flux_megatron.bench.worker"
 
 
-def start(options: Options) -> int:
-    """Run on ranks of our own, or as one rank under torchrun; the exit code."""
+class RankOptions(Protocol):
+    """What any worker's options have."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def nvls(self) -> bool: ...
+    def dumps(self) -> str: ...
+
+
+def start(options: RankOptions, worker: str = WORKER) -> int:
+    """Run `worker` on ranks of our own, or as one rank under torchrun; the exit code."""
     if "RANK" in os.environ:
-        from flux_megatron.bench import worker
-
-        worker.main(options)
+        import_module(worker).main(options)
         return 0
     if options.device == "cuda" and not options.nvls:
         from flux_megatron.bench.provenance import refuse_multicast
 
         refuse_multicast()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={options.tp}", "-m", "flux_megatron.bench.worker"]
+    command += [f"--nproc-per-node={options.tp}", "-m", worker]
     environment = _defaults(options) | os.environ | _needed(options)
     return subprocess.run([*command, options.dumps()], env=environment).returncode
 
 
-def _defaults(options: Options) -> dict[str, str]:
+def _defaults(options: RankOptions) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": str(max(1, cores // options.tp)),
@@ -34,7 +46,7 @@ def _defaults(options: Options) -> dict[str, str]:
     }
 
 
-def _needed(options: Options) -> dict[str, str]:
+def _needed(options: RankOptions) -> dict[str, str]:
     """Ranks are of one node. Triton decides at import whether it interprets."""
     on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {"GLOO_SOCKET_IFNAME": "lo"} | (on_cpu if options.device == "cpu" else {})

@@ -8,21 +8,40 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
+from flux_megatron.bench.launch import RankOptions
 from flux_megatron.bench.options import Options
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 LIMIT_S = 120  # that a rank may be late in a collective
 
 
 def main(options: Options) -> None:
     """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
+    from flux_megatron.bench.display import Display
+    from flux_megatron.bench.runner import run
+
+    with (
+        joined(options) as (world, device),
+        Display(options, shown=world.rank() == 0) as display,
+    ):
+        run(options, world, device, display.show)
+
+
+@contextmanager
+def joined(options: RankOptions) -> Iterator[tuple[ProcessGroup, torch.device]]:
+    """The group of all ranks, while this one is in it, and its device."""
     import torch
     import torch.distributed as dist
 
-    from flux_megatron.bench.display import Display
     from flux_megatron.bench.provenance import refuse_multicast
-    from flux_megatron.bench.runner import run
 
     warnings.filterwarnings("ignore", module=r"torch\b")
     on_gpu = options.device == "cuda"
@@ -41,8 +60,7 @@ def main(options: Options) -> None:
         assert world is not None, "initialised above"
         if world.size() != options.tp:
             raise ValueError(f"{world.size()} ranks given, --tp {options.tp} expected")
-        with Display(options, shown=world.rank() == 0) as display:
-            run(options, world, device, display.show)
+        yield world, device
     finally:
         dist.destroy_process_group()
 

@@ -23,6 +23,7 @@ from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
 
 
@@ -34,7 +35,7 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, rank, epoch, timeout_ns: tl.int64, comm_rows,
+    x, gathered, w, bias, y, pad, status, waits, rank, epoch, timeout_ns: tl.int64, comm_rows,
     M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
@@ -49,7 +50,9 @@ def ag_gemm_kernel(
         rows = x
         if source != rank:
             last_row = tl.minimum(row + BLOCK_M, M_shard) - 1
+            begin_ns = wait_begins(waits)
             wait_rows(pad, source, row, last_row, comm_rows, epoch, deadline, status)  # wait [A]
+            wait_ends(waits, begin_ns, tile, source)
             if TMA:
                 acquire_for_tma_loads()
             rows = gathered + source.to(tl.int64) * M_shard * K
@@ -64,7 +67,7 @@ def ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, whole: bool,
+    bias: bool, layout: str, tile: Tile, whole: bool, recorded: bool,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
@@ -78,21 +81,21 @@ def _launcher(
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
-    comm_rows: int, layout: str, tile: Tile,
+    comm_rows: int, layout: str, tile: Tile, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
-    Gives y [R * M_shard, N].
+    Gives y [R * M_shard, N]. `waits` is a buffer of `wait_records`, or None.
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N)
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        launch.has_whole_units(x, w),
+        launch.has_whole_units(x, w), waits is not None,
     )  # fmt: skip
     run(
-        (x, gathered, w, bias if bias is not None else x, y, pad, status),
+        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits),
         (rank, epoch, timeout_ns, comm_rows),
     )
     return y

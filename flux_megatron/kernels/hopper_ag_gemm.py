@@ -1,8 +1,6 @@
 """AG+GEMM for Hopper, in Gluon: the same protocol as `ag_gemm.py`, at the speed of a library GEMM.
 
-    copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A]: for large
-                 problems. For small ones two warps of each program do it, BY_SM: each pushes its
-                 part, counts it [C], and the last one signals [A]
+    copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A]
     this kernel  takes the tiles of the own shard first, read from x itself, then those of
                  rank+1, rank+2, ...: waits [A] before the first load of a tile's rows
 
@@ -23,17 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
-    barrier,
-    count_acq_rel_gpu,
-    signal_release_sys,
     time_ns,
     wait_acquire_sys,
+    wait_begins,
+    wait_ends,
 )
 from flux_megatron.kernels.hopper_tile import (
     finish_products,
+    join_parts,
+    leave_part,
     load_tile,
     multiply_step,
+    number_of_works,
     tile_in_groups,
+    tile_of_work,
 )
 
 
@@ -74,9 +75,9 @@ def ag_tile(
 
 @gluon.jit
 def ag_loader(
-    x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, rank, epoch,
-    timeout_ns, comm_rows, M_shard, N, K, BN: gl.constexpr,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits, rank,
+    epoch, timeout_ns, comm_rows, M_shard, N, K, BN: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the operands of all tiles of this program."""
@@ -89,11 +90,13 @@ def ag_loader(
     comm_tiles = gl.cdiv(M_shard, comm_rows)
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     loaded = 0
-    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+    tiles = tiles_shard * tiles_n * WORLD_SIZE
+    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
+        tile, first, last, _ = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
         source, m, n = ag_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS)
         if source == rank:
             loaded = load_tile(
-                x_desc, w_desc, m * BM, n * BN, steps, x_bufs, w_bufs, ready, free, loaded,
+                x_desc, w_desc, m * BM, n * BN, first, last, x_bufs, w_bufs, ready, free, loaded,
                 LAYOUT_NN,
             )  # fmt: skip
         else:
@@ -102,46 +105,34 @@ def ag_loader(
             bit = (epoch * 0 + 1).to(gl.int64) << (source * comm_tiles + comm_tile)
             if arrived & bit == 0:
                 slot = source * MAX_COMM_TILES + comm_tile
+                begin_ns = wait_begins(waits)
                 wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [A]
+                wait_ends(waits, begin_ns, tile, source)
                 arrived = arrived | bit
             loaded = load_tile(
-                gathered_desc, w_desc, source * M_shard + m * BM, n * BN, steps, x_bufs, w_bufs,
-                ready, free, loaded, LAYOUT_NN,
+                gathered_desc, w_desc, source * M_shard + m * BM, n * BN, first, last,
+                x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN,
             )  # fmt: skip
 
 
 @gluon.jit
-def ag_pusher(
-    x, gathered_pointers, pad_pointers, pad, counters, rank, epoch, M_shard, K,
-    WORLD_SIZE: gl.constexpr, BY_SM: gl.constexpr, COPY_OWN: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
-):  # fmt: skip
-    """Two warps: this program's part of x to every peer, rank-1 first, and to the own gathered rows
-    last.
-    """
+def ag_copier(x, own_rows, M_shard, K, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
+    """Two warps: this program's part of x to the own gathered rows, if they are wanted."""
     BLOCK: gl.constexpr = 64 * 8 * 8  # 8 loads of 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [2], [0])
-    size = M_shard * K
-    first: gl.constexpr = 1 if BY_SM else WORLD_SIZE
-    for step in range(first, WORLD_SIZE + COPY_OWN):
-        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        gathered = gl.multiple_of(gl.load(gathered_pointers + peer).to(x.dtype), 16)
-        theirs = gathered + rank.to(gl.int64) * size
+    if COPY_OWN:
+        size = M_shard * K
         for block in range(gl.program_id(0), gl.cdiv(size, BLOCK), NUM_PROGRAMS):
             offsets = block * BLOCK + gl.arange(0, BLOCK, layout)
             inside = offsets < size
-            gl.store(theirs + offsets, gl.load(x + offsets, mask=inside), mask=inside)
-        if step < WORLD_SIZE:
-            barrier()
-            if count_acq_rel_gpu(counters + peer, NUM_PROGRAMS):
-                their_pad = gl.load(pad_pointers + peer).to(pad.dtype)
-                signal_release_sys(their_pad, rank * MAX_COMM_TILES, epoch)  # signal [A]
+            gl.store(own_rows + offsets, gl.load(x + offsets, mask=inside), mask=inside)
 
 
 @gluon.jit
 def ag_multiplier(
-    y_desc, bias, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank, timeout_ns,
+    M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
     HAS_BIAS: gl.constexpr, NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, add the bias, store."""
@@ -156,31 +147,49 @@ def ag_multiplier(
     tiles_shard = gl.cdiv(M_shard, BM)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
+    tiles = tiles_shard * tiles_n * WORLD_SIZE
+    deadline = time_ns() + timeout_ns
     multiplied = 0
-    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
+        tile, first, last, part = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, acc_layout))
-        for step in range(steps):
-            acc = multiply_step(acc, x_bufs, w_bufs, ready, free, multiplied, step == 0, LAYOUT_NN)
+        for step in range(first, last):
+            acc = multiply_step(
+                acc, x_bufs, w_bufs, ready, free, multiplied, step == first, LAYOUT_NN
+            )
             multiplied += 1
         out = finish_products(acc, free, multiplied)
-        source, m, n = ag_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS)
-        if HAS_BIAS:
-            cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, acc_layout))
-            out += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-        tma.store_wait(pendings=0)
-        y_buf.store(out.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [source * M_shard + m * BM, n * BN], y_buf)
+        mine = True
+        if SPLIT > 1:
+            mine = part == 0
+            if not mine:
+                leave_part(out, partials, counters, tile, tiles, part, NUM_PROGRAMS, acc_layout)
+            elif last < steps:
+                out = join_parts(
+                    out, partials, counters, tile, tiles, deadline, status,
+                    SPLIT, NUM_PROGRAMS, acc_layout,
+                )  # fmt: skip
+        if mine:
+            source, m, n = ag_tile(
+                tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS
+            )
+            if HAS_BIAS:
+                cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, acc_layout))
+                out += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+            tma.store_wait(pendings=0)
+            y_buf.store(out.to(dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y_desc, [source * M_shard + m * BM, n * BN], y_buf)
     tma.store_wait(pendings=0)
 
 
 # numbers that change from call to call must not compile a kernel each
 @gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def hopper_ag_gemm_kernel(
-    x_desc, gathered_desc, w_desc, y_desc, bias, x, gathered_pointers, pad_pointers, pad, status,
+    x_desc, gathered_desc, w_desc, y_desc, bias, x, own_rows, partials, pad, status, waits,
     counters, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr, BY_SM: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr,
     COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
@@ -192,21 +201,20 @@ def hopper_ag_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
+    fence_async_shared()  # TMA arrives at some of them
     gl.warp_specialize(
         [
             (ag_multiplier, (
-                y_desc, bias, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-                WORLD_SIZE, GROUP_M, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
+                y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank,
+                timeout_ns, M_shard, N, K,
+                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
             )),
             (ag_loader, (
-                x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status,
+                x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits,
                 rank, epoch, timeout_ns, comm_rows, M_shard, N, K, BN,
-                WORLD_SIZE, GROUP_M, LAYOUT_NN, NUM_PROGRAMS,
+                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
-            (ag_pusher, (
-                x, gathered_pointers, pad_pointers, pad, counters, rank, epoch, M_shard, K,
-                WORLD_SIZE, BY_SM, COPY_OWN, NUM_PROGRAMS,
-            )),
+            (ag_copier, (x, own_rows, M_shard, K, COPY_OWN, NUM_PROGRAMS)),
         ],
         [1, 2],
         [40, 80],

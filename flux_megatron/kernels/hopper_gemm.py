@@ -19,6 +19,9 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Pattern, Problem, Tile
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
+STEPS_MIN = 8  # of K in a part of a tile: the time that it takes to fetch or store one
+SPLIT_MAX = 4  # each part more costs a tile's 128 KiB written and read
+PART_COUNTERS = 256  # tiles of a last wave that are cut; at most half as many as multiprocessors
 COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
 
@@ -46,8 +49,6 @@ def supports(problem: Problem) -> str | None:
         if problem.M_shard % TILE.block_m:
             return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
         return None
-    from flux_megatron.kernels.hopper_gemm_rs import STEPS_MIN
-
     K_min = STEPS_MIN * (problem.world_size - 1) * TILE.block_k
     return None if problem.K_local >= K_min else f"K {problem.K_local} is below {K_min}"
 
@@ -92,37 +93,37 @@ def _described_w(w: Tensor, layout: str, tile: Tile):
 @lru_cache(maxsize=1024)
 def _ag_launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, by_sm: bool, copy_own: bool,
-) -> Launcher:  # fmt: skip
+    bias: bool, layout: str, tile: Tile, copy_own: bool, recorded: bool = False,
+) -> tuple[Launcher, int]:  # fmt: skip
     from flux_megatron.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
 
     M_shard, K = x
     tiles = world_size * tiles_of_shard(M_shard, N, tile)
-    (programs,) = launch.persistent_grid(device, tiles)
-    return Launcher(
+    split, programs = last_wave(tiles, cdiv(K, tile.block_k), device)
+    run = Launcher(
         hopper_ag_gemm_kernel, (programs,), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
-        LAYOUT_NN=layout == "nn", HAS_BIAS=bias, BY_SM=by_sm, COPY_OWN=copy_own,
-        NUM_PROGRAMS=programs,
+        WORLD_SIZE=world_size, SPLIT=split, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
+        LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_OWN=copy_own, NUM_PROGRAMS=programs,
     )  # fmt: skip
+    return run, partial_sums(tiles, split, programs, tile)
 
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    gathered_pointers: Tensor, pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor,
-    rank: int, epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile,
-    by_sm: bool, copy_own: bool,
+    pad: Tensor, status: Tensor, part_counters: Tensor, rank: int, epoch: int, timeout_ns: int,
+    comm_rows: int, layout: str, tile: Tile, copy_own: bool, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
-    Gives y [R * M_shard, N]. `by_sm`: the kernel pushes x to the other ranks itself, as one
-    communication tile. `copy_own`: it also copies x to the own rows of `gathered`.
+    Gives y [R * M_shard, N]. `copy_own`: the kernel also copies x to the own rows of `gathered`.
+    `waits` is a buffer of `wait_records`, or None.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N)
-    run = _ag_launcher(
-        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, by_sm,
-        copy_own,
+    own_rows = gathered[rank * x.shape[0] :] if copy_own else gathered
+    run, sums = _ag_launcher(
+        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, copy_own,
+        waits is not None,
     )  # fmt: skip
     run(
         (
@@ -130,8 +131,9 @@ def ag_gemm(
             _described(gathered, tile.block_m, tile.block_k),
             _described_w(w, layout, tile),
             _described(y, tile.block_m, tile.block_n),
-            bias if bias is not None else x, x, gathered_pointers, pad_pointers, pad, status,
-            counters,
+            bias if bias is not None else x, x, own_rows,
+            x.new_empty(sums, dtype=torch.float32) if sums else x, pad, status, waits,
+            part_counters,
         ),
         (rank, epoch, timeout_ns, comm_rows),
     )  # fmt: skip
@@ -140,18 +142,32 @@ def ag_gemm(
 
 def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
     """x [M, K] times w ([N, K] or [K, N]), without any communication: the yardstick of a tile."""
-    pointers, words = _nothing(x.device)
+    words = _nothing(x.device)
     return ag_gemm(
-        x, x, w, None, gathered_pointers=pointers, pad_pointers=pointers, pad=words, status=words,
-        counters=words, rank=0, epoch=0, timeout_ns=0, comm_rows=x.shape[0], layout=layout,
-        tile=tile, by_sm=False, copy_own=False,
+        x, x, w, None, pad=words, status=words, part_counters=words, rank=0, epoch=0,
+        timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, copy_own=False,
     )  # fmt: skip
 
 
 @cache
-def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
-    pointers = torch.zeros(2, dtype=torch.int64, device=device)
-    return pointers, pointers.view(torch.int32)
+def _nothing(device: torch.device) -> Tensor:
+    return torch.zeros(PART_COUNTERS, dtype=torch.int32, device=device)
+
+
+def last_wave(tiles: int, steps: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts of K the tiles of the last, incomplete wave are cut, so that it is one
+    part long and not a tile; and the number of programs.
+    """
+    (programs,) = launch.persistent_grid(device, 1 << 30)
+    rest = tiles % programs
+    split = max(1, min(programs // rest, steps // STEPS_MIN, SPLIT_MAX)) if rest else 1
+    return split, programs if tiles >= programs else rest * split
+
+
+def partial_sums(tiles: int, split: int, programs: int, tile: Tile) -> int:
+    """Elements of the parts of K that are not the first."""
+    rest = tiles % programs if tiles >= programs else tiles
+    return (split - 1) * rest * tile.block_m * tile.block_n
 
 
 def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
@@ -185,26 +201,28 @@ def last_made(
 @lru_cache(maxsize=1024)
 def _rs_launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, by_sm: bool,
-) -> Launcher:  # fmt: skip
+    tile: Tile, by_sm: bool, recorded: bool = False,
+) -> tuple[Launcher, int]:  # fmt: skip
     from flux_megatron.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
 
     M, K = x
     M_shard = M // world_size
     tiles = world_size * tiles_of_shard(M_shard, N, tile)
-    (programs,) = launch.persistent_grid(device, tiles)
-    return Launcher(
+    split, programs = last_wave(tiles, cdiv(K, tile.block_k), device)
+    run = Launcher(
         hopper_gemm_rs_kernel, (programs,), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
+        WORLD_SIZE=world_size, SPLIT=split, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
         LAYOUT_NN=layout == "nn", BY_SM=by_sm, LATE=tiles <= world_size * programs,
         NUM_PROGRAMS=programs,
     )  # fmt: skip
+    return run, partial_sums(tiles, split, programs, tile)
 
 
 def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, slots: Tensor, slot_pointers: Tensor,
-    pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, rank: int, world_size: int,
-    epoch: int, timeout_ns: int, tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
+    pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, part_counters: Tensor,
+    rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int, layout: str,
+    tile: Tile, by_sm: bool, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N].
 
@@ -212,19 +230,22 @@ def gemm_rs(
     | --- | --- |
     | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
     | slots | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
+    | waits | a buffer of `wait_records`, or None |
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
-    run = _rs_launcher(x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm)
+    run, sums = _rs_launcher(
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm, waits is not None
+    )
     run(
         (
             _described(x, tile.block_m, tile.block_k),
             _described_w(w, layout, tile),
             _described(parts, *block),
             _described(slots, *block),
-            _described(y, *block),
-            slot_pointers, pad_pointers, pad, status, counters,
+            _described(y, *block), x.new_empty(sums, dtype=torch.float32) if sums else x,
+            slot_pointers, pad_pointers, pad, status, waits, counters, part_counters,
         ),
         (rank, epoch, timeout_ns, tiles_comm),
     )  # fmt: skip

@@ -34,16 +34,20 @@ from flux_megatron.kernels.hopper_primitives import (
     signal_release_sys,
     time_ns,
     wait_acquire_sys,
+    wait_begins,
+    wait_ends,
 )
 from flux_megatron.kernels.hopper_tile import (
     finish_products,
+    join_parts,
+    leave_part,
     load_tile,
     multiply_step,
     number_in_groups,
+    number_of_works,
     tile_in_groups,
+    tile_of_work,
 )
-
-STEPS_MIN = 8  # of K in each of the R - 1 parts of an own tile: the time to fetch 64 KiB
 
 
 @gluon.jit
@@ -68,8 +72,8 @@ def rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE: gl.constexpr, GROUP_M:
 @gluon.jit
 def rs_loader(
     x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the operands of all tiles of this program."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
@@ -78,11 +82,13 @@ def rs_loader(
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
     loaded = 0
-    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+    tiles = tiles_shard * tiles_n * WORLD_SIZE
+    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
+        tile, first, last, _ = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
         owner, m, n, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
         loaded = load_tile(
-            x_desc, w_desc, owner * M_shard + m * BM, n * BN, steps, x_bufs, w_bufs, ready, free,
-            loaded, LAYOUT_NN,
+            x_desc, w_desc, owner * M_shard + m * BM, n * BN, first, last, x_bufs, w_bufs,
+            ready, free, loaded, LAYOUT_NN,
         )  # fmt: skip
 
 
@@ -101,8 +107,8 @@ def store_at_owner(slots_desc, pointer, place, y_buf, places):
 @gluon.jit
 def rs_mover(
     parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free, part_ready,
-    part_added, pad, status, counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, BY_SM: gl.constexpr,
+    part_added, pad, status, waits, counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, BY_SM: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: fetches into `y_buf` what the other ranks have made of an own tile, one rank after
@@ -118,43 +124,52 @@ def rs_mover(
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     finished = 0
     fetched = 0
-    for tile in range(gl.program_id(0), per_shard * WORLD_SIZE, NUM_PROGRAMS):
-        owner, m, n, number, step = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
-        comm_tile = number // tiles_comm
-        if owner == rank:
-            for part in range(1, WORLD_SIZE):
-                source = (rank + WORLD_SIZE - part) % WORLD_SIZE
-                bit = (epoch * 0 + 1).to(gl.int64) << (source * comm_tiles + comm_tile)
-                if arrived & bit == 0:
-                    slot = source * MAX_COMM_TILES + comm_tile
-                    wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [B]
-                    arrived = arrived | bit
-                mbarrier.expect(part_ready, slots_desc.block_type.nbytes)
-                row = (source * per_shard + number) * BM
-                tma.async_copy_global_to_shared(slots_desc, [row, 0], part_ready, y_buf)
-                mbarrier.wait(part_added, fetched & 1)
-                fetched += 1
-        mbarrier.wait(y_full, finished & 1)
-        finished += 1
-        if owner == rank:
-            tma.async_copy_shared_to_global(y_desc, [m * BM, n * BN], y_buf)
-            tma.store_wait(pendings=0)
-        elif BY_SM:
-            store_at_owner(
-                slots_desc, gl.load(slot_pointers + owner), rank * per_shard + number, y_buf,
-                WORLD_SIZE * per_shard,
-            )  # fmt: skip
-            complete_tma_stores()
-            arrivals = min(tiles_comm, per_shard - comm_tile * tiles_comm)
-            if count_acq_rel_gpu(counters + owner * MAX_COMM_TILES + comm_tile, arrivals):
-                theirs = gl.load(pad_pointers + owner).to(pad.dtype)
-                signal_release_sys(theirs, rank * MAX_COMM_TILES + comm_tile, epoch)  # signal [B]
-        else:
-            row = (step * per_shard + number) * BM
-            tma.async_copy_shared_to_global(parts_desc, [row, 0], y_buf)
-            complete_tma_stores()
-            count_release_sys(counters + owner * MAX_COMM_TILES + comm_tile)  # signal [D]
-        mbarrier.arrive(y_free, count=1)
+    tiles = per_shard * WORLD_SIZE
+    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
+        tile, _, _, cut = tile_of_work(work, tiles, 1, SPLIT, NUM_PROGRAMS)
+        if cut == 0:  # else another program has the tile
+            owner, m, n, number, step = rs_tile(
+                tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M
+            )
+            comm_tile = number // tiles_comm
+            if owner == rank:
+                for part in range(1, WORLD_SIZE):
+                    source = (rank + WORLD_SIZE - part) % WORLD_SIZE
+                    bit = (epoch * 0 + 1).to(gl.int64) << (source * comm_tiles + comm_tile)
+                    if arrived & bit == 0:
+                        slot = source * MAX_COMM_TILES + comm_tile
+                        begin_ns = wait_begins(waits)
+                        wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [B]
+                        wait_ends(waits, begin_ns, tile, source)
+                        arrived = arrived | bit
+                    mbarrier.expect(part_ready, slots_desc.block_type.nbytes)
+                    row = (source * per_shard + number) * BM
+                    tma.async_copy_global_to_shared(slots_desc, [row, 0], part_ready, y_buf)
+                    mbarrier.wait(part_added, fetched & 1)
+                    fetched += 1
+            mbarrier.wait(y_full, finished & 1)
+            finished += 1
+            if owner == rank:
+                tma.async_copy_shared_to_global(y_desc, [m * BM, n * BN], y_buf)
+                tma.store_wait(pendings=0)
+            elif BY_SM:
+                store_at_owner(
+                    slots_desc, gl.load(slot_pointers + owner), rank * per_shard + number, y_buf,
+                    WORLD_SIZE * per_shard,
+                )  # fmt: skip
+                complete_tma_stores()
+                arrivals = min(tiles_comm, per_shard - comm_tile * tiles_comm)
+                if count_acq_rel_gpu(counters + owner * MAX_COMM_TILES + comm_tile, arrivals):
+                    theirs = gl.load(pad_pointers + owner).to(pad.dtype)
+                    signal_release_sys(
+                        theirs, rank * MAX_COMM_TILES + comm_tile, epoch
+                    )  # signal [B]
+            else:
+                row = (step * per_shard + number) * BM
+                tma.async_copy_shared_to_global(parts_desc, [row, 0], y_buf)
+                complete_tma_stores()
+                count_release_sys(counters + owner * MAX_COMM_TILES + comm_tile)  # signal [D]
+            mbarrier.arrive(y_free, count=1)
 
 
 @gluon.jit
@@ -162,6 +177,7 @@ def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
     """out + the tile that has been fetched, which is number `fetched` of this program."""
     mbarrier.wait(part_ready, fetched & 1)
     out += y_buf.load(layout).to(gl.float32)
+    fence_async_shared()  # TMA writes there next
     barrier()  # every thread has its share
     mbarrier.arrive(part_added, count=1)
     return out
@@ -169,10 +185,10 @@ def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
 
 @gluon.jit
 def rs_multiplier(
-    y_desc, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free, part_ready, part_added, rank,
-    M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+    y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free,
+    part_ready, part_added, rank, timeout_ns, M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, and add the other ranks' tiles to own ones."""
     BM: gl.constexpr = y_desc.block_type.shape[0]
@@ -188,17 +204,20 @@ def rs_multiplier(
     multiplied = 0
     fetched = 0
     finished = 0
-    for tile in range(gl.program_id(0), tiles_shard * tiles_n * WORLD_SIZE, NUM_PROGRAMS):
+    tiles = tiles_shard * tiles_n * WORLD_SIZE
+    deadline = time_ns() + timeout_ns
+    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
+        tile, done, last, cut = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
         owner, _, _, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
-        # An own tile is made in R - 1 parts of K: during each another rank's tile is fetched. Where
-        # there is but one own tile, nothing is worth a wait before its last product.
+        # An own tile is made in R - 1 parts of K: during each another rank's tile is fetched. But
+        # where nothing follows, nothing is worth a wait before the last product.
+        late = LATE or last - done < steps
         parts = 1
-        if owner == rank and not LATE:
+        if owner == rank and not late:
             parts = WORLD_SIZE - 1
         out = gl.zeros((BM, BN), gl.float32, acc_layout)
-        done = 0
         for part in range(parts):
-            until = steps * (part + 1) // parts
+            until = done + (last - done) // (parts - part)
             acc = warpgroup_mma_init(out)
             for step in range(done, until):
                 acc = multiply_step(
@@ -207,27 +226,39 @@ def rs_multiplier(
                 multiplied += 1
             out = finish_products(acc, free, multiplied)
             done = until
-            if owner == rank and not LATE:
+            if owner == rank and not late:
                 out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
                 fetched += 1
-        if owner == rank and LATE:
-            for _ in range(WORLD_SIZE - 1):
-                out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
-                fetched += 1
-        mbarrier.wait(y_free, (finished & 1) ^ 1)
-        y_buf.store(out.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(y_full, count=1)
-        finished += 1
+        mine = True
+        if SPLIT > 1:
+            mine = cut == 0
+            if not mine:
+                leave_part(out, partials, joined, tile, tiles, cut, NUM_PROGRAMS, acc_layout)
+            elif work >= tiles - tiles % NUM_PROGRAMS:
+                out = join_parts(
+                    out, partials, joined, tile, tiles, deadline, status,
+                    SPLIT, NUM_PROGRAMS, acc_layout,
+                )  # fmt: skip
+        if mine:
+            if owner == rank and late:
+                for _ in range(WORLD_SIZE - 1):
+                    out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
+                    fetched += 1
+            mbarrier.wait(y_free, (finished & 1) ^ 1)
+            y_buf.store(out.to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(y_full, count=1)
+            finished += 1
 
 
 # numbers that change from call to call must not compile a kernel each
 @gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm"])
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, pad, status,
-    counters, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    LAYOUT_NN: gl.constexpr, BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    x_desc, w_desc, parts_desc, slots_desc, y_desc, partials, slot_pointers, pad_pointers, pad,
+    status, waits, counters, joined, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, BY_SM: gl.constexpr, LATE: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
     dtype: gl.constexpr = x_desc.dtype
@@ -247,21 +278,22 @@ def hopper_gemm_rs_kernel(
     mbarrier.init(y_free, count=1)
     mbarrier.init(part_ready, count=1)
     mbarrier.init(part_added, count=1)
+    fence_async_shared()  # TMA arrives at some of them
     gl.warp_specialize(
         [
             (rs_multiplier, (
-                y_desc, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free, part_ready, part_added,
-                rank, M_shard, N, K,
-                WORLD_SIZE, GROUP_M, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
+                y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full,
+                y_free, part_ready, part_added, rank, timeout_ns, M_shard, N, K,
+                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
             )),
             (rs_loader, (
                 x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-                BN, WORLD_SIZE, GROUP_M, LAYOUT_NN, NUM_PROGRAMS,
+                BN, WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (rs_mover, (
                 parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free,
-                part_ready, part_added, pad, status, counters, rank, epoch, timeout_ns, tiles_comm,
-                M_shard, N, WORLD_SIZE, GROUP_M, BY_SM, NUM_PROGRAMS,
+                part_ready, part_added, pad, status, waits, counters, rank, epoch, timeout_ns,
+                tiles_comm, M_shard, N, WORLD_SIZE, GROUP_M, SPLIT, BY_SM, NUM_PROGRAMS,
             )),
         ],
         [1, 1],

@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flux_megatron.kernels import wait_records
 from flux_megatron.symm import signals
 
 _TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
@@ -21,6 +22,8 @@ _SLOT = gl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = gl.constexpr(signals.STATUS_SEEN)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
+_RECORDS = gl.constexpr(wait_records.RECORDS.value)
+_WORDS = gl.constexpr(wait_records.WORDS.value)
 
 # Triton 3.7 calls it barrier
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -49,6 +52,30 @@ def wait_acquire_sys(pad, slot, epoch, deadline, status):
     gl.inline_asm_elementwise(
         "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def wait_begins(waits):
+    """The time, where waits are recorded; `wait_records` has the portable pair."""
+    begin_ns = 0
+    if waits is not None:
+        begin_ns = time_ns()
+    return begin_ns
+
+
+@gluon.jit
+def wait_ends(waits, begin_ns, tile, source):
+    """Record the wait of this program's `tile` for `source`, which began at `begin_ns`."""
+    if waits is not None:
+        end_ns = time_ns()
+        number = gl.atomic_add(waits, 1, sem="relaxed", scope="gpu") + 1
+        if number <= _RECORDS:
+            record = waits + number * _WORDS
+            gl.store(record, gl.program_id(0).to(gl.int64))
+            gl.store(record + 1, tile.to(gl.int64))
+            gl.store(record + 2, source.to(gl.int64))
+            gl.store(record + 3, begin_ns)
+            gl.store(record + 4, end_ns)
 
 
 @gluon.jit

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flux_megatron.kernels.hopper_primitives import barrier, count_release_sys, wait_acquire_sys
+
 
 @gluon.jit
 def tile_in_groups(tile, tiles_m, tiles_n, group_m):
@@ -38,16 +40,92 @@ def number_in_groups(m, n, tiles_m, tiles_n, group_m):
 
 
 @gluon.jit
-def load_tile(
-    x_desc, w_desc, row, col, steps, x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN: gl.constexpr
+def number_of_works(tiles, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
+    """Items of the persistent loop: the tiles that leave its last wave incomplete are cut into
+    SPLIT parts of K, an item each.
+    """
+    return tiles + tiles % NUM_PROGRAMS * (SPLIT - 1)
+
+
+@gluon.jit
+def tile_of_work(work, tiles, steps, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
+    """Tile of an item, its first and last step of K, and the number of the part (0: has step 0)."""
+    whole = tiles - tiles % NUM_PROGRAMS
+    tile = work
+    first = 0
+    last = steps
+    part = 0
+    if SPLIT > 1:
+        if work >= whole:
+            # By comparison: a division by a number that the compiler does not know leaves the loop
+            # over the steps in vector registers, which makes the products 10 % slower.
+            rest = tiles - whole
+            for i in gl.static_range(1, SPLIT):
+                if work - whole >= i * rest:
+                    part = i
+            tile = work - part * rest
+            first = steps * part // SPLIT
+            last = steps * (part + 1) // SPLIT
+    return tile, first, last, part
+
+
+@gluon.jit
+def leave_part(
+    out, partials, counters, tile, tiles, part, NUM_PROGRAMS: gl.constexpr, layout: gl.constexpr
+):
+    """Leave the sum over a part of K, other than the first, to the program that has the first."""
+    BM: gl.constexpr = out.shape[0]
+    BN: gl.constexpr = out.shape[1]
+    rest = tiles % NUM_PROGRAMS
+    which = tile - (tiles - rest)
+    offsets = offsets_in_tile(BM, BN, layout)
+    place = ((part - 1) * rest + which).to(gl.int64)
+    gl.store(partials + place * (BM * BN) + offsets, out)
+    barrier()
+    count_release_sys(counters + which)
+
+
+@gluon.jit
+def join_parts(
+    out, partials, counters, tile, tiles, deadline, status,
+    SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Load all steps of the tile at (row, col), each as its stage becomes free.
+    """Add the other parts of K, in their order, when they are there.
+
+    Their programs wait for nobody, so this ends; the deadline is for the case that they have died.
+    """
+    BM: gl.constexpr = out.shape[0]
+    BN: gl.constexpr = out.shape[1]
+    rest = tiles % NUM_PROGRAMS
+    which = tile - (tiles - rest)
+    wait_acquire_sys(counters, which, SPLIT - 1, deadline, status)
+    gl.store(counters + which, 0)  # for the next launch
+    offsets = offsets_in_tile(BM, BN, layout)
+    for part in range(SPLIT - 1):
+        place = (part * rest + which).to(gl.int64)
+        out += gl.load(partials + place * (BM * BN) + offsets)
+    return out
+
+
+@gluon.jit
+def offsets_in_tile(BM: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
+    rows = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, BN, gl.SliceLayout(0, layout))
+    return rows[:, None] * BN + cols[None, :]
+
+
+@gluon.jit
+def load_tile(
+    x_desc, w_desc, row, col, first, last, x_bufs, w_bufs, ready, free, loaded,
+    LAYOUT_NN: gl.constexpr,
+):  # fmt: skip
+    """Load steps `first` to `last` of the tile at (row, col), each as its stage becomes free.
 
     `loaded` counts the steps of this program so far; gives the new count.
     """
     STAGES: gl.constexpr = x_bufs.shape[0]
     BK: gl.constexpr = x_desc.block_type.shape[1]
-    for step in range(steps):
+    for step in range(first, last):
         stage = loaded % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), (loaded // STAGES & 1) ^ 1)

@@ -4,6 +4,7 @@ launch itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -62,12 +63,14 @@ def without_tma_if_unaligned(tile: Tile, dtype: torch.dtype, whole: bool, *row_s
 class Launcher:
     """A kernel with everything fixed but its tensors and the numbers that change from call to call.
 
-    The kernel's parameters are, in this order: tensors, numbers that Triton does not specialise,
-    sizes, constexprs. The tile's sizes go to the constexprs of the same names.
+    The kernel's parameters are, in this order: tensors, descriptors first, numbers that Triton does
+    not specialise, sizes, constexprs. The tile's sizes go to the constexprs of the same names.
 
     Triton's own launch looks anew at every argument. Here nothing can have changed that the code
     depends on but the alignment of addresses, so after the first launch with whole 16-byte
     addresses such launches go to the compiled kernel directly. All others are Triton's.
+    A tensor that may be None makes other code: one launcher for those with it, one for those
+    without.
     """
 
     def __init__(
@@ -122,7 +125,28 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
     def launch(*args) -> None:
         run(x, y, z, stream(device), function, metadata, None, None, None, *args)
 
-    return launch
+    metas = getattr(compiled.metadata, "tensordesc_meta", None)
+    if not metas or not triton.__version__.startswith("3.6.") or run.global_scratch_size:
+        return launch
+    behind = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+    before = (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None, None)
+
+    def launch_expanded(*args) -> None:
+        flat: list = []
+        for descriptor, meta in zip(args, metas, strict=False):  # descriptors come first
+            flat += _expanded(descriptor, meta)
+        behind(x, y, z, stream(device), function, *before, *flat, *args[len(metas) :])
+
+    return launch_expanded
+
+
+def _expanded(descriptor, meta) -> list:
+    """What Triton 3.6 makes of a host descriptor at every launch; kept, because it takes 3 us."""
+    if not hasattr(descriptor, "expanded"):
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        descriptor.expanded = make_tensordesc_arg(descriptor, meta)
+    return descriptor.expanded
 
 
 def _has_hooks() -> bool:

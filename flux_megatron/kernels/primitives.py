@@ -137,6 +137,10 @@ def poll(address: int, slot: int, epoch: int, deadline: int) -> None:
 host_wait = poll  # a test's scheduler of virtual ranks puts its own wait here
 
 
+def _time_ns_host() -> int:
+    return time.monotonic_ns()
+
+
 def _deadline_after_host(timeout_ns) -> int:
     return time.monotonic_ns() + _word(timeout_ns)
 
@@ -157,6 +161,7 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
 def _no_fence_needed() -> None: ...
 
 
+time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device
 complete_tma_stores = _no_fence_needed if INTERPRETED else _complete_tma_stores_device

@@ -16,13 +16,14 @@ from torch import Tensor
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Tile
 
 
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["epoch", "timeout_ns", "comm_rows"])
 def reduce_slots_kernel(
-    slots, y, pad, status, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
+    slots, y, pad, status, waits, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
@@ -36,14 +37,18 @@ def reduce_slots_kernel(
     offsets = rows[:, None] * N + cols[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for source in range(0, WORLD_SIZE):
+        begin_ns = wait_begins(waits)
         wait_rows(pad, source, row, last_row, comm_rows, epoch, deadline, status)  # wait [B]
+        wait_ends(waits, begin_ns, tile, source)
         slot = slots + tl.cast(source, tl.int64) * M_shard * N
         acc += tl.load(slot + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=1024)
-def _launcher(slots: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
+def _launcher(
+    slots: torch.Size, dtype: torch.dtype, device: torch.device, recorded: bool
+) -> Launcher:
     world_size, M_shard, N = slots
     # 16 rows of 256 columns keep 8 warps in 16-byte loads; on CPU few large blocks are cheaper than
     # many
@@ -57,10 +62,14 @@ def _launcher(slots: torch.Size, dtype: torch.dtype, device: torch.device) -> La
 
 
 def reduce_slots(
-    slots: Tensor, *, pad: Tensor, status: Tensor, epoch: int, timeout_ns: int, comm_rows: int
-) -> Tensor:
-    """slots [R, M_shard, N], one partial result a rank  ->  their sum [M_shard, N]."""
+    slots: Tensor, *, pad: Tensor, status: Tensor, epoch: int, timeout_ns: int, comm_rows: int,
+    waits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """slots [R, M_shard, N], one partial result a rank  ->  their sum [M_shard, N].
+
+    `waits` is a buffer of `wait_records`, or None.
+    """
     y = slots.new_empty(slots.shape[1:])
-    run = _launcher(slots.shape, slots.dtype, slots.device)
-    run((slots, y, pad, status), (epoch, timeout_ns, comm_rows))
+    run = _launcher(slots.shape, slots.dtype, slots.device, waits is not None)
+    run((slots, y, pad, status, waits), (epoch, timeout_ns, comm_rows))
     return y

@@ -12,8 +12,9 @@ the scatter of dx also hides behind wgrad, and its sum comes last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,7 @@ def column_parallel_linear(
     `ops.all_gather_gemm`.
     """
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
-    y = _ColumnParallel.apply(_rows(x), w, bias, options)
-    return y.view(-1, *x.shape[1:-1], w.shape[0])
+    return _ColumnParallel.apply(x, w, bias, options)
 
 
 def row_parallel_linear(
@@ -71,8 +71,7 @@ def row_parallel_linear(
             f"group's {group.size()} ranks expected"
         )
         ops.refuse(complaint, group, x.device)
-    y = _RowParallel.apply(_rows(x), w, _Options(group, wgrad or plain_wgrad))
-    return y.view(-1, *x.shape[1:-1], w.shape[0])
+    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
 
 
 def local_linear(
@@ -84,18 +83,16 @@ def local_linear(
     With `allreduce_group` dx is summed over it, behind wgrad. `wgrad` and `dy_buffer` as above.
     """
     options = _LocalOptions(allreduce_group, wgrad or plain_wgrad, dy_buffer)
-    return _Local.apply(_rows(x), w, bias, options).view(*x.shape[:-1], w.shape[0])
+    return _Local.apply(x, w, bias, options)
 
 
-@dataclass(frozen=True)
-class _LocalOptions:
+class _LocalOptions(NamedTuple):
     group: ProcessGroup | None
     wgrad: Wgrad
     dy_buffer: list[Tensor] | None
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     group: ProcessGroup
     wgrad: Wgrad
     save_gathered: bool = False
@@ -107,52 +104,81 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """On matrices: outputs that are views could not be modified in place by the caller."""
+def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    with ops.phase("wgrad"):
+        return wgrad(w, dy, x)
 
+
+def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new matrix in another shape: itself, because the caller of a Function may not modify a view
+    in place, as Megatron's loss does.
+    """
+    assert made.is_contiguous(), f"strides {made.stride()} given, contiguous rows expected"
+    return made.resize_(shape)
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """A new y [s' * ..., n] in the shape [s', ..., n], for x [s, ..., k]."""
+    inner = x.shape[1:-1]
+    return _shaped(y, (y.shape[0] // math.prod(inner), *inner, y.shape[1]))
+
+
+# Each layer is one node of autograd, reshapes included: every further node costs the host some
+# microseconds, forward and backward.
+
+
+class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
+        rows = _rows(x)
         kept: list[Tensor] = []
         keep = options.save_gathered and needs_x
-        y = ops.run_ag_gemm(
-            x, w, bias, options.group,
-            consume=(lambda gathered: kept.append(gathered.clone())) if keep else None,
-        )  # fmt: skip
-        ctx.save_for_backward(kept[0] if keep else x if needs_x else None, w)
-        ctx.options = options
-        return y
+        with ops.phase("fprop"):
+            y = ops.run_ag_gemm(
+                rows, w, bias, options.group,
+                consume=(lambda gathered: kept.append(gathered.clone())) if keep else None,
+            )  # fmt: skip
+        ctx.save_for_backward(kept[0] if keep else rows if needs_x else None, w)
+        ctx.options, ctx.shape = options, x.shape
+        return _like(y, x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
         options: _Options = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dy = dy.contiguous()
+        dy = _rows(dy)
         gather = scatter = dx = dw = None
-        if x is not None and not options.save_gathered:
-            gather = ops.start_gather(x, w, options.group)
-        if needs_dx:
-            scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
+        gathers = x is not None and not options.save_gathered
+        with ops.phase("dgrad"):
+            if gathers and needs_dx:
+                gather, scatter = ops.start_gather_and_gemm_rs(x, dy, w, options.group)
+            elif gathers:
+                gather = ops.start_gather(x, w, options.group)
+            elif needs_dx:
+                scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
         if x is not None:
-            dw = options.wgrad(w, dy, gather.complete() if gather else x)
+            dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
         elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
         if gather:
             gather.close()
         db = dy.sum(0) if needs_db else None
         if scatter:
-            dx = scatter.finish()
+            dx = _shaped(scatter.finish(), ctx.shape)
         return dx, dw, db, None
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
-        y = ops.start_gemm_rs(x, w, options.group).finish()
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
-        ctx.options = options
-        return y
+        rows = _rows(x)
+        with ops.phase("fprop"):
+            y = ops.start_gemm_rs(rows, w, options.group).finish()
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, w)
+        ctx.options, ctx.shape = options, x.shape
+        return _like(y, x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -161,13 +187,15 @@ class _RowParallel(torch.autograd.Function):
         dw: list[Tensor | None] = [None]
 
         def weight_gradient(gathered_dy: Tensor) -> None:
-            dw[0] = options.wgrad(w, gathered_dy, x)
+            dw[0] = _run_wgrad(options.wgrad, w, gathered_dy, x)
 
-        dy = dy.contiguous()
+        dy = _rows(dy)
         dx = None
         consume = weight_gradient if x is not None else None
         if ctx.needs_input_grad[0]:
-            dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
+            with ops.phase("dgrad"):
+                dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
+            dx = _shaped(dx, ctx.shape)
         elif consume:
             gather = ops.start_gather(dy, w, options.group, layout="nn")
             consume(gather.complete())
@@ -179,27 +207,31 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _LocalOptions) -> Tensor:
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
-        ctx.save_for_backward(x if needs_x else None, w)
-        ctx.options = options
-        y = x @ w.t()
-        return y if bias is None else y + bias
+        rows = _rows(x)
+        ctx.save_for_backward(rows if needs_x else None, w)
+        ctx.options, ctx.shape = options, x.shape
+        with ops.phase("fprop"):
+            y = rows @ w.t()
+            y = y if bias is None else y + bias
+        return _shaped(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
         options: _LocalOptions = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dy = dy.contiguous()
+        dy = _rows(dy)
         dx = work = dw = None
         if needs_dx:
-            dx = dy @ w
+            with ops.phase("dgrad"):
+                dx = dy @ w
             if options.group is not None:
                 work = dist.all_reduce(dx, group=options.group, async_op=True)
         if x is not None:
-            dw = options.wgrad(w, dy, x)
+            dw = _run_wgrad(options.wgrad, w, dy, x)
         elif needs_dw and options.dy_buffer is not None:
             options.dy_buffer.append(dy)
         db = dy.sum(0) if needs_db else None
         if work is not None:
             work.wait()
-        return dx, dw, db, None
+        return dx if dx is None else _shaped(dx, ctx.shape), dw, db, None

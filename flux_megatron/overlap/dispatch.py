@@ -7,6 +7,7 @@ kind of call; after that it costs a look-up and a line in the log of calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import NoReturn
 
@@ -37,6 +38,16 @@ class Decision:
             note_call(self.problem.pattern, self.plan.strategy)
         else:
             note_fallback(self.problem.pattern, self.fallback)
+
+    def gather_plan(self) -> Plan:
+        """How x is gathered beside this GEMM+RS in a column layer's backward; noted as a call."""
+        plan, words = self._gather
+        self.workspace.note(words)
+        return plan
+
+    @cached_property
+    def _gather(self) -> tuple[Plan, str]:
+        return registry.gather_plan(self.problem, self.plan), f"gather beside {self.words}"
 
 
 def decide(

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
-from flux_megatron.kernels import launch
+from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import transfer
+from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
@@ -36,6 +37,8 @@ def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: other tiles and groupings of rows, and finer communication tiles."""
     default = default_plan(problem)
     if problem.device == "cpu" or problem.dtype == "float32":
+        return [default]
+    if hopper_gemm.supports(problem) is None:  # then `hopper` has the variants that can win
         return [default]
     tma = _tma(problem)
     tiles = [
@@ -91,17 +94,19 @@ def ag_gemm(
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
     own_rows = "engine" if consume is not None else "nobody"
     gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=own_rows)
-    y = ag_gemm_kernels.ag_gemm(
-        x, gather.gathered, w, bias,
-        pad=gather.call.pads[gather.call.rank],
-        status=gather.call.status,
-        rank=gather.call.rank,
-        epoch=as_int32(gather.call.epoch),
-        timeout_ns=transfer.timeout_ns(),
-        comm_rows=gather.comm_rows,
-        layout=layout,
-        tile=plan.tile,
-    )  # fmt: skip
+    with phase("ag_gemm kernel"):
+        y = ag_gemm_kernels.ag_gemm(
+            x, gather.gathered, w, bias,
+            pad=gather.call.pads[gather.call.rank],
+            status=gather.call.status,
+            rank=gather.call.rank,
+            epoch=as_int32(gather.call.epoch),
+            timeout_ns=transfer.timeout_ns(),
+            comm_rows=gather.comm_rows,
+            layout=layout,
+            tile=plan.tile,
+            waits=wait_log.next_buffer("ag_gemm", x.device),
+        )  # fmt: skip
     if consume is not None:
         consume(gather.complete())
     gather.close()
@@ -117,17 +122,18 @@ def start_gemm_rs(
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
     call = workspace.scatter.begin(world_size * M_shard * N * x.element_size())
-    gemm_rs_kernels.gemm_rs(
-        x, w,
-        slot_pointers=call.pointers,
-        pad_pointers=call.pad_pointers,
-        counters=workspace.scatter.tile_counters,
-        rank=call.rank,
-        world_size=world_size,
-        epoch=as_int32(call.epoch),
-        comm_rows=comm_rows,
-        layout=layout,
-        tile=plan.tile,
-    )  # fmt: skip
+    with phase("gemm_rs kernel"):
+        gemm_rs_kernels.gemm_rs(
+            x, w,
+            slot_pointers=call.pointers,
+            pad_pointers=call.pad_pointers,
+            counters=workspace.scatter.tile_counters,
+            rank=call.rank,
+            world_size=world_size,
+            epoch=as_int32(call.epoch),
+            comm_rows=comm_rows,
+            layout=layout,
+            tile=plan.tile,
+        )  # fmt: skip
     slots = call.view(call.rank, (world_size, M_shard, N), x.dtype)
     return transfer.Scatter(workspace, call, slots, comm_rows)

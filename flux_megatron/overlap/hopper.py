@@ -7,6 +7,7 @@ of the kernel do it, because a copy engine takes 10 us to begin (`Plan.transport
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from torch import Tensor
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE, tiles_of_shard
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import transfer
+from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Part
 from flux_megatron.symm.copy_engine import Push, copy_engine
@@ -29,8 +31,10 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
-    if problem.world_size > COMM_TILES_MAX:
-        return f"{problem.world_size} ranks are more than {COMM_TILES_MAX}"
+    if not 1 < problem.world_size <= COMM_TILES_MAX:
+        return f"{problem.world_size} ranks given, 2 to {COMM_TILES_MAX} expected"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return "CUDA_LAUNCH_BLOCKING=1: the kernel would wait for pushes that come after its launch"
     return hopper_gemm.supports(problem)
 
 
@@ -73,17 +77,19 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    by_sm = plan.transport == "sm"
-    comm_rows = 0 if by_sm else plan.comm_rows
-    gather = transfer.start_gather(x, workspace, comm_rows, own_rows="nobody", push=not by_sm)
+    comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
+    gather = transfer.start_gather(x, workspace, comm_rows, own_rows="nobody")
     call = gather.call
-    y = hopper_gemm.ag_gemm(
-        x, gather.gathered, w, bias,
-        gathered_pointers=call.pointers, pad_pointers=call.pad_pointers, pad=call.pads[call.rank],
-        status=call.status, counters=workspace.gather.tile_counters, rank=call.rank,
-        epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(), comm_rows=gather.comm_rows,
-        layout=layout, tile=plan.tile, by_sm=by_sm, copy_own=consume is not None,
-    )  # fmt: skip
+    with phase("ag_gemm kernel"):
+        y = hopper_gemm.ag_gemm(
+            x, gather.gathered, w, bias,
+            pad=call.pads[call.rank], status=call.status,
+            part_counters=workspace.gather.part_counters, rank=call.rank,
+            epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+            comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
+            copy_own=consume is not None,
+            waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
+        )  # fmt: skip
     if consume is not None:
         consume(gather.complete())
     gather.close()
@@ -142,11 +148,12 @@ class Scatter:
     workspace: Workspace
     call: Call
     y: Tensor
-    parts: Tensor
+    parts: Tensor | None  # what the copy engine reads, if it has a part in the call
 
     def finish(self) -> Tensor:
         """y [M_shard, N]."""
-        copy_engine(self.y.device).join()
+        if self.parts is not None:
+            copy_engine(self.y.device).join()
         self.workspace.scatter.end(self.call)
         return self.y
 
@@ -163,19 +170,25 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
     route: Route = call.part.prepared(
         _route, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
     )
-    parts = route.slots if by_sm else x.new_empty((world_size - 1) * tile_rows, tile.block_n)
-    engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
-    y = hopper_gemm.gemm_rs(
-        x, w, parts=parts, slots=route.slots, slot_pointers=call.pointers,
-        pad_pointers=call.pad_pointers, pad=call.pads[call.rank], status=call.status,
-        counters=counters, rank=call.rank, world_size=world_size, epoch=as_int32(call.epoch),
-        timeout_ns=transfer.timeout_ns(), tiles_comm=route.tiles_comm, layout=layout, tile=tile,
-        by_sm=by_sm,
-    )  # fmt: skip
+    parts = None
     if not by_sm:
-        source = parts.data_ptr()
-        for counter, tiles, pushes in route.deliveries:
-            engine.wait_count(counter, tiles)  # wait [D]
-            engine.send(pushes, source, call.epoch)
-        engine.clear(route.counters)
+        parts = x.new_empty((world_size - 1) * tile_rows, tile.block_n)
+        engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
+    with phase("gemm_rs kernel"):
+        y = hopper_gemm.gemm_rs(
+            x, w, parts=route.slots if parts is None else parts, slots=route.slots,
+            slot_pointers=call.pointers, pad_pointers=call.pad_pointers,
+            pad=call.pads[call.rank], status=call.status,
+            counters=counters, part_counters=workspace.scatter.part_counters, rank=call.rank,
+            world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+            tiles_comm=route.tiles_comm, layout=layout, tile=tile, by_sm=by_sm,
+            waits=wait_log.next_buffer("hopper_gemm_rs", x.device),
+        )  # fmt: skip
+    if parts is not None:
+        with phase("scatter push"):
+            source = parts.data_ptr()
+            for counter, tiles, pushes in route.deliveries:
+                engine.wait_count(counter, tiles)  # wait [D]
+                engine.send(pushes, source, call.epoch)
+            engine.clear(route.counters)
     return Scatter(workspace, call, y, parts)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
+from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
@@ -54,17 +55,22 @@ def ag_gemm(
     rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
     y = x.new_empty(world_size * x.shape[0], right.shape[1])
-    torch.mm(x, right, out=y[rank * x.shape[0] : (rank + 1) * x.shape[0]])
+    _multiply(x, right, out=y[rank * x.shape[0] : (rank + 1) * x.shape[0]])
     for first, last in _runs(rank, world_size, plan.splits):
         gather.wait_for(first, last - first)
         rows = slice(first * x.shape[0], last * x.shape[0])
-        torch.mm(gather.gathered[rows], right, out=y[rows])
+        _multiply(gather.gathered[rows], right, out=y[rows])
     if bias is not None:
         y += bias
     if consume is not None:
         consume(gather.complete())
     gather.close()
     return y
+
+
+def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
+    with phase("gemm chunk"):
+        torch.mm(x, right, out=out)
 
 
 def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
@@ -90,7 +96,11 @@ def start_gemm_rs(
     slots = call.view(call.rank, shape, x.dtype)
     staging = x.new_empty(shape)
     if plan.splits:
-        torch.mm(x, right, out=staging.view(-1, N))
+        _multiply(x, right, out=staging.view(-1, N))
+        # In this stream: the sum may fill the GPU before the copy engine's stream gets there, and a
+        # copy within one GPU needs multiprocessors.
+        with phase("own rows"):
+            slots[call.rank].copy_(staging[call.rank])
         engine.fork()
     for step in range(1, world_size + 1):
         owner = (call.rank + step) % world_size
@@ -98,11 +108,13 @@ def start_gemm_rs(
         target = call.view(owner, shape, x.dtype)[call.rank]
         for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
             part = slice(first, first + comm_rows)
-            made = target if owner == call.rank and not plan.splits else staging[owner]
             if not plan.splits:
-                torch.mm(rows[part], right, out=made[part])
+                made = target if owner == call.rank else staging[owner]
+                _multiply(rows[part], right, out=made[part])
                 engine.fork()
-            if made is not target:
-                engine.push(target[part], made[part])
-            engine.signal(call.pads[owner], slot(call.rank, comm_tile), call.epoch)  # signal [B]
+            number = slot(call.rank, comm_tile)
+            with phase("scatter push"):
+                if owner != call.rank:
+                    engine.push(target[part], staging[owner, part])
+                engine.signal(call.pads[owner], number, call.epoch)  # signal [B]
     return transfer.Scatter(workspace, call, slots, comm_rows, keep_alive=staging)

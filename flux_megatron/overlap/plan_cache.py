@@ -90,8 +90,8 @@ class PlanCache:
     def neighbours(self, problem: Problem) -> list[Entry]:
         """Entries that differ in M, within the neighbourhood, nearest first.
 
-        Of this GPU, this link and this CUDA_DEVICE_MAX_CONNECTIONS; those of the same software and
-        sources before all others.
+        Of this GPU and this link; those of the same software, sources and
+        CUDA_DEVICE_MAX_CONNECTIONS before all others, then those of the same setting.
         """
         mine = self.environment
 
@@ -104,11 +104,16 @@ class PlanCache:
             and distance(e) <= math.log(NEIGHBOURHOOD) + 1e-9
             and _machine(e.environment) == _machine(mine)
         ]  # fmt: skip
-        return sorted(near, key=lambda entry: (entry.environment != mine, distance(entry)))
+
+        def strangeness(entry: Entry) -> tuple[bool, bool, float]:
+            theirs = entry.environment
+            return theirs != mine, theirs.max_connections != mine.max_connections, distance(entry)
+
+        return sorted(near, key=strangeness)
 
 
-def _machine(environment: Environment) -> tuple[str, str, str]:
-    return environment.gpu, environment.link, environment.max_connections
+def _machine(environment: Environment) -> tuple[str, str]:
+    return environment.gpu, environment.link
 
 
 def slug(gpu: str) -> str:

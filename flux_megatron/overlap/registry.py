@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 from flux_megatron.overlap import fused, hopper, pipelined, sequential
@@ -49,3 +50,12 @@ def candidates(problem: Problem, name: str) -> list[Plan]:
     """The plans of a strategy that are worth measuring; its default plan is the first."""
     module = strategy(problem, name)
     return [*dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])]
+
+
+def gather_plan(problem: Problem, plan: Plan) -> Plan:
+    """The plan of the gather of x in a column layer's backward, beside the GEMM+RS `problem`: the
+    default of the strategy of its plan.
+    """
+    gathering = replace(problem, pattern=Pattern.AG_GEMM, N=problem.K, K=problem.N, layout="nt")
+    chosen: Plan = strategy(gathering, plan.strategy).default_plan(gathering)
+    return chosen

@@ -20,8 +20,8 @@ class Report:
     """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last
     reset.
 
-    A fallback is also a `sequential` call. `workspace_bytes` is the symmetric memory this rank
-    holds.
+    A fallback is also a `sequential` call; one without a reason was chosen: by a measurement, by
+    the cost model or by the user. `workspace_bytes` is the symmetric memory this rank holds.
     """
 
     calls: dict[tuple[str, str], int]
@@ -37,14 +37,21 @@ class Report:
         return sum(n for (_, strategy), n in self.calls.items() if strategy != "sequential")
 
     @property
+    def chosen_sequential(self) -> int:
+        """Calls that do not overlap because their plan says so."""
+        return self.total - self.overlapped - sum(self.fallbacks.values())
+
+    @property
     def share(self) -> float:
         """Overlapped calls of all calls; 1.0 where there was none."""
         return self.overlapped / self.total if self.total else 1.0
 
     def __str__(self) -> str:
+        chosen = self.chosen_sequential
         lines = [
             f"{self.overlapped} of {self.total} calls overlapped, "
-            f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
+            + (f"{chosen} sequential by their plan, " if chosen else "")
+            + f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
         ]
         lines += [f"  {p} {s}: {n}" for (p, s), n in sorted(self.calls.items())]
         lines += [

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
 
@@ -38,7 +39,8 @@ class Gather:
     work: dist.Work
 
     def complete(self) -> Tensor:
-        self.work.wait()
+        with phase("wait"):
+            self.work.wait()
         return self.gathered
 
     def close(self) -> None: ...
@@ -47,7 +49,8 @@ class Gather:
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> Gather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
-    work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
+    with phase("all-gather"):
+        work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
     return Gather(gathered, work)
 
 
@@ -57,7 +60,8 @@ def ag_gemm(
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
     gathered = start_gather(x, plan, workspace).complete()
-    y = torch.mm(gathered, w.t() if layout == "nt" else w)
+    with phase("gemm chunk"):
+        y = torch.mm(gathered, w.t() if layout == "nt" else w)
     if bias is not None:
         y += bias
     if consume is not None:
@@ -72,13 +76,16 @@ class Scatter:
     work: dist.Work
 
     def finish(self) -> Tensor:
-        self.work.wait()
+        with phase("wait"):
+            self.work.wait()
         return self.y
 
 
 def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
-    partial = torch.mm(x, w.t() if layout == "nt" else w)
+    with phase("gemm chunk"):
+        partial = torch.mm(x, w.t() if layout == "nt" else w)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
-    work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
+    with phase("reduce-scatter"):
+        work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
     return Scatter(partial, y, work)

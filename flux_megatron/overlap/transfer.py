@@ -17,6 +17,8 @@ from flux_megatron import settings
 from flux_megatron.kernels.meet_ranks import meet_ranks
 from flux_megatron.kernels.reduce_slots import reduce_slots
 from flux_megatron.kernels.wait_sources import wait_sources
+from flux_megatron.overlap import wait_log
+from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call, Part
 from flux_megatron.symm.copy_engine import CopyEngine, Push, copy_engine
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
@@ -85,29 +87,33 @@ class Gather:
     comm_rows: int
     engine: CopyEngine
     own_rows: int = 0  # the address that `complete` has to copy them to, if it has to
+    behind_pushes: bool = False  # the engine copies them
     joined: bool = False
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
         around the ring.
         """
-        wait_sources(
-            pad=self.call.pads[self.call.rank],
-            status=self.call.status,
-            first_source=first_source,
-            count=count,
-            world_size=self.call.world_size,
-            epoch=as_int32(self.call.epoch),
-            timeout_ns=timeout_ns(),
-            M_shard=self.x.shape[0],
-            comm_rows=self.comm_rows,
-        )
+        with phase("wait"):
+            wait_sources(
+                pad=self.call.pads[self.call.rank],
+                status=self.call.status,
+                first_source=first_source,
+                count=count,
+                world_size=self.call.world_size,
+                epoch=as_int32(self.call.epoch),
+                timeout_ns=timeout_ns(),
+                M_shard=self.x.shape[0],
+                comm_rows=self.comm_rows,
+            )
 
     def complete(self) -> Tensor:
         """All rows, ready on the current stream; valid until `close`."""
         if self.own_rows:
-            self.engine.copy_here(self.own_rows, self.x.data_ptr(), self.x.nbytes)
-        self._join()
+            with phase("own rows"):
+                self.engine.copy_here(self.own_rows, self.x.data_ptr(), self.x.nbytes)
+        if self.behind_pushes:
+            self._join()
         self.wait_for(self.call.rank + 1, self.call.world_size - 1)
         return self.gathered
 
@@ -124,10 +130,10 @@ class Gather:
 
 
 def start_gather(
-    x: Tensor, workspace: Workspace, comm_rows: int, *, own_rows: str = "later", push: bool = True
+    x: Tensor, workspace: Workspace, comm_rows: int, *, own_rows: str = "later"
 ) -> Gather:
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
-    [A]; unless a kernel does it: not `push`.
+    [A].
 
     `own_rows` says who copies x to the own rows: "engine", behind the pushes; "later", the caller's
     stream in `complete`; "nobody" here. A copy within one GPU needs multiprocessors, so what a
@@ -138,13 +144,16 @@ def start_gather(
     size_bytes = x.nbytes
     call = workspace.gather.begin(workspace.world_size * size_bytes)
     route: Route = call.part.prepared(_route, x.shape, x.dtype, comm_rows)
-    engine.fork()
-    if push:
+    with phase("gather push"):
+        engine.fork()
         engine.send(route.pushes, x.data_ptr(), call.epoch)
     if own_rows == "engine":
-        engine.copy(route.own_rows, x.data_ptr(), size_bytes)
+        with phase("own rows"):
+            engine.copy(route.own_rows, x.data_ptr(), size_bytes)
     later = route.own_rows if own_rows == "later" else 0
-    return Gather(workspace, call, x, route.gathered, route.comm_rows, engine, later)
+    return Gather(
+        workspace, call, x, route.gathered, route.comm_rows, engine, later, own_rows == "engine"
+    )
 
 
 @dataclass(frozen=True)
@@ -163,14 +172,16 @@ class Scatter:
 
     def finish(self) -> Tensor:
         """y [M_shard, N]: the fp32 sum of this rank's slots in rank order, when all have come."""
-        y = reduce_slots(
-            self.slots,
-            pad=self.call.pads[self.call.rank],
-            status=self.call.status,
-            epoch=as_int32(self.call.epoch),
-            timeout_ns=timeout_ns(),
-            comm_rows=self.comm_rows,
-        )
+        with phase("reduce"):
+            y = reduce_slots(
+                self.slots,
+                pad=self.call.pads[self.call.rank],
+                status=self.call.status,
+                epoch=as_int32(self.call.epoch),
+                timeout_ns=timeout_ns(),
+                comm_rows=self.comm_rows,
+                waits=wait_log.next_buffer("reduce_slots", self.slots.device),
+            )
         if self.keep_alive is not None:
             copy_engine(y.device).join()
         self.workspace.scatter.end(self.call)

@@ -13,7 +13,6 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,7 +81,8 @@ class Trial:
             return lambda: module.ag_gemm(x, w, None, layout, plan, space, consume)
         if layout == "nt":
             return lambda: module.start_gemm_rs(x, w, layout, plan, space).finish()
-        return lambda: self._column_backward(plan)
+        gather_plan = registry.gather_plan(self.problem, plan)
+        return lambda: self._column_backward(plan, gather_plan)
 
     def verified(self, plan: Plan) -> Callable[[], None]:
         """`call`, compared with what `sequential` gives; `ArithmeticError` where it differs."""
@@ -115,9 +115,9 @@ class Trial:
         self._main_grad.zero_()
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
 
-    def _column_backward(self, plan: Plan) -> Tensor:
+    def _column_backward(self, plan: Plan, gather_plan: Plan) -> Tensor:
         module = registry.strategy(self.problem, plan.strategy)
-        gather = module.start_gather(self._layer_x, gather_plan(self.problem, plan), self._space)
+        gather = module.start_gather(self._layer_x, gather_plan, self._space)
         scatter = module.start_gemm_rs(self._x, self._w, "nn", plan, self._space)
         self._add_wgrad(self._x, gather.complete())
         gather.close()
@@ -144,10 +144,3 @@ def _whole_tiles(size: int) -> int:
 
 def _reserve(channel: Channel, size_bytes: int) -> None:
     channel.end(channel.begin(size_bytes))
-
-
-def gather_plan(problem: Problem, plan: Plan) -> Plan:
-    """The plan of the gather of x in a column layer's backward: of the strategy of the scatter."""
-    gathering = replace(problem, pattern=Pattern.AG_GEMM, N=problem.K, K=problem.N, layout="nt")
-    chosen: Plan = registry.strategy(gathering, plan.strategy).default_plan(gathering)
-    return chosen

@@ -30,6 +30,9 @@ from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 
 ROUNDS, FEWEST_ROUNDS = 12, 4
+# Of a shard: below, latencies decide that the model does not know, and nothing that overlaps was
+# seen to win (4 x H200, 2026-11-21, torch 2.11, triton 3.6).
+FEWEST_ROWS = 256
 HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured
 AGAIN = "sequential again"  # its second turn in every round
 
@@ -56,10 +59,12 @@ def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -
 
 def predicted_best(problem: Problem, plans: Sequence[Plan], facts: Hardware | None) -> Plan:
     """The plan to use unmeasured: the cost model's choice, or the first that overlaps where there
-    is no model.
+    is no model, `sequential` where it knows too little.
     """
     if facts is None:
         return plans[1] if len(plans) > 1 else plans[0]
+    if problem.M_shard < FEWEST_ROWS:
+        return plans[0]
     return min(plans, key=lambda plan: predict_us(problem, plan, facts))
 
 

@@ -21,6 +21,7 @@ from flux_megatron.train.config import ConfigError, TrainConfig
 FLOAT32_TOLERANCE = 1e-5  # nats; both runs do the same sums, a few of them in another order
 STOCK_ARMS = ("stock", "stock-rank-order", "stock-reverse-order")
 MIN_RANKS_TO_REORDER = 3  # a sum of two has one order
+COUNTS = ("calls", "fallbacks", "overlapped", "chosen_sequential", "eligible", "silent")
 
 Rows = list[dict[str, Any]]
 
@@ -28,7 +29,8 @@ Rows = list[dict[str, Any]]
 def compare(config: TrainConfig, out: Path, resume: bool) -> int:
     """Train every arm in OUT/ARM.
 
-    0 if ours agrees with stock and overlapped wherever it could, else 1 (130 after Ctrl-C).
+    0 if ours agrees with stock and every call overlapped or says why not, else 1 (130 after
+    Ctrl-C).
     """
     if config.layers != "flux":
         raise ConfigError(
@@ -57,9 +59,7 @@ def conclude(out: Path, stock_arms: tuple[str, ...]) -> int:
     curves = {arm: run_folder.metrics(out / arm) for arm in ("flux", *stock_arms)}
     result = judge_exact(curves) if len(stock_arms) == 1 else judge_spread(curves)
     summary = run_folder.read_json(out / "flux" / "summary.json")
-    counts = {
-        key: summary[key] for key in ("calls", "fallbacks", "overlapped", "eligible", "silent")
-    }
+    counts = {key: summary[key] for key in COUNTS}
     result |= counts
     result["passed"] = result["losses_agree"] and counts["silent"] == 0
     run_folder.write_json(out / "compare.json", result)
@@ -138,6 +138,7 @@ def _table(result: dict[str, Any]) -> Table:
     for name, count in result["fallbacks"].items():
         table.add_row(f"fallback: {name}", str(count))
     table.add_row("overlapped / eligible calls", f"{result['overlapped']} / {result['eligible']}")
+    table.add_row("sequential by their plan", str(result["chosen_sequential"]))
     table.add_row("silent fallbacks", str(result["silent"]))
     table.add_row("verdict", "same" if result["passed"] else "DIFFERENT")
     return table

@@ -84,7 +84,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     train: LoopConfig
     layers: Layers = "flux"
-    strategy: Literal["auto", "fused", "pipelined", "sequential"] = "auto"
+    strategy: Literal["auto", "hopper", "fused", "pipelined", "sequential"] = "auto"
 
     @model_validator(mode="after")
     def _divisible(self) -> TrainConfig:
@@ -131,6 +131,16 @@ class TrainConfig(Section):
         if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
             return 0
         return (8 * self.model.num_layers + 2) * steps * microbatches
+
+    def silent_calls(self, eligible: int, counts: dict[str, Any]) -> int:
+        """How many of the eligible calls neither overlapped nor gave a reason.
+
+        A plan that is `sequential` is a reason where one was to be chosen, or was asked for.
+        """
+        accounted = counts["overlapped"] + sum(counts["fallbacks"].values())
+        if self.strategy in ("auto", "sequential"):
+            accounted += counts["chosen_sequential"]
+        return int(eligible - accounted)
 
 
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:

@@ -63,6 +63,7 @@ def summary_table(title: str, summary: dict[str, Any]) -> Table:
     if summary["eligible"]:
         table.add_row("eligible calls, all ranks", f"{summary['eligible']}")
         table.add_row("overlapped", f"{summary['overlapped']}")
+        table.add_row("sequential by their plan", f"{summary['chosen_sequential']}")
         table.add_row("fallbacks with a reason", f"{sum(summary['fallbacks'].values())}")
         table.add_row("silent fallbacks", f"{summary['silent']}")
     return table

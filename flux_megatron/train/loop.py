@@ -142,7 +142,7 @@ class Loop:
             "final_loss": rows[-1]["loss"],
             "seconds": seconds,
             "eligible": eligible,
-            "silent": eligible - _accounted(self.config, counts),
+            "silent": self.config.silent_calls(eligible, counts),
             **counts,
         }
         run_folder.write_json(self.out / "summary.json", summary)
@@ -163,17 +163,10 @@ def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return losses, mean_loss
 
 
-def _accounted(config: TrainConfig, counts: dict[str, Any]) -> int:
-    """Calls that overlapped or said why not; `auto` and `sequential` may choose not to."""
-    if config.strategy in ("auto", "sequential"):
-        return int(counts["total"])
-    return int(counts["overlapped"] + sum(counts["fallbacks"].values()))
-
-
 def _counts_of_all_ranks() -> dict[str, Any]:
     """Sums over all ranks of what each one's report counted. Collective."""
     report = flux_megatron.report()
-    mine = (dict(report.calls), dict(report.fallbacks), report.overlapped, report.total)
+    mine = (dict(report.calls), dict(report.fallbacks), report.overlapped, report.chosen_sequential)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     calls: Counter[str] = Counter()
@@ -187,5 +180,5 @@ def _counts_of_all_ranks() -> dict[str, Any]:
         "calls": dict(sorted(calls.items())),
         "fallbacks": dict(sorted(fallbacks.items())),
         "overlapped": sum(rank[2] for rank in ranks),
-        "total": sum(rank[3] for rank in ranks),
+        "chosen_sequential": sum(rank[3] for rank in ranks),
     }

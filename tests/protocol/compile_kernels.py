@@ -33,16 +33,21 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     "timeout_ns": "i64",
+    "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "entries", "flag"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
 
 
-def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) -> dict:
-    """What Triton makes of `kernel` for sm_<architecture>."""
+def compiled(
+    kernel, architecture: int, dtype: str, tile: Tile, *, recorded: bool = False, **constexprs
+) -> dict:
+    """What Triton makes of `kernel` for sm_<architecture>; waits are `recorded` or not."""
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
     names = kernel.arg_names
+    if not recorded:
+        constexprs |= dict.fromkeys({"waits"} & {*names})
     signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") or n in _ALIGNED_NUMBERS]
     source = ASTSource(
@@ -88,9 +93,14 @@ def shipped(architecture: int) -> Iterator[tuple[str, dict]]:
                     pattern = kernel.__name__.removesuffix("_kernel")
                     result = compiled(kernel, architecture, dtype, tile, **constexprs)
                     yield f"{prefix} {pattern} {name}", result
+            if dtype == "bfloat16":
+                result = compiled(ag_gemm_kernel, architecture, dtype, tile, recorded=True, **ag)
+                yield f"{prefix} recorded_ag_gemm {name}", result
         sizes = {"WORLD_SIZE": 4, "BLOCK_M": 16, "BLOCK_N": 256}
         result = compiled(reduce_slots_kernel, architecture, dtype, Tile(), **sizes)
         yield f"{prefix} reduce_slots {dtype}", result
+    result = compiled(reduce_slots_kernel, architecture, "bfloat16", Tile(), recorded=True, **sizes)
+    yield f"{prefix} recorded_reduce_slots bfloat16", result
     one_warp = Tile(num_warps=1, num_stages=1)
     yield f"{prefix} wait_sources", compiled(wait_sources_kernel, architecture, "float32", one_warp)
     sizes = {"WORLD_SIZE": 4, "BLOCK": 256}

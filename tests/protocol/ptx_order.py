@@ -7,6 +7,7 @@ nothing and say so.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 
@@ -32,7 +33,11 @@ class Ptx:
 
     def __init__(self, text: str) -> None:
         body = re.sub(r"//.*", "", text[text.index(".entry") :])
+        self._head = body[: body.index("{")]
         body = body[body.index("{") + 1 :]
+        table = r"([$\w]+):\s*\.branchtargets([^;]*);"
+        self._tables = {name: re.findall(r"[$\w]+", rows) for name, rows in re.findall(table, body)}
+        body = re.sub(table, "", body)
         self.instructions: list[str] = []
         labels = defaultdict(list)
         for piece in re.split(r"[;\n]", body):
@@ -44,6 +49,7 @@ class Ptx:
             if statement and not statement.startswith("."):
                 self.instructions.append(statement)
         self._labels = labels
+        self._part = set(range(len(self.instructions)))
         self._next = [self._successors(i) for i in range(len(self.instructions))]
 
     def _successors(self, i: int) -> list[int]:
@@ -55,19 +61,48 @@ class Ptx:
             # inline assembly repeats the names of its local labels: the nearest one before is meant
             target = places[0] if len(places) == 1 else max(p for p in places if p <= i)
             return [target, *following] if predicate else [target]
+        if table := re.match(r"brx\.idx(?:\.uni)?\s+\S+,\s*(\S+)", operation):
+            return [self._labels[label][0] for label in self._tables[table[1]]]
         if re.match(r"(ret|exit)\b", operation) and not predicate:
             return []
         return following
 
     def find(self, pattern: str) -> list[int]:
-        return [i for i, text in enumerate(self.instructions) if re.search(pattern, text)]
+        return [i for i in sorted(self._part) if re.search(pattern, self.instructions[i])]
+
+    def partitions(self) -> list[tuple[Ptx, int]]:
+        """The code of each partition of a warp-specialised kernel, and its number of warps: first
+        that of the workers, in their order, and last that of the warps that `num_warps` counts.
+        """
+        (dispatch,) = self.find(r"^brx\.idx")
+        (threads,) = (int(n) for n in re.findall(r"\.reqntid (\d+)", self._head))
+        # one byte a worker warp, written before the workers set out: the number of its partition
+        start = self.find(r"^barrier\.sync")[0]
+        stores = (re.match(r"st\.shared\.b32\s+\[global_smem\+\d+\], (\d+)", text)
+                  for text in self.instructions[:start])  # fmt: skip
+        of_warp = b"".join(int(store[1]).to_bytes(4, "little") for store in stores if store)
+        parts = []
+        for number, first in enumerate(self._next[dispatch]):
+            if warps := of_warp.count(number):
+                parts.append((self._reachable(first, dispatch), warps))
+        return [*parts, (self._reachable(0, dispatch), threads // 32 - len(of_warp))]
+
+    def _reachable(self, first: int, stop: int) -> Ptx:
+        part = copy.copy(self)
+        part._part, front = set(), [first]
+        while front:
+            i = front.pop()
+            if i != stop and i not in part._part:
+                part._part.add(i)
+                front += self._next[i]
+        return part
 
     def reach(self, start: int, goals: set[int], without: set[int]) -> int | None:
         """A goal that some path from `start` reaches without passing `without`."""
         seen, front = set(), list(self._next[start])
         while front:
             i = front.pop()
-            if i in seen or i in without:
+            if i in seen or i in without or i not in self._part:
                 continue
             if i in goals:
                 return i
@@ -90,29 +125,29 @@ class Ptx:
             raise Misordered(f"{meaning}: no {pattern}")
 
 
-def check_release(ptx: Ptx) -> None:
+def check_release(ptx: Ptx, barrier: str = BARRIER) -> None:
     """What all threads have stored is visible to whoever sees the signal."""
     ptx.require_some(RELEASE, "no signal is released to the system")
     ptx.require_some(f"{STORE}|{TMA_STORE}", "nothing is stored")
     announced = f"{RELEASE}|{COUNT}"
-    ptx.require(STORE, announced, BARRIER, "only one thread's stores are ordered: no CTA barrier")
+    ptx.require(STORE, announced, barrier, "only one thread's stores are ordered: no CTA barrier")
     ptx.require(TMA_STORE, announced, TMA_COMPLETE, "a TMA store is read, but not complete")
     ptx.require(TMA_COMPLETE, announced, PROXY_FENCE, "a TMA store is not fenced")
-    ptx.require(PROXY_FENCE, announced, BARRIER, "not all threads have fenced: no CTA barrier")
+    ptx.require(PROXY_FENCE, announced, barrier, "not all threads have fenced: no CTA barrier")
 
 
-def check_count(ptx: Ptx) -> None:
+def check_count(ptx: Ptx, barrier: str = BARRIER) -> None:
     """Programs join at a counter before the last one signals."""
     ptx.require_some(COUNT, "arrivals are not counted with acquire and release")
     ptx.require(f"{STORE}|{TMA_STORE}", RELEASE, COUNT, "a signal is raised without counting")
-    ptx.require(COUNT, RELEASE, BARRIER, "no CTA barrier between the count and the signal")
+    ptx.require(COUNT, RELEASE, barrier, "no CTA barrier between the count and the signal")
 
 
-def check_acquire(ptx: Ptx) -> None:
+def check_acquire(ptx: Ptx, barrier: str = BARRIER) -> None:
     """Loads of all threads come after the signal that one thread has seen."""
     ptx.require_some(ACQUIRE, "no signal is acquired from the system")
     ptx.require_some(LOAD, "nothing is loaded")
-    ptx.require(ACQUIRE, LOAD, BARRIER, "other threads load too early: no CTA barrier")
+    ptx.require(ACQUIRE, LOAD, barrier, "other threads load too early: no CTA barrier")
     ptx.require(ACQUIRE, TMA_LOAD, PROXY_FENCE, "TMA loads are not fenced")
 
 

@@ -27,8 +27,8 @@ GROUPS = [1, 2, 8, 11, 16]
 @pytest.fixture(autouse=True)
 def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
-    for module in (hopper_ag_gemm, hopper_gemm_rs):
-        monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv))
+    for module in (hopper_ag_gemm, hopper_gemm_rs, hopper_tile):
+        monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
         for name in ("tile_in_groups", "number_in_groups"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(hopper_tile, name).fn)
@@ -87,6 +87,23 @@ def test_programs_without_an_own_tile_need_only_the_first_to_arrive():
         full = cdiv(own, PROGRAMS) * PROGRAMS
         assert set(sources[own:full]) == {2}
         assert set(sources[full:]) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("tiles", [1, 5, 40, 44, 131, 132, 133, 150, 264, 300])
+def test_parts_of_the_last_wave_cover_every_step_once(tiles, split):
+    steps, rest = 50, tiles % PROGRAMS
+    split = min(split, PROGRAMS // rest) if rest else 1
+    programs = PROGRAMS if tiles >= PROGRAMS else rest * split
+    works = range(hopper_tile.number_of_works.fn(tiles, split, programs))
+    items = [hopper_tile.tile_of_work.fn(w, tiles, steps, split, programs) for w in works]
+    done = sorted((tile, step) for tile, first, last, _ in items for step in range(first, last))
+    assert done == [(tile, step) for tile in range(tiles) for step in range(steps)]
+    assert len(items) <= cdiv(tiles, programs) * programs  # no wave more
+    assert {tile for tile, _, _, part in items if part == 0} == set(range(tiles))
+    for tile, first, _, part in items:
+        assert (part == 0) == (first == 0)
+        assert part == 0 or tile >= tiles - tiles % programs
 
 
 def test_own_tiles_lie_in_their_number_order():

@@ -6,16 +6,13 @@ instructions say, not what a GPU does with them.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiled_apart import compiled_by, named
 from ptx_order import (
     BARRIER,
+    CLOCK,
     RELEASE,
     Misordered,
     Ptx,
@@ -30,25 +27,11 @@ SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, dict]:
-    folder = tmp_path_factory.mktemp("ptx")
-    here = Path(__file__).parent
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
-    program = [sys.executable, str(here / "compile_kernels.py"), str(folder / "ptx.json")]
-    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads((folder / "ptx.json").read_text())
-
-
-def _kernels(compiled: dict[str, dict], *words: str) -> dict[str, dict]:
-    found = {name: k for name, k in compiled.items() if all(w in name.split() for w in words)}
-    assert found, f"nothing was compiled for {words}"
-    return found
+    return compiled_by("compile_kernels.py", tmp_path_factory.mktemp("ptx"))
 
 
 def test_signal_follows_all_stores(compiled):
-    for name, kernel in _kernels(compiled, "gemm_rs").items():
+    for name, kernel in named(compiled, "gemm_rs").items():
         ptx = Ptx(kernel["ptx"])
         assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
         check_release(ptx)
@@ -57,7 +40,7 @@ def test_signal_follows_all_stores(compiled):
 
 def test_an_entry_follows_the_reset(compiled):
     reset = r"st\.global\.v4"
-    for result in _kernels(compiled, "meet_ranks").values():
+    for result in named(compiled, "meet_ranks").values():
         ptx = Ptx(result["ptx"])
         ptx.require_some(reset, "no slot is reset")
         ptx.require_some(RELEASE, "no entry is released to the system")
@@ -66,7 +49,7 @@ def test_an_entry_follows_the_reset(compiled):
 
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
 def test_loads_follow_the_signal(compiled, kernel):
-    for name, result in _kernels(compiled, kernel).items():
+    for name, result in named(compiled, kernel).items():
         ptx = Ptx(result["ptx"])
         assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
         check_acquire(ptx)
@@ -74,27 +57,37 @@ def test_loads_follow_the_signal(compiled, kernel):
 
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots", "wait_sources", "meet_ranks"])
 def test_waits_are_bounded(compiled, kernel):
-    for result in _kernels(compiled, kernel).values():
+    for result in named(compiled, kernel).values():
         check_bounded(Ptx(result["ptx"]))
+
+
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
+def test_recorded_waits_keep_the_order(compiled, kernel):
+    """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
+    for name, result in named(compiled, f"recorded_{kernel}").items():
+        recorded, plain = Ptx(result["ptx"]), Ptx(compiled[name.replace("recorded_", "")]["ptx"])
+        check_acquire(recorded)
+        check_bounded(recorded)
+        assert len(recorded.find(CLOCK)) == len(plain.find(CLOCK)) + 2, name
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_shared_memory_suffices(compiled, architecture):
-    for name, kernel in _kernels(compiled, architecture).items():
+    for name, kernel in named(compiled, architecture).items():
         assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kernel", ["ag_gemm", "gemm_rs"])
 def test_hopper_multiplies_by_warp_groups(compiled, kernel, dtype):
-    for name, result in _kernels(compiled, "sm_90", kernel, dtype).items():
+    for name, result in named(compiled, "sm_90", kernel, dtype).items():
         assert "wgmma.mma_async" in result["ptx"], name
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kernel", ["ag_gemm", "gemm_rs"])
 def test_full_precision_means_no_tf32(compiled, architecture, kernel):
-    for name, result in _kernels(compiled, architecture, kernel, "float32").items():
+    for name, result in named(compiled, architecture, kernel, "float32").items():
         assert "tf32" not in result["ptx"], name
 
 
@@ -149,7 +142,7 @@ def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
     """The shipped kernel with TMA, less all instructions of one kind."""
     (ptx,) = [
         result["ptx"]
-        for name, result in _kernels(compiled, "sm_90", kernel, "bfloat16", "tma", "nt").items()
+        for name, result in named(compiled, "sm_90", kernel, "bfloat16", "tma", "nt").items()
         if "128x256x64" in name
     ]
     broken = re.sub(rf"{removed}[^;\n]*", "", ptx)

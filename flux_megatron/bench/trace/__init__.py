@@ -1,0 +1,1 @@
+"""`flux-megatron trace`: one layer, forward and backward, as a trace file and as a picture."""

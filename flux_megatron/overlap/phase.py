@@ -1,0 +1,44 @@
+"""Names for the phases of a call, in the ranges of torch's profiler and of NVTX.
+
+| phase | what the host enqueues in it |
+| --- | --- |
+| gather push | pushes of x to every peer, each with its signal [A] |
+| own rows | the copy of x to its own rows of the gathered buffer |
+| wait | a kernel that returns when rows have arrived [A]; the wait for a collective |
+| ag_gemm kernel | the kernel that gathers and multiplies |
+| gemm chunk | a library GEMM, on all rows or on some |
+| gemm_rs kernel | the kernel that multiplies and scatters |
+| scatter push | pushes of partial results to their owners, each with its signal [B] |
+| reduce | the sum of what all ranks have sent |
+| all-gather, reduce-scatter | the start of a collective |
+| fprop, dgrad, wgrad | a pass of a layer; the others lie within |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.autograd import profiler
+
+from flux_megatron import settings
+
+PREFIX = "flux_megatron: "
+_UNSEEN = nullcontext()
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """A range around what the host does in it: while torch's profiler runs, or for NVTX where
+    FLUX_MEGATRON_NVTX=1. Otherwise nothing, and almost for nothing.
+    """
+    if profiler._is_profiler_enabled or settings.get().nvtx:
+        return _seen(PREFIX + name)
+    return _UNSEEN
+
+
+@contextmanager
+def _seen(name: str) -> Iterator[None]:
+    nvtx = torch.cuda.nvtx.range(name) if settings.get().nvtx else _UNSEEN
+    with profiler.record_function(name), nvtx:
+        yield

@@ -1,0 +1,67 @@
+"""The waits inside kernels, recorded where FLUX_MEGATRON_RECORD_WAITS=1; those of the last launches
+are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flux_megatron import settings
+from flux_megatron.kernels import wait_records
+from flux_megatron.kernels.wait_records import Wait
+
+LAUNCHES = 16  # that are kept
+
+
+class Launch(NamedTuple):
+    """What one launch of `kernel` recorded; `lost` waits found no room."""
+
+    kernel: str
+    waits: list[Wait]
+    lost: int
+
+
+class _Log:
+    """The buffers of a device, used in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffers = deque(wait_records.empty_buffers(LAUNCHES, device))
+        self.launches: deque[tuple[str, Tensor]] = deque(maxlen=LAUNCHES)
+
+    def next_buffer(self, kernel: str) -> Tensor:
+        if len(self.launches) == LAUNCHES:
+            self._buffers[0][0].zero_()
+        self.launches.append((kernel, self._buffers[0]))
+        self._buffers.rotate(-1)
+        return self.launches[-1][1]
+
+    def clear(self) -> None:
+        self.launches.clear()
+        for buffer in self._buffers:
+            buffer[0].zero_()
+
+
+@lru_cache(maxsize=8)
+def _log(device: torch.device) -> _Log:
+    return _Log(device)
+
+
+def next_buffer(kernel: str, device: torch.device) -> Tensor | None:
+    """Where the next launch of `kernel` is to record its waits; None where it is not to."""
+    return _log(device).next_buffer(kernel) if settings.get().record_waits else None
+
+
+def recorded(device: torch.device) -> list[Launch]:
+    """The last launches on `device`, in their order, when they have finished."""
+    launches = _log(device).launches
+    return [Launch(kernel, *wait_records.read(buffer.cpu())) for kernel, buffer in launches]
+
+
+def clear(device: torch.device) -> None:
+    """Forget all launches."""
+    _log(device).clear()

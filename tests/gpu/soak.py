@@ -1,0 +1,159 @@
+"""Many calls of random kinds back to back, with random late ranks; every result must be exact.
+
+    torchrun --nproc-per-node 4 tests/gpu/soak.py --calls 100000
+    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 tests/gpu/soak.py --calls 40 --kinds 8
+
+All strategies that the machine has, all pieces of forward and backward, eager and, on GPUs, as
+replays of CUDA graphs. Results are compared on the device where they are made; the host looks every
+`BLOCK` calls, so nothing separates the calls in between. Prints one JSON row; exit code 1 if any
+result was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import asdict
+
+os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "60")
+os.environ.setdefault("FLUX_MEGATRON_POISON", "1")  # what was read too early is NaN
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import torch
+import torch.distributed as dist
+from soak_kinds import Operands, kinds
+from torch.distributed import ProcessGroup
+
+import flux_megatron
+from flux_megatron.overlap import environment
+
+BLOCK = 500  # calls between two looks of the host
+LATE = 0.1  # share of the calls to which a rank is late
+LATEST_S = 0.002
+
+
+class Soak:
+    """The kinds with their operands on this rank, and the count of wrong results of each."""
+
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, count: int, seed: int, graphs: float,
+        small: bool,
+    ) -> None:  # fmt: skip
+        self._group, self._device = group, device
+        self._order = random.Random(seed)  # the same on all ranks
+        self._lateness = random.Random(f"{seed} {group.rank()}")
+        self._graph_share = graphs if device.type == "cuda" else 0.0
+        self.kinds = kinds(count, seed, group.size(), device.type, small)
+        self.wrong = torch.zeros(count, dtype=torch.int64, device=device)
+        self._operands = [Operands(kind, seed, group, device) for kind in self.kinds]
+        for number in range(count):  # memory grows here, and kernels are compiled
+            self._call(number)
+        self._graphs = [self._captured(n) for n in range(count)] if self._graph_share else []
+        self.replays = 0
+        self.calls: Counter[str] = Counter()
+
+    def _call(self, number: int) -> None:
+        wrong = self.wrong[number]
+        for given, expected in self._operands[number].call():
+            assert given.shape == expected.shape, f"{self.kinds[number]}: shape {given.shape}"
+            wrong += (given != expected).any()  # NaN differs from everything
+
+    def _captured(self, number: int) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._call(number)
+        return graph
+
+    def step(self) -> None:
+        """One call of a random kind; this rank may be late."""
+        number = self._order.randrange(len(self.kinds))
+        replay = self._order.random() < self._graph_share
+        if self._lateness.random() < LATE:
+            self._be_late(self._lateness.uniform(0, LATEST_S))
+        plan = self.kinds[number].plan
+        self.calls[plan.strategy if plan else "chosen"] += 1
+        if replay:
+            self._graphs[number].replay()
+            self.replays += 1
+        else:
+            self._call(number)
+
+    def _be_late(self, seconds: float) -> None:
+        if self._device.type == "cuda" and self._lateness.random() < 0.7:
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles: the stream sleeps, not the host
+        else:
+            time.sleep(seconds)
+
+    def look(self, started: float) -> tuple[int, float]:
+        """Wrong results of all ranks so far, and the seconds of the slowest. Collective."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        flux_megatron.check()
+        wrong = self.wrong.sum()
+        dist.all_reduce(wrong, group=self._group)
+        seconds = torch.tensor(time.monotonic() - started, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
+        return int(wrong), float(seconds)
+
+
+def soak(
+    group: ProcessGroup, device: torch.device, *, calls: int, seconds: float = 3600.0,
+    seed: int = 0, graphs: float = 0.1, count: int = 64, small: bool = False,
+) -> dict:  # fmt: skip
+    """A row of `calls` calls of `count` kinds; of fewer if time is up or a result was wrong."""
+    began = time.monotonic()
+    run = Soak(group, device, count, seed, graphs, small)
+    failures, setup_seconds = run.look(began)
+    started, made, taken = time.monotonic(), 0, 0.0
+    while made < calls and taken < seconds and not failures:
+        for _ in range(min(BLOCK, calls - made)):
+            run.step()
+            made += 1
+        failures, taken = run.look(started)
+    wrong = [str(kind) for kind, count in zip(run.kinds, run.wrong.tolist(), strict=True) if count]
+    where = asdict(environment.of(device))
+    return {
+        "what": "soak", "ranks": group.size(), "calls": made, "failures": failures,
+        "seconds": round(taken, 1), "setup_seconds": round(setup_seconds, 1), "seed": seed,
+        "kinds": count, "replays": run.replays, "strategies": dict(run.calls),
+        "wrong_here": wrong, "date": time.strftime("%Y-%m-%d"),
+        **{name: where[name] for name in ("gpu", "driver", "torch", "triton", "max_connections")},
+    }  # fmt: skip
+
+
+def main(
+    calls: int = 100_000, seconds: float = 3600.0, seed: int = 0, graphs: float = 0.1,
+    kinds: int = 64, small: bool = False,
+) -> None:  # fmt: skip
+    """Run on the ranks of torchrun. Each kind is called once before the random calls begin."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    row = soak(
+        group, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs, count=kinds,
+        small=small,
+    )  # fmt: skip
+    if group.rank() == 0:
+        print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    if row["failures"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    import typer
+
+    typer.run(main)

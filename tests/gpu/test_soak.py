@@ -1,0 +1,49 @@
+"""The soak in small, and that it can fail. It is meant for GPUs; `soak.py` says how."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import DEVICE, on_device
+from soak import soak
+
+from flux_megatron.symm.copy_engine import copy_engine
+
+CALLS, KINDS = (2000, 32) if DEVICE == "cuda" else (30, 10)
+
+
+def small(rank: int, **changes) -> dict:
+    device = torch.device("cuda", rank) if DEVICE == "cuda" else torch.device("cpu")
+    return soak(dist.group.WORLD, device, calls=CALLS, count=KINDS, **changes)
+
+
+def with_lost_pushes(rank: int) -> dict:
+    """Rank 1's copy engine loses one push in twenty; the signals come."""
+    device = torch.device("cuda", rank) if DEVICE == "cuda" else torch.device("cpu")
+    engine = type(copy_engine(device))
+    turns, copy = itertools.count(1), engine.copy
+
+    def lossy(self, destination: int, source: int, size_bytes: int) -> None:
+        if rank != 1 or next(turns) % 20:
+            copy(self, destination, source, size_bytes)
+
+    with mock.patch.object(engine, "copy", lossy):
+        return small(rank, graphs=0.0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_calls_with_random_late_ranks(world_size):
+    rows = on_device(small, world_size, limit_s=280)
+    assert [row["failures"] for row in rows] == [0] * world_size, rows
+    assert all(row["calls"] == CALLS for row in rows)
+    assert {"fused", "pipelined", "sequential"} <= {*rows[0]["strategies"]}
+
+
+def test_a_lost_push_is_found():
+    for row in on_device(with_lost_pushes, 2, limit_s=120):
+        assert row["failures"] > 0

@@ -1,0 +1,172 @@
+"""Compiles the Gluon kernels for sm_90, in a process of its own; no GPU is needed.
+
+    python compile_hopper.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "ptxas"}
+
+Compiled is every configuration that the strategy chooses or tries, as its launchers fix it. The
+order of tiles (`GROUP_M`) is a number in the code: one value stands for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flux_megatron.kernels import hopper_gemm, launch
+from flux_megatron.kernels.launch import Launcher
+from flux_megatron.overlap import hopper
+from flux_megatron.problem import Pattern, Plan, Problem
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+WORLD_SIZE = 4
+RECORDED = (
+    "ag_gemm bfloat16 nt 128x256 plain",
+    "gemm_rs bfloat16 nt 128x256 copy_engine",
+)
+_GL_DTYPE = {"bfloat16": (gl.bfloat16, "bf16"), "float16": (gl.float16, "fp16")}
+_VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
+_BLOCKS = {  # of tensor descriptors, by the fields of a tile
+    "x_desc": ("block_m", "block_k"),
+    "gathered_desc": ("block_m", "block_k"),
+    "w_desc nt": ("block_n", "block_k"),
+    "w_desc nn": ("block_k", "block_n"),
+    **dict.fromkeys(("y_desc", "parts_desc", "slots_desc"), ("block_m", "block_n")),
+}
+_PAYLOAD = ("x", "bias", "own_rows")
+_TYPES = {
+    "timeout_ns": "i64",
+    "partials": "*fp32",
+    "waits": "*i64",
+    **dict.fromkeys(("pad", "status", "counters", "joined"), "*i32"),
+    **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    name: str
+    dtype: str
+    layout: str
+    launcher: Launcher
+
+
+def _problems(pattern: Pattern) -> Iterator[Problem]:
+    """Shards of one tile of rows, of some, and of many; a last wave of tiles that is worth cutting,
+    and one that is not.
+    """
+    for rows, N, (layout, dtype) in itertools.product((128, 512, 4096), (4096, 5120), _VARIANTS):
+        if dtype == "bfloat16" or (rows, N) == (512, 4096):
+            sizes = {"M": WORLD_SIZE * rows, "N": WORLD_SIZE * N, "K": WORLD_SIZE * 4096}
+            if pattern is Pattern.GEMM_RS:
+                sizes["N"] = N
+            yield Problem(pattern, dtype=dtype, world_size=WORLD_SIZE, layout=layout, **sizes)
+
+
+def _plans(problem: Problem) -> list[Plan]:
+    assert hopper.supports(problem) is None, hopper.supports(problem)
+    return [hopper.default_plan(problem), *hopper.candidates(problem)]
+
+
+def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
+    device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
+    common = {"N": problem.N_local, "world_size": WORLD_SIZE, "dtype": dtype, "device": device}
+    common |= {"layout": problem.layout, "tile": plan.tile}
+    if problem.pattern is Pattern.AG_GEMM:
+        x = torch.Size((problem.M_shard, problem.K_local))
+        # in one layout only: neither touches the order of anything
+        options = dict.fromkeys(("bias", "copy_own"), problem.layout == "nn")
+        launcher, _ = hopper_gemm._ag_launcher(x, **common, **options)
+        yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}", launcher
+        return
+    x = torch.Size((problem.M, problem.K_local))
+    launcher, _ = hopper_gemm._rs_launcher(x, **common, by_sm=plan.transport == "sm")
+    late = " late" * _constexprs(launcher)["LATE"]
+    yield f"{plan.transport}{late}{_waves(launcher)}", launcher
+
+
+def _waves(launcher: Launcher) -> str:
+    return " split" if _constexprs(launcher)["SPLIT"] > 1 else ""
+
+
+def _constexprs(launcher: Launcher) -> dict[str, object]:
+    names = [param.name for param in launcher._kernel.params if param.is_constexpr]
+    return dict(zip(names, launcher._fixed[-len(names) :], strict=True))
+
+
+def shipped() -> dict[str, Configuration]:
+    found: dict[str, Configuration] = {}
+    for pattern in (Pattern.AG_GEMM, Pattern.GEMM_RS):
+        for problem in _problems(pattern):
+            for plan in _plans(problem):
+                width = f"128x{plan.tile.block_n}"
+                for options, launcher in _launchers(problem, plan):
+                    name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
+                    made = Configuration(name, problem.dtype, problem.layout, launcher)
+                    found.setdefault(name, made)
+    return found
+
+
+def _type(name: str, configuration: Configuration) -> str:
+    gl_dtype, short = _GL_DTYPE[configuration.dtype]
+    key = f"{name} {configuration.layout}" if name == "w_desc" else name
+    if key in _BLOCKS:
+        block = [getattr(configuration.launcher._tile, side) for side in _BLOCKS[key]]
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)
+        return f"tensordesc<{short}[{','.join(map(str, block))}],{layout!r}>"
+    return f"*{short}" if name in _PAYLOAD else _TYPES.get(name, "i32")
+
+
+def compiled(configuration: Configuration, recorded: bool = False) -> dict:
+    """What Triton makes of it, and what the assembler says; waits are `recorded` or not."""
+    launcher = configuration.launcher
+    names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
+    if not recorded:
+        constexprs |= dict.fromkeys({"waits"} & {*names})
+    types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
+    sizes = [n for n in names if n in ("M_shard", "N", "K")]
+    whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}
+    aligned = [n for n in names if types[n].startswith("*") or n in whole]
+    source = GluonASTSource(
+        fn=launcher._kernel,
+        signature=types,
+        constexprs=constexprs,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": launcher._tile.num_warps}
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log), mock.patch.object(
+        triton.knobs.nvidia, "dump_ptxas_log", True
+    ):  # fmt: skip
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    shared_bytes = result.metadata.shared
+    return {"ptx": result.asm["ptx"], "shared_bytes": shared_bytes, "ptxas": log.getvalue()}
+
+
+def main(path: str) -> None:
+    hopper_gpu = {"get_device_capability": lambda: (9, 0)}
+    with (
+        mock.patch.multiple(torch.cuda, **hopper_gpu),
+        mock.patch.object(launch, "_multiprocessors", return_value=PROGRAMS),
+    ):
+        everything = shipped()
+        results = {name: compiled(made) for name, made in everything.items()}
+        for name, made in everything.items():
+            if name in RECORDED:  # behind those without
+                results[f"{name} recorded"] = compiled(made, recorded=True)
+    with open(path, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,28 @@
+"""Compiled kernels for tests: by a program in a process of its own, without the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def compiled_by(program: str, folder: Path) -> dict[str, dict]:
+    """What `program`, a file beside this one, writes to the file that it is given."""
+    here = Path(__file__).parent
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
+    command = [sys.executable, str(here / program), str(folder / "compiled.json")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads((folder / "compiled.json").read_text())
+
+
+def named(compiled: dict[str, dict], *words: str) -> dict[str, dict]:
+    """Those whose names have all these words."""
+    found = {name: k for name, k in compiled.items() if all(w in name.split() for w in words)}
+    assert found, f"nothing was compiled for {words}"
+    return found

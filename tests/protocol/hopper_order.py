@@ -1,0 +1,143 @@
+"""Which order must the PTX of the Hopper kernels guarantee? Asked of each partition of warps.
+
+| partition | warps | asked |
+| --- | --- | --- |
+| loader (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
+| mover (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
+| multipliers | 8 | stages and staging tile are handed over when all threads are done with them |
+| multipliers | 8 | parts of K are left to another program when they are in memory |
+
+Waits for an mbarrier have no clock: they are for warps of the same program, none of which waits for
+ever.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ptx_order import (
+    ACQUIRE,
+    CLOCK,
+    RELEASE,
+    STORE,
+    TMA_LOAD,
+    TMA_STORE,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_count,
+    check_release,
+)
+
+PRODUCT = r"wgmma\.mma_async"
+PRODUCT_DONE = r"wgmma\.wait_group"
+WARP_BARRIER = r"bar\.warp\.sync"
+ARRIVE = r"mbarrier\.arrive\.shared"
+INIT = r"mbarrier\.init"
+SHARED_FENCE = r"fence\.proxy\.async(\.shared::cta)?$"
+TMA_READ = r"cp\.async\.bulk\.wait_group"  # with or without .read: shared memory may be reused
+STAGED = r"stmatrix|st\.shared\.v4"
+FETCHED = r"ldmatrix|ld\.shared\.v4"
+
+
+def barrier_of(warps: int) -> str:
+    """What synchronises all threads of a partition."""
+    return WARP_BARRIER if warps == 1 else rf"bar\.sync\s+\d+, {32 * warps}$"
+
+
+def partition(ptx: Ptx, instruction: str, *, but: str = "nothing") -> tuple[Ptx, str]:
+    """The one partition that has `instruction` and not `but`, and its barrier."""
+    found = [
+        (part, barrier_of(warps))
+        for part, warps in ptx.partitions()
+        if part.find(instruction) and not part.find(but)
+    ]
+    assert len(found) == 1, f"{len(found)} partitions have {instruction} and not {but}, 1 expected"
+    return found[0]
+
+
+def without_record(ptx: Ptx) -> Ptx:
+    """The same without the records of late waits: one thread writes them, and the host reads."""
+    for first in ptx.find(r"ld\.volatile\.global"):
+        record = re.findall(r"%rd\d+", ptx.instructions[first])[-1]
+        last = next(i for i in ptx.find(RELEASE) if i > first)
+        assert record in ptx.instructions[last], "a late wait leaves no record"
+        for i in range(first, last + 1):
+            ptx.instructions[i] = "record"
+    return ptx
+
+
+def check_awaited(ptx: Ptx) -> None:
+    """Wherever a signal is awaited, [A], [B] or a part of K, its data is loaded after it, and the
+    wait ends.
+    """
+    waiting = [(part, barrier_of(warps)) for part, warps in ptx.partitions() if part.find(ACQUIRE)]
+    if not any(part.find(TMA_LOAD) for part, _ in waiting):
+        raise Misordered("no signal is awaited before TMA loads")
+    for part, barrier in waiting:
+        check_acquire(part, barrier)
+        check_bounded(part)
+
+
+def check_sent(ptx: Ptx) -> None:
+    """RS: a tile is in memory before the copy engine [D], or another rank [B], hears of it."""
+    mover, barrier = partition(without_record(ptx), TMA_STORE, but=PRODUCT)
+    check_release(mover, barrier)
+
+
+def check_counted(ptx: Ptx) -> None:
+    """RS by multiprocessors: all programs' tiles are in memory before the signal [B]."""
+    mover, barrier = partition(without_record(ptx), TMA_STORE, but=PRODUCT)
+    check_count(mover, barrier)
+
+
+def check_parts_left(ptx: Ptx) -> None:
+    """A part of K is in memory before the program that adds it hears of it."""
+    multiplier, barrier = partition(without_record(ptx), PRODUCT)
+    multiplier.require_some(RELEASE, "nobody hears of a part")
+    multiplier.require_some(ACQUIRE, "no part is awaited")
+    multiplier.require(STORE, RELEASE, barrier, "only one thread's stores are ordered")
+
+
+def check_only_signals_spin(ptx: Ptx) -> None:
+    """Partitions that await no signal read no clock and no signal: nothing else there can spin."""
+    for part, _ in ptx.partitions():
+        if not part.find(CLOCK):
+            for pattern in (RELEASE, r"ld\.volatile", r"ld\.\S*(acquire|relaxed)"):
+                if part.find(pattern):
+                    raise Misordered(f"a partition without a clock has {pattern}")
+
+
+def check_stages(ptx: Ptx) -> None:
+    """Barriers exist for TMA before a worker starts; stages are given back when multiplied."""
+    for init in ptx.find(INIT):
+        starts = set(ptx.find(r"^barrier\.sync"))
+        if ptx.reach(init, starts, set(ptx.find(SHARED_FENCE))) is not None:
+            raise Misordered("an mbarrier is used by TMA, but its start is not fenced")
+    multiplier, barrier = partition(ptx, PRODUCT)
+    multiplier.require(PRODUCT, ARRIVE, PRODUCT_DONE, "a stage is given back while it is read")
+    multiplier.require(PRODUCT_DONE, ARRIVE, barrier, "not all warps are done with a stage")
+
+
+def check_staging_tile(ptx: Ptx) -> None:
+    """The tile between multipliers and TMA, in both directions."""
+    multiplier, barrier = partition(ptx, PRODUCT)
+    multiplier.require_some(STAGED, "no tile is staged")
+    given = ARRIVE if partition_stores_apart(ptx) else TMA_STORE
+    multiplier.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
+    multiplier.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
+    if given is TMA_STORE:
+        multiplier.require(TMA_STORE, STAGED, TMA_READ, "overwritten while TMA reads it")
+        multiplier.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
+        return
+    multiplier.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
+    multiplier.require(FETCHED, ARRIVE, barrier, "not all threads have read the fetched tile")
+    mover, barrier = partition(ptx, TMA_STORE, but=PRODUCT)
+    mover.require(TMA_STORE, ARRIVE, TMA_READ, "given back while TMA reads it")
+    mover.require(TMA_READ, ARRIVE, barrier, "one thread alone knows that TMA is done")
+
+
+def partition_stores_apart(ptx: Ptx) -> bool:
+    """Whether another partition than the multipliers' stores tiles."""
+    return any(part.find(TMA_STORE) and not part.find(PRODUCT) for part, _ in ptx.partitions())

@@ -1,0 +1,182 @@
+"""Memory order and cost in the compiled Hopper kernels; `hopper_order` has what is asked. Needs no
+GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from compiled_apart import compiled_by, named
+from hopper_order import (
+    check_awaited,
+    check_counted,
+    check_only_signals_spin,
+    check_parts_left,
+    check_sent,
+    check_stages,
+    check_staging_tile,
+)
+from ptx_order import Misordered, Ptx
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+SHARED_BYTES_MAX = 227 * 1024
+CHECKS = {
+    "ag_gemm": [check_awaited],
+    "gemm_rs": [check_awaited, check_sent],
+    "sm": [check_counted],
+    "split": [check_parts_left],
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_hopper.py", tmp_path_factory.mktemp("ptx"))
+
+
+def first_of(compiled: dict[str, dict], *words: str) -> str:
+    return next(iter(named(compiled, *words).values()))["ptx"]
+
+
+@pytest.mark.parametrize("check", [check_stages, check_staging_tile, check_only_signals_spin])
+def test_warps_hand_over_in_order(compiled, check):
+    for result in compiled.values():
+        check(Ptx(result["ptx"]))
+
+
+@pytest.mark.parametrize("kernel", CHECKS)
+def test_order_among_ranks_and_programs(compiled, kernel):
+    for result in named(compiled, kernel).values():
+        for check in CHECKS[kernel]:
+            check(Ptx(result["ptx"]))
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["ag_gemm plain", "ag_gemm bias", "ag_gemm split", "gemm_rs sm late", "gemm_rs sm split",
+     "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine split"],
+)  # fmt: skip
+def test_every_way_is_compiled(compiled, way):
+    for tile in ("128x256", "128x128"):
+        assert named(compiled, *way.split(), tile)
+
+
+def test_waits_can_be_recorded(compiled):
+    """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
+    recorded = named(compiled, "recorded")
+    assert len(recorded) == 2
+    for name, result in recorded.items():
+        plain = compiled[name.removesuffix(" recorded")]["ptx"]
+        assert len(Ptx(result["ptx"]).find(CLOCK)) == len(Ptx(plain).find(CLOCK)) + 2
+
+
+def test_shared_memory_suffices(compiled):
+    for name, result in compiled.items():
+        assert result["shared_bytes"] <= SHARED_BYTES_MAX, name
+
+
+def complaints(log: str) -> list[str]:
+    """What the assembler says of spilled registers and of products that wait for each other."""
+    spilled = re.findall(r"[1-9]\d* bytes (?:stack frame|spill stores|spill loads)", log)
+    return spilled + re.findall(r"\(C75\d\d\).*", log)
+
+
+def test_registers_suffice_and_products_overlap(compiled):
+    for name, result in compiled.items():
+        assert "0 bytes spill stores" in result["ptxas"], name
+        assert complaints(result["ptxas"]) == [], name
+        assert "wgmma.mma_async" in result["ptx"], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({r"wgmma\.wait_group\.sync\.aligned [01];": ""}, "C75"),
+        ({r"setmaxnreg[^;]*;": "", r"\.maxnreg \d+": ".maxnreg 154"}, "spill"),
+    ],
+)
+def test_the_assembler_complains(compiled, tmp_path, changes, complaint):
+    from triton import knobs
+
+    ptx = first_of(compiled, "ag_gemm", "bias", "nn", "128x256")
+    for found, instead in changes.items():
+        ptx, count = re.subn(found, instead, ptx)
+        assert count, f"there is no {found}"
+    source = tmp_path / "changed.ptx"
+    source.write_text(ptx)
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a"]
+    run = subprocess.run([*command, source, "-o", tmp_path / "it"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert any(complaint in one for one in complaints(run.stderr)), run.stderr
+
+
+WARPS, PARTITION = r"bar\.warp\.sync", r"bar\.sync"
+COMPLETE = r"cp\.async\.bulk\.wait_group 0;"
+READ = r"cp\.async\.bulk\.wait_group\.read"
+FENCE = r"fence\.proxy\.async;"
+SHARED_FENCE = r"fence\.proxy\.async\.shared"
+CLOCK = r"mov\.u64 %rd\d+, %globaltimer"
+PRODUCTS_DONE = r"wgmma\.wait_group"
+LEFT = r"atom\.global\.sys\.release\.add"
+COUNT = r"atom\.global\.gpu\.acq_rel"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "removed", "reason"),
+    [
+        ("ag_gemm plain", check_awaited, WARPS, "no CTA barrier"),
+        ("ag_gemm plain", check_awaited, FENCE, "not fenced"),
+        ("ag_gemm plain", check_awaited, CLOCK, "without a clock"),
+        ("ag_gemm plain", check_stages, SHARED_FENCE, "start is not fenced"),
+        ("ag_gemm plain", check_stages, PRODUCTS_DONE, "while it is read"),
+        ("ag_gemm plain", check_stages, PARTITION, "not all warps are done"),
+        ("ag_gemm plain", check_staging_tile, SHARED_FENCE, "stores what is not fenced"),
+        ("ag_gemm plain", check_staging_tile, PARTITION, "not all threads have staged"),
+        ("ag_gemm plain", check_staging_tile, READ, "overwritten while TMA reads"),
+        ("gemm_rs copy_engine", check_awaited, WARPS, "no CTA barrier"),
+        ("gemm_rs copy_engine", check_awaited, FENCE, "not fenced"),
+        ("gemm_rs copy_engine", check_awaited, CLOCK, "without a clock"),
+        ("gemm_rs copy_engine", check_sent, COMPLETE, "not complete"),
+        ("gemm_rs copy_engine", check_sent, FENCE, "not fenced"),
+        ("gemm_rs copy_engine", check_sent, WARPS, "no CTA barrier"),
+        ("gemm_rs sm", check_sent, COMPLETE, "not complete"),
+        ("gemm_rs sm", check_sent, FENCE, "not fenced"),
+        ("gemm_rs sm", check_counted, COUNT, "not counted"),
+        ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
+        ("ag_gemm split", check_parts_left, PARTITION, "only one thread's stores"),
+        ("ag_gemm split", check_parts_left, LEFT, "nobody hears"),
+        ("gemm_rs split", check_awaited, CLOCK, "without a clock"),
+        ("gemm_rs sm", check_stages, SHARED_FENCE, "start is not fenced"),
+        ("gemm_rs sm", check_staging_tile, SHARED_FENCE, "not fenced"),
+        ("gemm_rs sm", check_staging_tile, PARTITION, "not all threads have staged"),
+        ("gemm_rs sm", check_staging_tile, READ, "given back while TMA reads"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
+    """The shipped kernel less all instructions of one kind."""
+    ptx = first_of(compiled, *kernel.split(), "bfloat16", "nt", "128x256")
+    broken = re.sub(rf"{removed}[^;\n]*", "", ptx)
+    assert broken != ptx, f"there is no {removed}"
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))
+
+
+def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
+    """The fence and the barrier between the last load of the tile and the arrival."""
+    ptx = first_of(compiled, "gemm_rs", "copy_engine", "nt", "128x256")
+    last = ptx.rindex("ldmatrix")
+    arrival = ptx.index("mbarrier.arrive", last)
+    for removed in (SHARED_FENCE, PARTITION):
+        between = re.sub(rf"{removed}[^;\n]*", "", ptx[last:arrival])
+        assert between != ptx[last:arrival], f"there is no {removed}"
+        with pytest.raises(Misordered, match=r"ldmatrix|fence"):
+            check_staging_tile(Ptx(ptx[:last] + between + ptx[arrival:]))
+
+
+@pytest.mark.parametrize(("kernel", "workers"), [("ag_gemm", [1, 2, 1]), ("gemm_rs", [1, 1, 2])])
+def test_partitions_and_their_warps(compiled, kernel, workers):
+    """Workers, those that fill up the last group of four warps, and the multipliers."""
+    for name, result in named(compiled, kernel).items():
+        assert [warps for _, warps in Ptx(result["ptx"]).partitions()] == [*workers, 8], name
