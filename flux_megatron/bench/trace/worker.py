@@ -22,7 +22,7 @@ from flux_megatron.bench.trace import merge, picture, timeline
 from flux_megatron.bench.trace.merge import RankTrace
 from flux_megatron.bench.trace.options import TraceOptions
 from flux_megatron.bench.trace.timeline import KernelWait, KernelWaits, Timeline
-from flux_megatron.bench.worker import joined
+from flux_megatron.bench.worker import joined, leave
 from flux_megatron.kernels import wait_records
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import wait_log
@@ -164,3 +164,4 @@ def _write(options: TraceOptions, traces: list[RankTrace]) -> None:
 
 if __name__ == "__main__":
     main(TraceOptions.loads(sys.argv[1]))
+    leave()
