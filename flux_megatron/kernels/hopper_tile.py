@@ -82,7 +82,7 @@ def leave_part(
     place = ((part - 1) * rest + which).to(gl.int64)
     gl.store(partials + place * (BM * BN) + offsets, out)
     barrier()
-    count_release_sys(counters + which)
+    count_release_sys(counters + which)  # flag [F]
 
 
 @gluon.jit
@@ -98,7 +98,7 @@ def join_parts(
     BN: gl.constexpr = out.shape[1]
     rest = tiles % NUM_PROGRAMS
     which = tile - (tiles - rest)
-    wait_acquire_sys(counters, which, SPLIT - 1, deadline, status)
+    wait_acquire_sys(counters, which, SPLIT - 1, deadline, status)  # wait [F]
     gl.store(counters + which, 0)  # for the next launch
     offsets = offsets_in_tile(BM, BN, layout)
     for part in range(SPLIT - 1):
