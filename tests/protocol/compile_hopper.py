@@ -1,6 +1,6 @@
 """Compiles the Gluon kernels for sm_90, in a process of its own; no GPU is needed.
 
-    python compile_hopper.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "ptxas"}
+    python compile_hopper.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "ptxas", "sass"}
 
 Compiled is every configuration that the strategy chooses or tries, as its launchers fix it. The
 order of tiles (`GROUP_M`) is a number in the code: one value stands for all.
@@ -12,7 +12,9 @@ import contextlib
 import io
 import itertools
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -149,8 +151,21 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
         triton.knobs.nvidia, "dump_ptxas_log", True
     ):  # fmt: skip
         result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    shared_bytes = result.metadata.shared
-    return {"ptx": result.asm["ptx"], "shared_bytes": shared_bytes, "ptxas": log.getvalue()}
+    return {
+        "ptx": result.asm["ptx"],
+        "shared_bytes": result.metadata.shared,
+        "ptxas": log.getvalue(),
+        "sass": disassembled(result.asm["cubin"]),
+    }
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code as text, by the disassembler that comes with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main(path: str) -> None:
