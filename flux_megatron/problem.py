@@ -68,6 +68,9 @@ class Tile:
     tma: bool = False
 
 
+TRANSPORTS = ("copy_engine", "sm")
+
+
 @dataclass(frozen=True)
 class Plan:
     """A strategy and its numbers.
@@ -82,6 +85,14 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
+        if self.comm_rows < 0 or self.splits < 0:
+            raise ValueError(
+                f"comm_rows {self.comm_rows}, splits {self.splits} given, 0 or more expected"
+            )
 
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""

@@ -66,6 +66,19 @@ def test_other_texts_are_no_plans(text):
         Plan.loads(text)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"transport": "nvlink"}, "'nvlink' given, one of"),
+        ({"comm_rows": -1}, "comm_rows -1"),
+        ({"splits": -2}, "splits -2"),
+    ],
+)
+def test_a_wrong_plan_says_what_is_wrong(fields, told):
+    with pytest.raises(ValueError, match=told):
+        Plan("hopper", **fields)
+
+
 def test_what_a_text_leaves_out_is_a_default():
     """Plans that were written before a field was added stay what they were."""
     assert Plan.loads('{"strategy": "fused"}') == Plan("fused")

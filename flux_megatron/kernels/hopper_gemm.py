@@ -17,11 +17,11 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Pattern, Problem, Tile
+from flux_megatron.symm.signals import PART_COUNTERS
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 STEPS_MIN = 8  # of K in a part of a tile: the time that it takes to fetch or store one
 SPLIT_MAX = 4  # each part more costs a tile's 128 KiB written and read
-PART_COUNTERS = 256  # tiles of a last wave that are cut; at most half as many as multiprocessors
 COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
 

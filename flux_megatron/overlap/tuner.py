@@ -30,8 +30,8 @@ from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 
 ROUNDS, FEWEST_ROUNDS = 12, 4
-# Of a shard: below, latencies decide that the model does not know, and nothing that overlaps was
-# seen to win (4 x H200, 2026-11-21, torch 2.11, triton 3.6).
+# Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
+# lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.
 FEWEST_ROWS = 256
 HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured
 AGAIN = "sequential again"  # its second turn in every round

@@ -27,7 +27,6 @@ from flux_megatron.symm.copy_engine import copy_engine
 _PARTS = 3  # two halves for eager calls, by parity, then the part of captured calls
 _CAPTURED = 2
 _MAX_PREPARED = 1024
-_PART_COUNTERS = 256  # for kernels that cut tiles into parts
 
 
 def capturing(device: torch.device) -> bool:
@@ -123,7 +122,7 @@ class Channel:
         self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self._status.data_ptr())
         slots = self._world_size * signals.MAX_COMM_TILES
         self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.part_counters = torch.zeros(_PART_COUNTERS, dtype=torch.int32, device=device)
+        self.part_counters = torch.zeros(signals.PART_COUNTERS, dtype=torch.int32, device=device)
         self._entries = torch.zeros(1, dtype=torch.int32, device=device)
         self.epoch = 0
         self._open = False
