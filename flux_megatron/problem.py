@@ -77,7 +77,8 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
-    says who moves the results of `hopper`: "copy_engine" or "sm", the multiprocessors.
+    says who moves the results of `hopper`: "copy_engine" or "sm", the multiprocessors. `cut_shards`:
+    of how many shards `hopper` cuts tiles along K, of AG the first ones, of RS the last but the own.
     """
 
     strategy: str
@@ -85,13 +86,15 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
+    cut_shards: int = 0
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if self.comm_rows < 0 or self.splits < 0:
+        if min(self.comm_rows, self.splits, self.cut_shards) < 0:
             raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits} given, 0 or more expected"
+                f"comm_rows {self.comm_rows}, splits {self.splits}, cut_shards {self.cut_shards} "
+                "given, 0 or more expected"
             )
 
     def dumps(self) -> str:

@@ -32,28 +32,29 @@ from flux_megatron.kernels.hopper_tile import (
     leave_part,
     load_tile,
     multiply_step,
-    number_of_works,
     tile_in_groups,
     tile_of_work,
+    works_and_rest,
 )
 
 
 @gluon.jit
 def ag_tile(
-    tile, rank, tiles_shard, tiles_n,
+    tile, rank, tiles_shard, tiles_n, cut_tiles,
     WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Source rank, and row and column in its shard.
 
     Own tiles first. Groups of rows span the shards of the other ranks, so that small shards share
     what they read of w. But where a shard is few tiles, programs that find no own tile go on with
-    columns of rank+1, which arrives first, alone.
+    columns of rank+1, which arrives first, alone; unless tiles are cut, so that all find one.
     """
     own = tiles_shard * tiles_n
     head = 0  # columns of rank+1
-    if WORLD_SIZE > 1 and tiles_shard <= 2:
-        lacking = gl.cdiv(own, NUM_PROGRAMS) * NUM_PROGRAMS - own
-        head = min(gl.cdiv(lacking, tiles_shard), tiles_n)
+    if WORLD_SIZE > 1:
+        if tiles_shard <= 2 and cut_tiles == 0:
+            lacking = gl.cdiv(own, NUM_PROGRAMS) * NUM_PROGRAMS - own
+            head = min(gl.cdiv(lacking, tiles_shard), tiles_n)
     behind = tiles_shard * (WORLD_SIZE - 2)  # rows of the others in these columns
     place = tile - own
     if place < 0:
@@ -76,9 +77,9 @@ def ag_tile(
 @gluon.jit
 def ag_loader(
     x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits, rank,
-    epoch, timeout_ns, comm_rows, M_shard, N, K, BN: gl.constexpr,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    epoch, timeout_ns, comm_rows, M_shard, N, K, cut_tiles, BN: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the operands of all tiles of this program."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
@@ -91,9 +92,14 @@ def ag_loader(
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     loaded = 0
     tiles = tiles_shard * tiles_n * WORLD_SIZE
-    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
-        tile, first, last, _ = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
-        source, m, n = ag_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS)
+    works, _ = works_and_rest(tiles, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS)
+    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+        tile, first, last, _, _, _ = tile_of_work(
+            work, tiles, steps, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS
+        )
+        source, m, n = ag_tile(
+            tile, rank, tiles_shard, tiles_n, cut_tiles, WORLD_SIZE, GROUP_M, NUM_PROGRAMS
+        )
         if source == rank:
             loaded = load_tile(
                 x_desc, w_desc, m * BM, n * BN, first, last, x_bufs, w_bufs, ready, free, loaded,
@@ -131,9 +137,10 @@ def ag_copier(x, own_rows, M_shard, K, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.
 @gluon.jit
 def ag_multiplier(
     y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank, timeout_ns,
-    M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
-    HAS_BIAS: gl.constexpr, NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+    M_shard, N, K, cut_tiles,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, add the bias, store."""
     BM: gl.constexpr = y_desc.block_type.shape[0]
@@ -150,8 +157,12 @@ def ag_multiplier(
     tiles = tiles_shard * tiles_n * WORLD_SIZE
     deadline = time_ns() + timeout_ns
     multiplied = 0
-    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
-        tile, first, last, part = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
+    works, _ = works_and_rest(tiles, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS)
+    parts_max: gl.constexpr = CUT if CUT > SPLIT else SPLIT
+    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+        tile, first, last, part, parts, cut = tile_of_work(
+            work, tiles, steps, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS
+        )
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, acc_layout))
         for step in range(first, last):
             acc = multiply_step(
@@ -160,18 +171,17 @@ def ag_multiplier(
             multiplied += 1
         out = finish_products(acc, free, multiplied)
         mine = True
-        if SPLIT > 1:
+        if parts_max > 1:
             mine = part == 0
             if not mine:
-                leave_part(out, partials, counters, tile, tiles, part, NUM_PROGRAMS, acc_layout)
+                leave_part(out, partials, counters, cut, part, parts_max, acc_layout)
             elif last < steps:
                 out = join_parts(
-                    out, partials, counters, tile, tiles, deadline, status,
-                    SPLIT, NUM_PROGRAMS, acc_layout,
-                )  # fmt: skip
+                    out, partials, counters, cut, parts, deadline, status, parts_max, acc_layout
+                )
         if mine:
             source, m, n = ag_tile(
-                tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M, NUM_PROGRAMS
+                tile, rank, tiles_shard, tiles_n, cut_tiles, WORLD_SIZE, GROUP_M, NUM_PROGRAMS
             )
             if HAS_BIAS:
                 cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, acc_layout))
@@ -187,10 +197,10 @@ def ag_multiplier(
 @gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, bias, x, own_rows, partials, pad, status, waits,
-    counters, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr,
-    COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    counters, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, cut_tiles,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
     dtype: gl.constexpr = x_desc.dtype
@@ -206,13 +216,13 @@ def hopper_ag_gemm_kernel(
         [
             (ag_multiplier, (
                 y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank,
-                timeout_ns, M_shard, N, K,
-                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
+                timeout_ns, M_shard, N, K, cut_tiles,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
             )),
             (ag_loader, (
                 x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits,
-                rank, epoch, timeout_ns, comm_rows, M_shard, N, K, BN,
-                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
+                rank, epoch, timeout_ns, comm_rows, M_shard, N, K, cut_tiles, BN,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (ag_copier, (x, own_rows, M_shard, K, COPY_OWN, NUM_PROGRAMS)),
         ],

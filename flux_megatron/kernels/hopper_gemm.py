@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper_cuts import STEPS_MIN, Cuts, cuts_of_gather, cuts_of_scatter
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Pattern, Problem, Tile
 from flux_megatron.symm.signals import PART_COUNTERS
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
-STEPS_MIN = 8  # of K in a part of a tile: the time that it takes to fetch or store one
-SPLIT_MAX = 4  # each part more costs a tile's 128 KiB written and read
 COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
 
@@ -93,37 +92,40 @@ def _described_w(w: Tensor, layout: str, tile: Tile):
 @lru_cache(maxsize=1024)
 def _ag_launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, copy_own: bool, recorded: bool = False,
+    bias: bool, layout: str, tile: Tile, cut_shards: int, copy_own: bool, recorded: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     from flux_megatron.kernels.hopper_ag_gemm import hopper_ag_gemm_kernel
 
     M_shard, K = x
-    tiles = world_size * tiles_of_shard(M_shard, N, tile)
-    split, programs = last_wave(tiles, cdiv(K, tile.block_k), device)
+    own = tiles_of_shard(M_shard, N, tile)
+    cuts = cuts_of_gather(own, world_size, cut_shards, cdiv(K, tile.block_k), processors(device))
     run = Launcher(
-        hopper_ag_gemm_kernel, (programs,), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, SPLIT=split, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
-        LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_OWN=copy_own, NUM_PROGRAMS=programs,
+        hopper_ag_gemm_kernel, (cuts.programs,), tile, (M_shard, N, K, cuts.early),
+        WORLD_SIZE=world_size, CUT=cuts.parts, SPLIT=cuts.split, STAGES=tile.num_stages,
+        NUM_WARPS=tile.num_warps, LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_OWN=copy_own,
+        NUM_PROGRAMS=cuts.programs,
     )  # fmt: skip
-    return run, partial_sums(tiles, split, programs, tile)
+    return run, cuts.partials * tile.block_m * tile.block_n
 
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, part_counters: Tensor, rank: int, epoch: int, timeout_ns: int,
-    comm_rows: int, layout: str, tile: Tile, copy_own: bool, waits: Tensor | None = None,
+    comm_rows: int, layout: str, tile: Tile, cut_shards: int, copy_own: bool,
+    waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_own`: the kernel also copies x to the own rows of `gathered`.
-    `waits` is a buffer of `wait_records`, or None.
+    `cut_shards`: how many shards' tiles are cut along K, if a shard has fewer than there are
+    multiprocessors. `waits` is a buffer of `wait_records`, or None.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N)
     own_rows = gathered[rank * x.shape[0] :] if copy_own else gathered
     run, sums = _ag_launcher(
-        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, copy_own,
-        waits is not None,
+        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, cut_shards,
+        copy_own, waits is not None,
     )  # fmt: skip
     run(
         (
@@ -145,7 +147,8 @@ def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
     words = _nothing(x.device)
     return ag_gemm(
         x, x, w, None, pad=words, status=words, part_counters=words, rank=0, epoch=0,
-        timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, copy_own=False,
+        timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, cut_shards=0,
+        copy_own=False,
     )  # fmt: skip
 
 
@@ -154,20 +157,18 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.zeros(PART_COUNTERS, dtype=torch.int32, device=device)
 
 
-def last_wave(tiles: int, steps: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts of K the tiles of the last, incomplete wave are cut, so that it is one
-    part long and not a tile; and the number of programs.
-    """
+def processors(device: torch.device) -> int:
+    """Programs that run at once: one a multiprocessor."""
     (programs,) = launch.persistent_grid(device, 1 << 30)
-    rest = tiles % programs
-    split = max(1, min(programs // rest, steps // STEPS_MIN, SPLIT_MAX)) if rest else 1
-    return split, programs if tiles >= programs else rest * split
+    return programs
 
 
-def partial_sums(tiles: int, split: int, programs: int, tile: Tile) -> int:
-    """Elements of the parts of K that are not the first."""
-    rest = tiles % programs if tiles >= programs else tiles
-    return (split - 1) * rest * tile.block_m * tile.block_n
+def cuts_of(problem: Problem, tile: Tile, cut_shards: int, device: torch.device) -> Cuts:
+    """Which tiles of a problem are cut."""
+    own = tiles_of_shard(problem.M_shard, problem.N_local, tile)
+    cuts = cuts_of_gather if problem.pattern is Pattern.AG_GEMM else cuts_of_scatter
+    steps = cdiv(problem.K_local, tile.block_k)
+    return cuts(own, problem.world_size, cut_shards, steps, processors(device))
 
 
 def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
@@ -201,28 +202,28 @@ def last_made(
 @lru_cache(maxsize=1024)
 def _rs_launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, by_sm: bool, recorded: bool = False,
+    tile: Tile, cut_shards: int, by_sm: bool, recorded: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     from flux_megatron.kernels.hopper_gemm_rs import hopper_gemm_rs_kernel
 
     M, K = x
     M_shard = M // world_size
-    tiles = world_size * tiles_of_shard(M_shard, N, tile)
-    split, programs = last_wave(tiles, cdiv(K, tile.block_k), device)
+    own = tiles_of_shard(M_shard, N, tile)
+    cuts = cuts_of_scatter(own, world_size, cut_shards, cdiv(K, tile.block_k), processors(device))
     run = Launcher(
-        hopper_gemm_rs_kernel, (programs,), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, SPLIT=split, STAGES=tile.num_stages, NUM_WARPS=tile.num_warps,
-        LAYOUT_NN=layout == "nn", BY_SM=by_sm, LATE=tiles <= world_size * programs,
-        NUM_PROGRAMS=programs,
+        hopper_gemm_rs_kernel, (cuts.programs,), tile, (M_shard, N, K, cuts.early),
+        WORLD_SIZE=world_size, CUT=cuts.parts, SPLIT=cuts.split, STAGES=tile.num_stages,
+        NUM_WARPS=tile.num_warps, LAYOUT_NN=layout == "nn", BY_SM=by_sm,
+        LATE=own <= cuts.programs, NUM_PROGRAMS=cuts.programs,
     )  # fmt: skip
-    return run, partial_sums(tiles, split, programs, tile)
+    return run, cuts.partials * tile.block_m * tile.block_n
 
 
 def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, slots: Tensor, slot_pointers: Tensor,
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, part_counters: Tensor,
     rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int, layout: str,
-    tile: Tile, by_sm: bool, waits: Tensor | None = None,
+    tile: Tile, cut_shards: int, by_sm: bool, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N].
 
@@ -231,13 +232,17 @@ def gemm_rs(
     | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
     | slots | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
     | waits | a buffer of `wait_records`, or None |
+
+    `cut_shards` of 1: the last tiles of other shards, which fill no wave, are cut along K, so that
+    they are sent before the last wave ends.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
     run, sums = _rs_launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm, waits is not None
-    )
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, cut_shards, by_sm,
+        waits is not None,
+    )  # fmt: skip
     run(
         (
             _described(x, tile.block_m, tile.block_k),

@@ -44,9 +44,9 @@ from flux_megatron.kernels.hopper_tile import (
     load_tile,
     multiply_step,
     number_in_groups,
-    number_of_works,
     tile_in_groups,
     tile_of_work,
+    works_and_rest,
 )
 
 
@@ -71,9 +71,9 @@ def rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE: gl.constexpr, GROUP_M:
 
 @gluon.jit
 def rs_loader(
-    x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr,
-    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K, cut_tiles,
+    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
+    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the operands of all tiles of this program."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
@@ -83,8 +83,12 @@ def rs_loader(
     steps = gl.cdiv(K, BK)
     loaded = 0
     tiles = tiles_shard * tiles_n * WORLD_SIZE
-    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
-        tile, first, last, _ = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
+    others = tiles - tiles_shard * tiles_n
+    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
+    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+        tile, first, last, _, _, _ = tile_of_work(
+            work, tiles, steps, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+        )
         owner, m, n, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
         loaded = load_tile(
             x_desc, w_desc, owner * M_shard + m * BM, n * BN, first, last, x_bufs, w_bufs,
@@ -108,8 +112,8 @@ def store_at_owner(slots_desc, pointer, place, y_buf, places):
 def rs_mover(
     parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free, part_ready,
     part_added, pad, status, waits, counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, BY_SM: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
+    SPLIT: gl.constexpr, BY_SM: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: fetches into `y_buf` what the other ranks have made of an own tile, one rank after
     another, and stores each finished tile from it.
@@ -125,9 +129,13 @@ def rs_mover(
     finished = 0
     fetched = 0
     tiles = per_shard * WORLD_SIZE
-    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
-        tile, _, _, cut = tile_of_work(work, tiles, 1, SPLIT, NUM_PROGRAMS)
-        if cut == 0:  # else another program has the tile
+    others = tiles - per_shard
+    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
+    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+        tile, _, _, cut_part, _, _ = tile_of_work(
+            work, tiles, 1, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+        )
+        if cut_part == 0:  # else another program has the tile
             owner, m, n, number, step = rs_tile(
                 tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M
             )
@@ -187,8 +195,9 @@ def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
 def rs_multiplier(
     y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free,
     part_ready, part_added, rank, timeout_ns, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
-    LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
+    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, and add the other ranks' tiles to own ones."""
     BM: gl.constexpr = y_desc.block_type.shape[0]
@@ -205,9 +214,14 @@ def rs_multiplier(
     fetched = 0
     finished = 0
     tiles = tiles_shard * tiles_n * WORLD_SIZE
+    others = tiles - tiles_shard * tiles_n
     deadline = time_ns() + timeout_ns
-    for work in range(gl.program_id(0), number_of_works(tiles, SPLIT, NUM_PROGRAMS), NUM_PROGRAMS):
-        tile, done, last, cut = tile_of_work(work, tiles, steps, SPLIT, NUM_PROGRAMS)
+    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
+    parts_max: gl.constexpr = CUT if CUT > SPLIT else SPLIT
+    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+        tile, done, last, cut_part, cut_parts, cut = tile_of_work(
+            work, tiles, steps, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+        )
         owner, _, _, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
         # An own tile is made in R - 1 parts of K: during each another rank's tile is fetched. But
         # where nothing follows, nothing is worth a wait before the last product.
@@ -230,15 +244,14 @@ def rs_multiplier(
                 out = add_part(out, y_buf, part_ready, part_added, fetched, acc_layout)
                 fetched += 1
         mine = True
-        if SPLIT > 1:
-            mine = cut == 0
+        if parts_max > 1:
+            mine = cut_part == 0
             if not mine:
-                leave_part(out, partials, joined, tile, tiles, cut, NUM_PROGRAMS, acc_layout)
-            elif work >= tiles - tiles % NUM_PROGRAMS:
+                leave_part(out, partials, joined, cut, cut_part, parts_max, acc_layout)
+            elif cut_parts > 1:
                 out = join_parts(
-                    out, partials, joined, tile, tiles, deadline, status,
-                    SPLIT, NUM_PROGRAMS, acc_layout,
-                )  # fmt: skip
+                    out, partials, joined, cut, cut_parts, deadline, status, parts_max, acc_layout
+                )
         if mine:
             if owner == rank and late:
                 for _ in range(WORLD_SIZE - 1):
@@ -256,9 +269,9 @@ def rs_multiplier(
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, slots_desc, y_desc, partials, slot_pointers, pad_pointers, pad,
     status, waits, counters, joined, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr, BY_SM: gl.constexpr, LATE: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
     dtype: gl.constexpr = x_desc.dtype
@@ -283,17 +296,18 @@ def hopper_gemm_rs_kernel(
         [
             (rs_multiplier, (
                 y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full,
-                y_free, part_ready, part_added, rank, timeout_ns, M_shard, N, K,
-                WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
+                y_free, part_ready, part_added, rank, timeout_ns, M_shard, N, K, cut_tiles,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
             )),
             (rs_loader, (
-                x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K,
-                BN, WORLD_SIZE, GROUP_M, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
+                x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K, cut_tiles,
+                BN, WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (rs_mover, (
                 parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free,
                 part_ready, part_added, pad, status, waits, counters, rank, epoch, timeout_ns,
-                tiles_comm, M_shard, N, WORLD_SIZE, GROUP_M, SPLIT, BY_SM, NUM_PROGRAMS,
+                tiles_comm, M_shard, N, cut_tiles, WORLD_SIZE, GROUP_M, CUT, SPLIT, BY_SM,
+                NUM_PROGRAMS,
             )),
         ],
         [1, 1],

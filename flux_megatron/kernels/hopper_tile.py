@@ -40,69 +40,106 @@ def number_in_groups(m, n, tiles_m, tiles_n, group_m):
 
 
 @gluon.jit
-def number_of_works(tiles, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
-    """Items of the persistent loop: the tiles that leave its last wave incomplete are cut into
-    SPLIT parts of K, an item each.
+def works_and_rest(
+    tiles, cut_first, cut_last,
+    CUT: gl.constexpr, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Items of the persistent loop, and tiles of its last, incomplete wave.
+
+    An item is a tile or, of two kinds of tiles, a part of K: tiles `cut_first` to `cut_last` are
+    cut into CUT parts, so that all programs have work before what comes next can begin; those of
+    the last wave into SPLIT, so that it is short.
     """
-    return tiles + tiles % NUM_PROGRAMS * (SPLIT - 1)
+    items = tiles + (cut_last - cut_first) * (CUT - 1)
+    rest = min(items % NUM_PROGRAMS, tiles - cut_last)
+    return items + rest * (SPLIT - 1), rest
 
 
 @gluon.jit
-def tile_of_work(work, tiles, steps, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
-    """Tile of an item, its first and last step of K, and the number of the part (0: has step 0)."""
-    whole = tiles - tiles % NUM_PROGRAMS
+def steps_of_part(steps, part, PARTS: gl.constexpr):
+    """First step of K of a part of a tile, and the first of the next part."""
+    first = 0
+    last = 0
+    # By comparison: by a division the loop over these steps would stay in vector registers, which
+    # makes the products 10 % slower (4 x H200, 2026-11-21, triton 3.6).
+    for i in gl.static_range(PARTS):
+        if part == i:
+            first = steps * i // PARTS
+            last = steps * (i + 1) // PARTS
+    return first, last
+
+
+@gluon.jit
+def tile_of_work(
+    work, tiles, steps, cut_first, cut_last,
+    CUT: gl.constexpr, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Tile of an item, its first and last step of K, and the number of the part (0: has step 0) of
+    how many, and of the cut tile among all that are cut.
+
+    Parts of a tile are neighbours: a program that joins parts waits for items that others have
+    begun, or come to after items that lie before these.
+    """
     tile = work
     first = 0
     last = steps
     part = 0
+    parts = 1
+    cut = 0
+    if CUT > 1:
+        place = work - cut_first
+        if place >= 0:
+            cuts = cut_last - cut_first
+            if place < cuts * CUT:
+                cut = place // CUT
+                part = place % CUT
+                parts = CUT
+                tile = cut_first + cut
+                first, last = steps_of_part(steps, part, CUT)
+            else:
+                tile = work - cuts * (CUT - 1)
     if SPLIT > 1:
-        if work >= whole:
-            # By comparison: a division by a number that the compiler does not know leaves the loop
-            # over the steps in vector registers, which makes the products 10 % slower.
-            rest = tiles - whole
-            for i in gl.static_range(1, SPLIT):
-                if work - whole >= i * rest:
-                    part = i
-            tile = work - part * rest
-            first = steps * part // SPLIT
-            last = steps * (part + 1) // SPLIT
-    return tile, first, last, part
+        works, rest = works_and_rest(tiles, cut_first, cut_last, CUT, SPLIT, NUM_PROGRAMS)
+        place = work - (works - rest * SPLIT)
+        if place >= 0:
+            which = place // SPLIT
+            cut = cut_last - cut_first + which
+            part = place % SPLIT
+            parts = SPLIT
+            tile = tiles - rest + which
+            first, last = steps_of_part(steps, part, SPLIT)
+    return tile, first, last, part, parts, cut
 
 
 @gluon.jit
-def leave_part(
-    out, partials, counters, tile, tiles, part, NUM_PROGRAMS: gl.constexpr, layout: gl.constexpr
-):
+def leave_part(out, partials, counters, cut, part, parts_max: gl.constexpr, layout: gl.constexpr):
     """Leave the sum over a part of K, other than the first, to the program that has the first."""
     BM: gl.constexpr = out.shape[0]
     BN: gl.constexpr = out.shape[1]
-    rest = tiles % NUM_PROGRAMS
-    which = tile - (tiles - rest)
     offsets = offsets_in_tile(BM, BN, layout)
-    place = ((part - 1) * rest + which).to(gl.int64)
+    place = (cut * (parts_max - 1) + part - 1).to(gl.int64)
     gl.store(partials + place * (BM * BN) + offsets, out)
     barrier()
-    count_release_sys(counters + which)  # flag [F]
+    count_release_sys(counters + cut)  # flag [F]
 
 
 @gluon.jit
 def join_parts(
-    out, partials, counters, tile, tiles, deadline, status,
-    SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr, layout: gl.constexpr,
+    out, partials, counters, cut, parts, deadline, status,
+    parts_max: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Add the other parts of K, in their order, when they are there.
 
-    Their programs wait for nobody, so this ends; the deadline is for the case that they have died.
+    This ends, because what it waits for comes earlier in the order of items; the deadline is for
+    the case that another program has died.
     """
     BM: gl.constexpr = out.shape[0]
     BN: gl.constexpr = out.shape[1]
-    rest = tiles % NUM_PROGRAMS
-    which = tile - (tiles - rest)
-    wait_acquire_sys(counters, which, SPLIT - 1, deadline, status)  # wait [F]
-    gl.store(counters + which, 0)  # for the next launch
+    wait_acquire_sys(counters, cut, parts - 1, deadline, status)  # wait [F]
+    gl.store(counters + cut, 0)  # for the next launch
     offsets = offsets_in_tile(BM, BN, layout)
-    for part in range(SPLIT - 1):
-        place = (part * rest + which).to(gl.int64)
+    for part in range(parts - 1):
+        place = (cut * (parts_max - 1) + part).to(gl.int64)
         out += gl.load(partials + place * (BM * BN) + offsets)
     return out
 

@@ -126,12 +126,17 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
         run(x, y, z, stream(device), function, metadata, None, None, None, *args)
 
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
-    if not metas or not triton.__version__.startswith("3.6.") or run.global_scratch_size:
+    if not metas or not triton.__version__.startswith("3.6."):
         return launch
     behind = inspect.getclosurevars(run.launch).nonlocals["launcher"]
-    before = (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None, None)
+    how = (run.launch_cooperative_grid, run.launch_pdl)
+    scratch_bytes, alignment = x * y * z * run.global_scratch_size, run.global_scratch_align
 
     def launch_expanded(*args) -> None:
+        scratch = None  # where kernels make descriptors of their own
+        if scratch_bytes:
+            scratch = _descriptor_memory(scratch_bytes, alignment, None)
+        before = (*how, scratch, None, metadata, None, None, None)
         flat: list = []
         for descriptor, meta in zip(args, metas, strict=False):  # descriptors come first
             flat += _expanded(descriptor, meta)

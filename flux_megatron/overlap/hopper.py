@@ -22,10 +22,11 @@ from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Part
-from flux_megatron.symm.copy_engine import Push, copy_engine
+from flux_megatron.symm.copy_engine import Delivery, Push, copy_engine
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
 
+NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 
 
@@ -56,15 +57,28 @@ def default_plan(problem: Problem) -> Plan:
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
-    narrow = replace(TILE, block_n=128, num_stages=5, group_m=16)
-    plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), narrow)]
+    plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
     if problem.pattern is Pattern.GEMM_RS and problem.M_shard <= 512:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
             for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))
             for plan in (default, *plans)
         ]
-    return [*dict.fromkeys(plans)]
+    return [*dict.fromkeys(plans + _with_cuts(problem, default))]
+
+
+def _with_cuts(problem: Problem, default: Plan) -> list[Plan]:
+    """Plans with early tiles cut along K, where there are any to cut."""
+    if not hopper_gemm.cuts_of(problem, TILE, 1, torch.device("cuda")).early:
+        return []
+    if problem.pattern is Pattern.GEMM_RS:
+        plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
+        pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
+        return [replace(plan, cut_shards=1) for plan in (*plain, pushed)]
+    # groups within a shard: what comes from one rank never waits for another
+    alone = replace(TILE, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
+    plans = [replace(default, tile=tile, cut_shards=1) for tile in (default.tile, alone, NARROW)]
+    return [*plans, replace(default, tile=alone, cut_shards=problem.world_size)]
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
@@ -87,7 +101,7 @@ def ag_gemm(
             part_counters=workspace.gather.part_counters, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
-            copy_own=consume is not None,
+            cut_shards=plan.cut_shards, copy_own=consume is not None,
             waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
@@ -96,21 +110,12 @@ def ag_gemm(
     return y
 
 
-class Delivery(NamedTuple):
-    """How many GEMM tiles to wait for, at which counter, and what to push then."""
-
-    counter: int
-    tiles: int
-    pushes: tuple[Push]
-
-
 class Route(NamedTuple):
     """The same for every scatter of a shape through one part."""
 
     slots: Tensor
     tiles_comm: int
     deliveries: tuple[Delivery, ...]
-    counters: tuple[int, ...]
 
 
 def _route(
@@ -133,12 +138,11 @@ def _route(
             size_bytes=count * tile_bytes,
             signal=part.pads[owner][slot(part.rank, comm_tile) :].data_ptr(),  # signal [B]
         )
-        return Delivery(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, (push,))
+        return Delivery(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
 
     made = hopper_gemm.last_made(M_shard, N, part.world_size, tiles_comm, tile)
     deliveries = tuple(delivery(*which) for which in sorted(made, key=made.__getitem__))
-    cleared = tuple(one.counter for one in deliveries)
-    return Route(part.view(part.rank, shape, dtype), tiles_comm, deliveries, cleared)
+    return Route(part.view(part.rank, shape, dtype), tiles_comm, deliveries)
 
 
 @dataclass(frozen=True)
@@ -181,14 +185,11 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             pad=call.pads[call.rank], status=call.status,
             counters=counters, part_counters=workspace.scatter.part_counters, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
-            tiles_comm=route.tiles_comm, layout=layout, tile=tile, by_sm=by_sm,
+            tiles_comm=route.tiles_comm, layout=layout, tile=tile,
+            cut_shards=plan.cut_shards, by_sm=by_sm,
             waits=wait_log.next_buffer("hopper_gemm_rs", x.device),
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):
-            source = parts.data_ptr()
-            for counter, tiles, pushes in route.deliveries:
-                engine.wait_count(counter, tiles)  # wait [D]
-                engine.send(pushes, source, call.epoch)
-            engine.clear(route.counters)
+            engine.deliver(route.deliveries, parts.data_ptr(), call.epoch)
     return Scatter(workspace, call, y, parts)

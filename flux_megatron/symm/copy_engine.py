@@ -29,6 +29,14 @@ class Push(NamedTuple):
     signal: int
 
 
+class Delivery(NamedTuple):
+    """What to push when the int32 at `counter`, of this GPU, has come to `tiles`."""
+
+    counter: int
+    tiles: int
+    push: Push
+
+
 class CopyEngine(ABC):
     """Copies and signals in the order in which they are asked for."""
 
@@ -85,6 +93,13 @@ class CopyEngine(ABC):
         for push in pushes:
             self.copy(push.destination, source + push.offset, push.size_bytes)
             self.write(push.signal, word)
+
+    def deliver(self, deliveries: tuple[Delivery, ...], source: int, epoch: int) -> None:
+        """One after another, each when it is complete; then their counters are 0 again."""
+        for delivery in deliveries:
+            self.wait_count(delivery.counter, delivery.tiles)  # wait [D]
+            self.send((delivery.push,), source, epoch)
+        self.clear(tuple(delivery.counter for delivery in deliveries))
 
 
 class CpuCopyEngine(CopyEngine):
@@ -164,22 +179,48 @@ class CudaCopyEngine(CopyEngine):
         self._check("cuStreamWaitValue32", error)
 
     def clear(self, counters: tuple[int, ...]) -> None:
-        (error,) = self._driver.cuStreamBatchMemOp(
-            self._stream, len(counters), self._zeros(counters), 0
-        )
-        self._check("cuStreamBatchMemOp", error)
+        self._operate([self._writing(counter, 0) for counter in counters])
+
+    def deliver(self, deliveries: tuple[Delivery, ...], source: int, epoch: int) -> None:
+        """A signal and what follows it, the next wait or the end, are one call to the driver."""
+        word = as_int32(epoch) % 2**32
+        with self._lock:  # the operations are kept and changed
+            first, *_ = deliveries
+            self.wait_count(first.counter, first.tiles)  # wait [D]
+            for push, operations in self._chain(deliveries):
+                self.copy(push.destination, source + push.offset, push.size_bytes)
+                operations[0].writeValue.value = word
+                self._operate(operations)
 
     @lru_cache(maxsize=256)  # noqa: B019, there is one engine a device, for good
-    def _zeros(self, counters: tuple[int, ...]) -> list[Any]:
-        operations = []
-        for counter in counters:
-            operation = self._driver.CUstreamBatchMemOpParams()
-            kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            operation.writeValue.operation = kind
-            operation.writeValue.address = counter
-            operation.writeValue.value = 0
-            operations.append(operation)
-        return operations
+    def _chain(self, deliveries: tuple[Delivery, ...]) -> list[tuple[Push, list[Any]]]:
+        ends = [self._writing(delivery.counter, 0) for delivery in deliveries]
+        after = [[self._waiting(later.counter, later.tiles)] for later in deliveries[1:]]
+        return [
+            (delivery.push, [self._writing(delivery.push.signal, 0), *operations])
+            for delivery, operations in zip(deliveries, [*after, ends], strict=True)
+        ]
+
+    def _operate(self, operations: list[Any]) -> None:
+        (error,) = self._driver.cuStreamBatchMemOp(self._stream, len(operations), operations, 0)
+        self._check("cuStreamBatchMemOp", error)
+
+    def _writing(self, address: int, word: int) -> Any:
+        operation = self._driver.CUstreamBatchMemOpParams()
+        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        operation.writeValue.operation = kind
+        operation.writeValue.address = address
+        operation.writeValue.value = word
+        return operation
+
+    def _waiting(self, counter: int, count: int) -> Any:
+        operation = self._driver.CUstreamBatchMemOpParams()
+        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        operation.waitValue.operation = kind
+        operation.waitValue.address = counter
+        operation.waitValue.value = count
+        operation.waitValue.flags = 0  # until the difference of the two is at least 0
+        return operation
 
     def write(self, address: int, word: int) -> None:
         # flags 0: the write waits for, and is ordered after, all earlier writes of this stream

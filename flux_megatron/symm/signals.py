@@ -10,9 +10,7 @@ difference.
 from __future__ import annotations
 
 MAX_COMM_TILES = 64  # communication tiles of one shard
-PART_COUNTERS = (
-    256  # for kernels that cut tiles into parts: at most half as many as multiprocessors
-)
+PART_COUNTERS = 1024  # tiles that a kernel may cut into parts
 CAPTURED_EPOCH = 1  # of every captured call: a replay repeats it
 
 # words of a status record: what the first wait that ran out of time was waiting for

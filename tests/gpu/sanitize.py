@@ -30,9 +30,11 @@ def command(tool: str, sanitizer: str) -> list[str]:
     ours = [word for name in KERNELS for word in ("--kernel-name", f"kernel_substring={name}")]
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     calls = ["--calls", "0", "--kinds", str(KINDS), "--small", "--graphs", "0"]
+    # libraries ask the driver for things that it may refuse: memcheck tells that too
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
     return [
-        sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9", *ours,
-        sys.executable, *ranks, str(Path(__file__).with_name("soak.py")), *calls,
+        sanitizer, "--tool", tool, *quiet, "--target-processes", "all", "--error-exitcode", "9",
+        *ours, sys.executable, *ranks, str(Path(__file__).with_name("soak.py")), *calls,
     ]  # fmt: skip
 
 
@@ -46,11 +48,12 @@ def sanitize(tool: str) -> dict:
         command(tool, sanitizer), env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     output = run.stdout + run.stderr
+    faults = "\n".join(line for line in output.splitlines() if line.startswith("====="))
     summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
     row = next((line for line in run.stdout.splitlines() if line.startswith('{"what"')), "{}")
     clean = run.returncode == 0 and bool(summaries)
     if not clean:
-        print(output[-20_000:], file=sys.stderr)
+        print(faults[:20_000], output[-4000:], sep="\n", file=sys.stderr)
     return {
         "what": tool, "clean": clean, "seconds": round(time.monotonic() - began, 1),
         "summaries": sorted({*summaries}), "kernels": KERNELS, "calls": json.loads(row),

@@ -100,7 +100,7 @@ def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool
         **common,
         M_shard=draw.choice([128, 256, 384] if gathers else [1, 37, 128, 200, 333]) * most,
         N=draw.choice([128, 136, 520, 1000]) * most,
-        K=draw.choice([64, 72, 520]) if gathers else least + draw.choice([0, 8, 72]),
+        K=draw.choice([64, 72, 520, 2056]) if gathers else least + draw.choice([0, 8, 72]),
         dtype=draw.choice([torch.bfloat16, torch.float16]),
         plan=None,
     )

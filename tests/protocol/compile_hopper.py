@@ -83,7 +83,7 @@ def _plans(problem: Problem) -> list[Plan]:
 def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
     common = {"N": problem.N_local, "world_size": WORLD_SIZE, "dtype": dtype, "device": device}
-    common |= {"layout": problem.layout, "tile": plan.tile}
+    common |= {"layout": problem.layout, "tile": plan.tile, "cut_shards": plan.cut_shards}
     if problem.pattern is Pattern.AG_GEMM:
         x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
@@ -98,7 +98,8 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
 
 
 def _waves(launcher: Launcher) -> str:
-    return " split" if _constexprs(launcher)["SPLIT"] > 1 else ""
+    values = _constexprs(launcher)
+    return " cut" * (values["CUT"] > 1) + " split" * (values["SPLIT"] > 1)
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:

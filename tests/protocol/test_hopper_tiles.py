@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm, hopper_gemm_rs, hopper_tile
+from flux_megatron.kernels.hopper_cuts import Cuts, cuts_of_gather, cuts_of_scatter
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.symm.signals import PART_COUNTERS
 
 PROGRAMS = 132
 SHAPES = [  # tiles of a shard: rows, columns
@@ -29,7 +31,7 @@ def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
     for module in (hopper_ag_gemm, hopper_gemm_rs, hopper_tile):
         monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
-        for name in ("tile_in_groups", "number_in_groups"):
+        for name in ("tile_in_groups", "number_in_groups", "steps_of_part", "works_and_rest"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(hopper_tile, name).fn)
 
@@ -38,7 +40,7 @@ def _ag_tiles(shape, world_size, group_m, rank=1):
     rows, columns = shape
     rank %= world_size
     return [
-        hopper_ag_gemm.ag_tile.fn(tile, rank, rows, columns, world_size, group_m, PROGRAMS)
+        hopper_ag_gemm.ag_tile.fn(tile, rank, rows, columns, 0, world_size, group_m, PROGRAMS)
         for tile in range(world_size * rows * columns)
     ]
 
@@ -89,21 +91,105 @@ def test_programs_without_an_own_tile_need_only_the_first_to_arrive():
         assert set(sources[full:]) == {0, 2, 3}
 
 
-@pytest.mark.parametrize("split", [1, 2, 3])
-@pytest.mark.parametrize("tiles", [1, 5, 40, 44, 131, 132, 133, 150, 264, 300])
-def test_parts_of_the_last_wave_cover_every_step_once(tiles, split):
-    steps, rest = 50, tiles % PROGRAMS
-    split = min(split, PROGRAMS // rest) if rest else 1
-    programs = PROGRAMS if tiles >= PROGRAMS else rest * split
-    works = range(hopper_tile.number_of_works.fn(tiles, split, programs))
-    items = [hopper_tile.tile_of_work.fn(w, tiles, steps, split, programs) for w in works]
-    done = sorted((tile, step) for tile, first, last, _ in items for step in range(first, last))
-    assert done == [(tile, step) for tile in range(tiles) for step in range(steps)]
-    assert len(items) <= cdiv(tiles, programs) * programs  # no wave more
-    assert {tile for tile, _, _, part in items if part == 0} == set(range(tiles))
-    for tile, first, _, part in items:
-        assert (part == 0) == (first == 0)
-        assert part == 0 or tile >= tiles - tiles % programs
+def _cuts() -> list[Cuts]:
+    """Of every pattern: many shapes, some with early tiles to cut, a last wave to cut, or both."""
+    made = [
+        of_pattern(own, world_size, shards, steps, PROGRAMS)
+        for of_pattern in (cuts_of_gather, cuts_of_scatter)
+        for own in (1, 8, 12, 24, 40, 48, 64, 80, 96, 131, 132, 133, 144, 192)
+        for world_size in (2, 3, 4, 8)
+        for shards in (0, 1, world_size)
+        for steps in (30, 192)
+    ]
+    return [*dict.fromkeys(made), *(Cuts(own, PROGRAMS) for own in (1, 131, 132, 300))]
+
+
+CUTS = _cuts()
+
+
+def _items(cuts: Cuts, steps: int) -> list[tuple[int, ...]]:
+    """Of every item: tile, first and last step, part, parts, number of the cut tile."""
+    numbers = (cuts.tiles, cuts.early_last - cuts.early, cuts.early_last)
+    constants = (cuts.parts, cuts.split, cuts.programs)
+    works, _ = hopper_tile.works_and_rest(*numbers, *constants)
+    assert works == cuts.works
+    tiles, *others = numbers
+    return [
+        hopper_tile.tile_of_work.fn(work, tiles, steps, *others, *constants)
+        for work in range(works)
+    ]
+
+
+def test_cuts_are_of_every_kind():
+    kinds = {(cuts.early > 0, cuts.rest > 0) for cuts in CUTS}
+    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+    assert any(cuts.works < PROGRAMS for cuts in CUTS)
+    assert any(cuts.rest * cuts.split > PROGRAMS for cuts in CUTS)  # more than one round
+
+
+@pytest.mark.parametrize("steps", [64, 192])
+def test_parts_cover_every_step_once(steps):
+    for cuts in CUTS:
+        items = _items(cuts, steps)
+        done = sorted((tile, step) for tile, a, b, *_ in items for step in range(a, b))
+        assert done == [(tile, step) for tile in range(cuts.tiles) for step in range(steps)]
+        assert all((part == 0) == (first == 0) for _, first, _, part, *_ in items)
+        assert all(parts > 1 or last == steps for _, _, last, _, parts, _ in items)
+
+
+def test_every_part_that_is_left_has_a_place_of_its_own():
+    for cuts in CUTS:
+        items = _items(cuts, 64)
+        most = max(cuts.parts, cuts.split)
+        places = [cut * (most - 1) + part - 1 for *_, part, _, cut in items if part]
+        assert len({*places}) == len(places)
+        assert all(0 <= place < cuts.partials for place in places)
+        counters = {(tile, cut) for tile, *_, parts, cut in items if parts > 1}
+        assert len({tile for tile, _ in counters}) == len({cut for _, cut in counters})
+        assert all(cut < PART_COUNTERS for _, cut in counters)
+
+
+def _finished(items: list[tuple[int, ...]], programs: int) -> int:
+    """Items that end, where each program takes its own in their order and joins wait for parts."""
+    left: dict[int, int] = {}
+    next_item = list(range(programs))
+    going = True
+    while going:
+        going = False
+        for program, item in enumerate(next_item):
+            if item < len(items):
+                tile, _, _, part, parts, _ = items[item]
+                if part:
+                    left[tile] = left.get(tile, 0) + 1
+                if part or left.get(tile, 0) == parts - 1:
+                    next_item[program] += programs
+                    going = True
+    return sum(
+        len(range(p, min(reached, len(items)), programs)) for p, reached in enumerate(next_item)
+    )
+
+
+def test_no_program_waits_for_a_part_that_waits_for_it():
+    for cuts in CUTS:
+        assert _finished(_items(cuts, 64), cuts.programs) == cuts.works
+    # all first parts before all second ones, in more than one round
+    items = [(tile, 0, 1, part, 2, tile) for part in range(2) for tile in range(6)]
+    assert _finished(items, 4) < len(items)
+
+
+def test_cut_tiles_give_every_program_own_rows_to_begin_with():
+    """The smallest own shard whose programs all find some."""
+    for own in (24, 48, 96):
+        cuts = cuts_of_gather(own, 4, 1, 192, PROGRAMS)
+        assert cuts.early == cuts.early_last == own
+        assert all(tile < own for tile, *_ in _items(cuts, 192)[:PROGRAMS])
+    assert cuts_of_gather(144, 4, 1, 192, PROGRAMS).early == 0
+
+
+def test_other_shards_last_tiles_are_made_before_the_last_wave_ends():
+    cuts = cuts_of_scatter(96, 4, 1, 192, PROGRAMS)
+    assert (cuts.early_last, cuts.early) == (288, 24)
+    assert cuts.waves(192) <= cuts_of_scatter(96, 4, 0, 192, PROGRAMS).waves(192)
 
 
 def test_own_tiles_lie_in_their_number_order():

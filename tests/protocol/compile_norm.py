@@ -1,0 +1,93 @@
+"""Compiles the norm's kernels for GPUs that are not there, in a process without the interpreter.
+
+    python compile_norm.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "spilled_bytes"}
+
+As their launchers fix them, for rows of the widths of real models; spills are what the assembler
+reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flux_megatron.kernels import norm
+from flux_megatron.kernels.launch import Launcher
+
+CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
+SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+PROGRAMS, ROWS = 132, 2048
+_STATISTICS = ("mean", "rstd", "parts")
+_CUDA = torch.device("cuda", 0)
+
+
+def _launchers(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Launcher]]:
+    center = kind == "layer_norm"
+    yield "forward", norm._forward(ROWS, N, N, 1e-5, False, (dtype, _CUDA, center))
+    yield "backward", norm._backward(PROGRAMS, N, N, False, center, (dtype, _CUDA, center))
+    shape = torch.Size((1 + center, PROGRAMS, N))
+    yield "sum_parts", norm._sum_parts(shape, dtype, _CUDA)
+
+
+def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: str) -> dict:
+    kernel, tile = launcher._kernel, launcher._tile
+    names = kernel.arg_names
+    sizes = [n for n in names if n in ("x_stride", "programs", "N")]
+    values = dict(zip([p.name for p in kernel.params if p.is_constexpr],
+                      launcher._fixed[len(sizes) :], strict=True))  # fmt: skip
+    values |= dict.fromkeys({"mean", "bias"} & {*names} if kind == "rms_norm" else ())
+    types = {**dict.fromkeys(_STATISTICS, "*fp32"), **dict.fromkeys(["M", *sizes], "i32")}
+    signature = {
+        n: "constexpr" if n in values else types.get(n, f"*{SHORT[dtype]}") for n in names
+    }
+    # as a launch finds it: addresses always, numbers where it is so and Triton may specialise them
+    fixed = dict(zip(sizes, launcher._fixed, strict=False))
+    aligned = [n for n in names if signature[n].startswith("*") or fixed.get(n, 1) % 16 == 0]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=values,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return {
+        "ptx": result.asm["ptx"],
+        "shared_bytes": result.metadata.shared,
+        "spilled_bytes": _spilled_bytes(result.asm["ptx"], architecture),
+    }
+
+
+def _spilled_bytes(ptx: str, architecture: int) -> int:
+    """What a thread spills."""
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    target = {80: "sm_80", 90: "sm_90a"}[architecture]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(assembler), "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", said)
+    assert found, said
+    return int(found[1])
+
+
+def shipped() -> Iterator[tuple[str, dict]]:
+    kinds = ("layer_norm", "rms_norm")
+    for architecture, (dtype, N), kind in itertools.product((80, 90), CASES, kinds):
+        for name, launcher in _launchers(N, dtype, kind):
+            result = compiled(launcher, architecture, dtype, kind)
+            yield f"sm_{architecture} {kind} {name} {SHORT[dtype]} {N}", result
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(dict(shipped())))

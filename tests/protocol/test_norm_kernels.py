@@ -1,0 +1,81 @@
+"""What the norm's kernels touch, interpreted, and what Triton makes of them for GPUs.
+
+The compiled kernels are what the forward's and backward's claim to memory bandwidth rests on, as
+far as instructions show it: x is loaded once, in units of 16 bytes, and registers suffice.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_apart import compiled_by, named
+from interpreted_access import needs_interpreter
+from memory_checker import checked_launches
+from ptx_order import Ptx
+from triton.runtime.errors import InterpreterError
+
+from flux_megatron.kernels import norm
+
+SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+WIDE_LOAD = r"ld\.global\.\S*v4|cp\.async\.c[ag]\.shared\.global.*, 0x10,"
+
+
+def launch(M: int, N: int, center: bool, cut: int = 0) -> None:
+    """Forward and backward on M rows that lie 8 elements further apart than their width N; the
+    result has room for `cut` rows less.
+    """
+    x = torch.randn(M, N + 8)[:, :N]
+    weight = torch.ones(N)
+    bias = torch.ones(N) if center else None
+    _, mean, rstd = norm.norm_forward(x, weight, bias, eps=1e-5, one_plus=False, center=center)
+    dy = torch.randn(M, N)[cut:]
+    norm.norm_backward(dy, x, weight, mean, rstd, one_plus=True, bias=center)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (70, 100), (3, 5000)])
+def test_only_its_arguments_are_touched(M, N, center):
+    with checked_launches():
+        launch(M, N, center)
+
+
+@needs_interpreter
+def test_a_row_too_few_is_noticed():
+    with checked_launches(), pytest.raises(InterpreterError, match="past the end of argument dy"):
+        launch(70, 100, True, cut=1)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_norm.py", tmp_path_factory.mktemp("ptx"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_shared_memory_suffices(compiled, architecture):
+    for name, kernel in named(compiled, architecture).items():
+        assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
+
+
+def test_registers_suffice(compiled):
+    """All but a few, in LayerNorm's backward of the widest rows."""
+    for name, kernel in compiled.items():
+        few = 100 if {"layer_norm", "backward", "12288"} <= {*name.split()} else 0
+        assert kernel["spilled_bytes"] <= few, name
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("N", [4096, 8192, 12288])
+def test_operands_are_loaded_once_in_wide_units(compiled, N, kind):
+    tile = norm.tile_of(N)
+    units = tile.block_n * 2 // (tile.num_warps * 32 * 16)  # of 16 bytes a thread, for each operand
+    # backward of narrower rows loads the first rows before the loop and the next ones in it
+    rows_ahead = tile.num_stages
+    operands = {
+        "forward": 3 if kind == "layer_norm" else 2,  # x, weight, bias
+        "backward": 1 + 2 * rows_ahead,  # weight, and x and dy of each row
+    }
+    for direction, number in operands.items():
+        for name, kernel in named(compiled, kind, direction, "bf16", str(N)).items():
+            found = Ptx(kernel["ptx"]).find(WIDE_LOAD)
+            assert len(found) == number * units, name
