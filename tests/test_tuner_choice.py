@@ -60,7 +60,8 @@ OTHER = {"driver": "1.2.3"}
         ([(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
         ([(18, "pipelined", {})], "pipelined"),
         ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER), (18, "sequential", {})], "sequential"),
+        ([(14, "pipelined", OTHER), (18, "sequential", {})], "sequential"),
+        ([(12, "pipelined", OTHER), (18, "sequential", {})], "pipelined"),
         ([(12, "pipelined", OTHER)], "pipelined"),
         ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
         ([(48, "pipelined", {})], "fused"),
@@ -68,7 +69,7 @@ OTHER = {"driver": "1.2.3"}
         ([], "fused"),
     ],
     ids=[
-        "hit", "sequential", "hit and neighbour", "neighbour", "nearest", "same software",
+        "hit", "sequential", "hit and neighbour", "neighbour", "nearest", "same software", "same M",
         "other software", "other connections", "too far", "unknown strategy", "nothing",
     ],
 )  # fmt: skip

@@ -88,10 +88,11 @@ class PlanCache:
         )
 
     def neighbours(self, problem: Problem) -> list[Entry]:
-        """Entries that differ in M, within the neighbourhood, nearest first.
+        """Entries of another M, within the neighbourhood, or of another environment.
 
-        Of this GPU and this link; those of the same software, sources and
-        CUDA_DEVICE_MAX_CONNECTIONS before all others, then those of the same setting.
+        Of this GPU and this link. Those of the same M come first: an older driver or other sources
+        change the winner less often than half the rows do. Then those of the same software, sources
+        and CUDA_DEVICE_MAX_CONNECTIONS, then of the same setting, then the nearest.
         """
         mine = self.environment
 
@@ -105,9 +106,10 @@ class PlanCache:
             and _machine(e.environment) == _machine(mine)
         ]  # fmt: skip
 
-        def strangeness(entry: Entry) -> tuple[bool, bool, float]:
-            theirs = entry.environment
-            return theirs != mine, theirs.max_connections != mine.max_connections, distance(entry)
+        def strangeness(entry: Entry) -> tuple[bool, bool, bool, float]:
+            theirs, far = entry.environment, distance(entry)
+            other_setting = theirs.max_connections != mine.max_connections
+            return far > 0, theirs != mine, other_setting, far
 
         return sorted(near, key=strangeness)
 
