@@ -1,9 +1,11 @@
-"""The truth: every pattern over a list of shards, in plain torch, one process, no collectives.
+"""The truth: every pattern over a list of shards, and the norms, in plain torch, one process, no
+collectives.
 
 Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does
 entry r of the result. Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the
 operands' type per rank, as a rank's local GEMM does; sums over ranks are fp32 in rank order,
-rounded once.
+rounded once. The norms compute in fp32 (fp64 for fp64 operands) and round once; their gradients are
+autograd's.
 """
 
 from __future__ import annotations
@@ -56,3 +58,24 @@ def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt"
     """
     total = _sum_in_rank_order(x, w, layout)
     return [total.clone() for _ in x]
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    eps: float, zero_centered: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [..., N] less the mean of its row, then as `rms_norm`; plus bias [N]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = _scaled(wide - wide.mean(-1, keepdim=True), weight, eps, zero_centered)
+    return (y if bias is None else y + bias).to(weight.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centered: bool = False) -> Tensor:
+    """x [..., N] / sqrt(mean of x^2 in its row + eps) * weight [N], or * (1 + weight)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _scaled(wide, weight, eps, zero_centered).to(weight.dtype)
+
+
+def _scaled(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    gamma = weight.to(x.dtype) + (1.0 if zero_centered else 0.0)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma

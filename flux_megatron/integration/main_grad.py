@@ -55,19 +55,31 @@ def wgrad_into_main_grad(weight: Any, dy: Tensor, x: Tensor) -> Tensor | None:
 
 
 def add_product(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
-    """main_grad = beta * main_grad + dy^T x, summed in fp32; with beta 0 main_grad is not read."""
+    """main_grad = beta * main_grad + dy^T x, summed in fp32; with beta 0 main_grad is not read.
+
+    On GPUs by apex's kernel where it is installed.
+    """
     if main_grad.dtype not in SUPPORTED:
         raise RuntimeError(
             f"gradient_accumulation_fusion: main_grad is {main_grad.dtype}, "
             f"one of {SUPPORTED} expected"
         )
     kernels = _apex_kernels()
-    if kernels is not None and main_grad.is_cuda and beta == 1:
-        if main_grad.dtype == torch.float32:
-            kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
-        else:
-            kernels.wgrad_gemm_accum_fp16(x, dy, main_grad)
-    elif main_grad.dtype == x.dtype:
+    if kernels is None or not main_grad.is_cuda or beta == 0:
+        add_product_by_torch(main_grad, dy, x, beta=beta)
+    elif main_grad.dtype == torch.float32:
+        kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
+    else:
+        kernels.wgrad_gemm_accum_fp16(x, dy, main_grad)
+
+
+def add_product_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
+    """The same without apex; on GPUs one GEMM of cuBLAS that adds to main_grad, without a copy.
+
+    Torch makes one only where `out` is not the tensor that is added to (addmm_out_cuda_impl in its
+    Blas.cpp), and reads transposed operands as they lie.
+    """
+    if main_grad.dtype == x.dtype:
         main_grad.addmm_(dy.t(), x, beta=beta)
     elif main_grad.is_cuda and main_grad.dtype == torch.float32:
         accumulate = torch.ops.aten.addmm.dtype_out
@@ -92,7 +104,7 @@ def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
 
 @functools.cache
 def _apex_kernels() -> Any:
-    """apex's extension, or None."""
+    """apex's extension, or what stands in for it (`wgrad_module`), or None."""
     try:
         import fused_weight_gradient_mlp_cuda
     except ImportError:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine
 from torch import Tensor
 from torch.nn import Parameter
 
+from flux_megatron.nn import norm as functions
+
 
 class _Norm(torch.nn.Module):
-    """Computes in the input's dtype; the result has the parameters' dtype."""
+    """Whatever the dtype of its input, the result has the parameters'."""
 
     returns_residual = False  # read by newer versions of Megatron
 
@@ -36,12 +37,6 @@ class _Norm(torch.nn.Module):
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
-    def _scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x and gamma in one dtype; 1 + weight would lose bits below fp32."""
-        if self.zero_centered_gamma:
-            return x.float(), self.weight.float() + 1.0
-        return x, self.weight.to(x.dtype)
-
 
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * gamma + bias over the last dimension."""
@@ -51,17 +46,18 @@ class LayerNorm(_Norm):
         self.bias = self._parameter(config, hidden_size, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, gamma = self._scale(x)
-        y = F.layer_norm(x, self.weight.shape, gamma, self.bias.to(x.dtype), self.eps)
-        return y.to(self.weight.dtype)
+        return functions.layer_norm(
+            x, self.weight, self.bias, eps=self.eps, zero_centered=self.zero_centered_gamma
+        )
 
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * gamma over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x, gamma = self._scale(x)
-        return F.rms_norm(x, self.weight.shape, gamma, self.eps).to(self.weight.dtype)
+        return functions.rms_norm(
+            x, self.weight, eps=self.eps, zero_centered=self.zero_centered_gamma
+        )
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -71,8 +67,8 @@ class FluxNorm:
     """Builds the norm of `config.normalization`: [..., hidden_size] -> the same.
 
     Transformer Engine's where it is installed and parameters are made on the GPU, otherwise one of
-    this module's. Parameter names are torch's: weight, and bias for LayerNorm. `ValueError` for
-    another normalization.
+    this module's, which `nn.norm` computes. Parameter names are torch's: weight, and bias for
+    LayerNorm. `ValueError` for another normalization.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:

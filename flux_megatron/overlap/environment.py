@@ -18,6 +18,7 @@ SOURCES = ("kernels/*.py", "overlap/*.py", "symm/*.py")
 NOT_RUN = {
     "dispatch",
     "environment",
+    "norm",
     "plan_cache",
     "registry",
     "report",

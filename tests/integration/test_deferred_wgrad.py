@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core.tensor_parallel import layers as stock
 from megatron.core.utils import drain_embedding_wgrad_compute
 from ranks import run_ranks
 from side_by_side import Case
+
+from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -22,7 +21,7 @@ def test_deferred_weight_gradient(limit, sp):
 def _deferred(rank, limit, sp) -> None:
     """Two microbatches; Megatron computes what was deferred, and all arrives in main_grad."""
     sbs.start(2)
-    sbs.give_stock_a_wgrad_kernel()
+    provide_wgrad_kernels()
     main_grads = []
     for ours in (False, True):
         inputs, outputs = [], []
@@ -48,14 +47,9 @@ def _deferred(rank, limit, sp) -> None:
         assert layer.weight.grad.shape == layer.weight.shape
         assert (deferred == 2) == (not layer.weight.main_grad.any())
         if deferred == 2:  # Megatron's own cannot drain a single one
-            _drain(config, inputs, outputs, layer)
+            drain_embedding_wgrad_compute(config, inputs, outputs, layer.weight, layer.tp_group)
         main_grads.append(layer.weight.main_grad)
     assert sbs.relative_error(main_grads[1], main_grads[0]) < 1e-6
-
-
-def _drain(config, inputs, outputs, layer) -> None:
-    sys.modules["fused_weight_gradient_mlp_cuda"] = stock.fused_weight_gradient_mlp_cuda
-    drain_embedding_wgrad_compute(config, inputs, outputs, layer.weight, layer.tp_group)
 
 
 def test_what_cannot_be_deferred_is_refused():
@@ -69,9 +63,9 @@ def _refused(rank) -> None:
         defer_embedding_wgrad_compute=True, pipeline_model_parallel_size=2,
     )  # fmt: skip
     case = Case("column", {"embedding_activation_buffer": [], "grad_output_buffer": []})
-    with pytest.raises(RuntimeError, match="apex's fused_weight_gradient_mlp_cuda"):
+    with pytest.raises(RuntimeError, match=r"install apex, or call .*provide_wgrad_kernels"):
         sbs.build(case, True, config)
-    sbs.give_stock_a_wgrad_kernel()
+    provide_wgrad_kernels()
     layer = sbs.build(case, True, config)
     layer.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="a frozen weight given, but its gradient is deferred"):

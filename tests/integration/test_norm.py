@@ -54,6 +54,20 @@ def test_zero_centered_gamma_stands_for_one_plus_weight(normalization, dtype):
     assert torch.equal(norm(x), plain(x.float()).to(dtype))
 
 
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_kernels_are_given_what_the_module_holds(normalization, centered, monkeypatch):
+    """On queries [s, b, heads, head size], interpreted."""
+    settings = config(normalization=normalization, layernorm_zero_centered_gamma=centered)
+    norm = randomize(FluxNorm(settings, H, eps=0.5))
+    x = torch.randn(3, 2, 4, H)
+    expected = norm(x)
+    monkeypatch.setattr("flux_megatron.nn.norm.INTERPRET", True)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-6)
+    norm(x).sum().backward()
+    assert all(p.grad.shape == (H,) and p.grad.any() for p in norm.parameters())
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_parameters_are_tagged(normalization, sequence_parallel):

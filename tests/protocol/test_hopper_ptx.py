@@ -28,6 +28,7 @@ CHECKS = {
     "gemm_rs": [check_awaited, check_sent],
     "sm": [check_counted],
     "split": [check_parts_left],
+    "cut": [check_parts_left],
 }
 
 
@@ -56,7 +57,8 @@ def test_order_among_ranks_and_programs(compiled, kernel):
 @pytest.mark.parametrize(
     "way",
     ["ag_gemm plain", "ag_gemm bias", "ag_gemm split", "gemm_rs sm late", "gemm_rs sm split",
-     "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine split"],
+     "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine split",
+     "ag_gemm cut", "gemm_rs sm cut"],
 )  # fmt: skip
 def test_every_way_is_compiled(compiled, way):
     for tile in ("128x256", "128x128"):

@@ -1,0 +1,221 @@
+"""LayerNorm and RMSNorm of rows, forward and backward: what is as large as x is read once and
+written once.
+
+Forward: a program normalises a block of rows. Backward: as many programs as the device keeps
+resident share the blocks, each adds up its part of the weight's gradient in registers, and a second
+kernel sums the parts in a fixed order, so the same operands give the same bits.
+
+Statistics, products and sums are fp32; what is stored is rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels.launch import Launcher, persistent_grid
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.problem import Tile
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROW_BYTES_MAX = 65536
+
+
+def supports(x: Tensor, weight: Tensor) -> str | None:
+    """Why the kernels cannot normalise the last dimension of x in this process, or None."""
+    dtypes = {x.dtype, weight.dtype}
+    if not dtypes <= {*DTYPES}:
+        return f"dtypes {dtypes} are not all of {DTYPES}"
+    if x.shape[-1] * x.element_size() > ROW_BYTES_MAX:
+        return f"rows of {x.shape[-1]} {x.dtype} take more than {ROW_BYTES_MAX} bytes"
+    interpreted = triton.knobs.runtime.interpret
+    if not x.is_cuda and not interpreted:
+        return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
+    if x.is_cuda and interpreted:
+        return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
+    return None
+
+
+@triton.jit
+def _load_scale(weight, cols, N, ONE_PLUS: tl.constexpr):
+    gamma = tl.load(weight + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
+    gamma = gamma.to(tl.float32)[None, :]
+    if ONE_PLUS:
+        gamma += 1.0
+    return gamma
+
+
+# the number of rows changes from call to call and must not compile a kernel each time
+@triton.jit(do_not_specialize=["M"])
+def norm_forward_kernel(
+    x, weight, bias, y, mean, rstd, M, x_stride, N,
+    EPS: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """LayerNorm where there is `mean` to write, else RMSNorm."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    at = rows[:, None].to(tl.int64)
+    values = tl.load(x + at * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    if mean is not None:
+        mean_of_row = tl.sum(values, 1) / N
+        tl.store(mean + rows, mean_of_row, mask=rows < M)
+        values = tl.where(inside, values - mean_of_row[:, None], 0.0)
+    rstd_of_row = tl.rsqrt(tl.sum(values * values, 1) / N + EPS)
+    tl.store(rstd + rows, rstd_of_row, mask=rows < M)
+    result = values * rstd_of_row[:, None] * _load_scale(weight, cols, N, ONE_PLUS)
+    if bias is not None:
+        beta = tl.load(bias + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
+        result += beta.to(tl.float32)[None, :]
+    tl.store(y + at * N + cols[None, :], result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_backward_kernel(
+    dy, x, weight, mean, rstd, dx, parts, M, x_stride, N,
+    ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """With n = (x - mean) rstd and g = dy gamma, over a row: dx = rstd (g - n mean(g n) - mean(g)),
+    the last term for LayerNorm alone. parts [1 or 2, programs, N] are sums over this program's
+    rows: of dy n and, with BIAS, of dy.
+    """
+    cols = tl.arange(0, BLOCK_N)
+    weight_part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    bias_part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # wide rows need all registers: there gamma comes from L1 for each row
+    if STAGES > 1:
+        gamma = _load_scale(weight, cols, N, ONE_PLUS)
+    blocks = tl.cdiv(M, BLOCK_M)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows[:, None] < M) & (cols[None, :] < N)
+        at = rows[:, None].to(tl.int64)
+        # in this order the assembler spills least
+        rstd_of_row = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
+        if mean is not None:
+            mean_of_row = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        n = tl.load(x + at * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy + at * N + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        if STAGES == 1:
+            gamma = _load_scale(weight, cols, N, ONE_PLUS)
+        if mean is not None:
+            n -= mean_of_row
+        n *= rstd_of_row
+        weight_part += g * n
+        if BIAS:
+            bias_part += g
+        g *= gamma
+        mean_gn = (tl.sum(g * n, 1) / N)[:, None]
+        if mean is not None:
+            mean_g = (tl.sum(g, 1) / N)[:, None]
+        result = g - n * mean_gn
+        if mean is not None:
+            result -= mean_g
+        result *= rstd_of_row
+        tl.store(dx + at * N + cols[None, :], result.to(dx.dtype.element_ty), mask=inside)
+    parts += tl.program_id(0) * N
+    tl.store(parts + cols, tl.sum(weight_part, 0), mask=cols < N)
+    if BIAS:
+        parts += tl.num_programs(0) * N
+        tl.store(parts + cols, tl.sum(bias_part, 0), mask=cols < N)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts, total, programs, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """parts [sums, programs, N] -> total [sums, N]."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    parts += tl.program_id(1) * programs * N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, programs, BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        inside = (rows[:, None] < programs) & (cols[None, :] < N)
+        acc += tl.load(parts + rows[:, None] * N + cols[None, :], mask=inside, other=0.0)
+    total += tl.program_id(1) * N
+    tl.store(total + cols, tl.sum(acc, 0).to(total.dtype.element_ty), mask=cols < N)
+
+
+def tile_of(N: int) -> Tile:
+    """Blocks of at least 4096 elements, 16 a thread while a program's threads suffice."""
+    block_n = next_power_of_2(N)
+    block_m = max(1, 4096 // block_n)
+    elements = block_m * block_n
+    num_warps = 32 if elements > 16384 else min(elements // 512, 16)
+    # one stage: loads are not ahead, which wide rows have no registers for
+    return Tile(block_m, block_n, num_warps=num_warps, num_stages=1 if elements > 8192 else 2)
+
+
+@lru_cache(maxsize=1024)
+def _forward(M: int, N: int, x_stride: int, eps: float, one_plus: bool, code: tuple) -> Launcher:
+    """`code` is what else other code is compiled for: dtypes, device, which tensors there are."""
+    tile = tile_of(N)
+    return Launcher(
+        norm_forward_kernel, (cdiv(M, tile.block_m),), tile, (x_stride, N),
+        EPS=eps, ONE_PLUS=one_plus,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _backward(
+    programs: int, N: int, x_stride: int, one_plus: bool, bias: bool, code: tuple
+) -> Launcher:
+    tile = tile_of(N)
+    return Launcher(
+        norm_backward_kernel, (programs,), tile, (x_stride, N),
+        ONE_PLUS=one_plus, BIAS=bias, STAGES=tile.num_stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _sum_parts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
+    sums, programs, N = shape
+    # on CPU few large blocks are cheaper than many
+    block_n = next_power_of_2(N) if device.type == "cpu" else 64
+    tile = Tile(block_m=32, block_n=min(block_n, 8192), num_warps=4)
+    return Launcher(sum_parts_kernel, (cdiv(N, tile.block_n), sums), tile, (programs, N))
+
+
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, one_plus: bool, center: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x [M, N], of any stride between rows -> y [M, N] in the dtype of `weight` [N], and what
+    backward takes: mean [M], for `center` (LayerNorm), and rstd [M].
+
+    With `one_plus` gamma is 1 + weight.
+    """
+    M, N = x.shape
+    y = x.new_empty((M, N), dtype=weight.dtype)
+    rstd = x.new_empty(M, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if center else None
+    code = (x.dtype, weight.dtype, x.device, bias is None, center)
+    run = _forward(M, N, x.stride(0), eps, one_plus, code)
+    run((x, weight, bias, y, mean, rstd), (M,))
+    return y, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *,
+    one_plus: bool, bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dy [M, N], contiguous -> dx [M, N] in the dtype of x, and the gradients of the parameters in
+    theirs: [1, N] or, with `bias`, [2, N].
+    """
+    M, N = x.shape
+    tile = tile_of(N)
+    blocks = cdiv(M, tile.block_m)
+    resident = max(1, 16 // tile.num_warps)  # on a multiprocessor, by its registers
+    programs = min(blocks, resident * persistent_grid(x.device, blocks)[0])
+    dx = x.new_empty(M, N)
+    parts = x.new_empty((2 if bias else 1, programs, N), dtype=torch.float32)
+    gradients = weight.new_empty(parts.shape[0], N)
+    code = (dy.dtype, x.dtype, weight.dtype, x.device, mean is None)
+    run = _backward(programs, N, x.stride(0), one_plus, bias, code)
+    run((dy, x, weight, mean, rstd, dx, parts), (M,))
+    _sum_parts(parts.shape, weight.dtype, x.device)((parts, gradients), ())
+    return dx, gradients

@@ -1,0 +1,110 @@
+"""LayerNorm and RMSNorm over the last dimension: our kernels on GPUs, torch elsewhere.
+
+| | y |
+| --- | --- |
+| `layer_norm` | (x - mean) / sqrt(var + eps) * gamma + bias |
+| `rms_norm` | x / sqrt(mean(x^2) + eps) * gamma |
+
+gamma is the weight or, `zero_centered`, 1 + weight. The result has the weight's dtype, whatever
+that of x: a residual stream kept in fp32 gives what the next GEMM takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flux_megatron import ops
+from flux_megatron.kernels import norm as kernels
+
+# Whether CPU tensors go through the kernels too, interpreted: some hundred times slower than torch,
+# so for tests of the kernels alone.
+INTERPRET = False
+
+
+class _Options(NamedTuple):
+    name: str
+    eps: float
+    zero_centered: bool
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    eps: float = 1e-5, zero_centered: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [..., N], weight and bias [N] -> [..., N].
+
+    `ValueError` for other shapes, or a bias of another dtype than the weight.
+    """
+    return _norm(x, weight, bias, _Options("layer_norm", eps, zero_centered))
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-5, zero_centered: bool = False
+) -> Tensor:
+    """x [..., N], weight [N] -> [..., N]. `ValueError` for other shapes."""
+    return _norm(x, weight, None, _Options("rms_norm", eps, zero_centered))
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(
+            f"{options.name}: x {list(x.shape)} and weight {list(weight.shape)} given, "
+            f"a weight {list(x.shape[-1:])} expected"
+        )
+    if bias is not None and (bias.shape, bias.dtype) != (weight.shape, weight.dtype):
+        raise ValueError(
+            f"{options.name}: bias {list(bias.shape)} {bias.dtype} given, "
+            f"{list(weight.shape)} {weight.dtype} as of the weight expected"
+        )
+    if not (x.is_cuda or INTERPRET):
+        return _by_torch(x, weight, bias, options)
+    if reason := kernels.supports(x, weight):
+        ops.note_fallback(options.name, f"torch computes it: {reason}")
+        return _by_torch(x, weight, bias, options)
+    return _Norm.apply(x, weight, bias, options)
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    if options.zero_centered:  # below fp32 1 + weight would lose bits
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    gamma = weight.to(x.dtype) + 1.0 if options.zero_centered else weight.to(x.dtype)
+    if options.name == "rms_norm":
+        return F.rms_norm(x, weight.shape, gamma, options.eps).to(weight.dtype)
+    beta = None if bias is None else bias.to(x.dtype)
+    return F.layer_norm(x, weight.shape, gamma, beta, options.eps).to(weight.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
+    ) -> Tensor:
+        rows = _rows(x)
+        y, mean, rstd = kernels.norm_forward(
+            rows, weight, bias, eps=options.eps, one_plus=options.zero_centered,
+            center=options.name == "layer_norm",
+        )  # fmt: skip
+        ctx.save_for_backward(rows, weight, mean, rstd)
+        ctx.options, ctx.has_bias = options, bias is not None
+        return y.resize_(x.shape)  # not a view, which a caller could not modify in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        rows, weight, mean, rstd = ctx.saved_tensors
+        dx, gradients = kernels.norm_backward(
+            dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd,
+            one_plus=ctx.options.zero_centered, bias=ctx.has_bias,
+        )  # fmt: skip
+        return dx.view(dy.shape), gradients[0], gradients[1] if ctx.has_bias else None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] as [M, N]: as it lies where rows have one distance, such as a slice of QKV."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,216 @@
+"""`FluxCoreAttention` beside megatron-core's `DotProductAttention`: values, gradients, dropout."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+
+import pytest
+import side_by_side as sbs
+import torch
+from closeness import assert_as_close_as, largest_error
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from ranks import run_ranks
+from torch import Tensor
+
+from flux_megatron.integration import attention as subject
+from flux_megatron.integration.attention import FluxCoreAttention
+
+S, B, HEADS, D = 24, 3, 4, 8
+CLASSES = {"ours": FluxCoreAttention, "stock": DotProductAttention}
+CAUSAL, PADDING = AttnMaskType.causal, AttnMaskType.padding
+
+
+def build(which: str, mask_type=CAUSAL, dtype=torch.float32, layer=1, scale=None, **more):
+    config = sbs.settings(
+        1, False, dtype, **{"hidden_size": HEADS * D, "attention_dropout": 0.0, **more},
+    )  # fmt: skip
+    return CLASSES[which](
+        config=config, layer_number=layer, attn_mask_type=mask_type, attention_type="self",
+        softmax_scale=scale,
+    )  # fmt: skip
+
+
+def operands(sq=S, sk=S, groups=HEADS) -> list[Tensor]:
+    """query, key, value, and the gradient of the result."""
+    random = torch.Generator().manual_seed(sq + sk + groups)
+    sizes = [(sq, B, HEADS, D), (sk, B, groups, D), (sk, B, groups, D), (sq, B, HEADS * D)]
+    return [torch.randn(size, generator=random) for size in sizes]
+
+
+def run(module, given: list[Tensor], mask: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    *leaves, dy = (t.to(dtype) for t in given)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = module(*leaves, mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None)
+    y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def causal_mask() -> Tensor:
+    return torch.ones(1, 1, S, S, dtype=torch.bool).triu(1)
+
+
+def two_documents() -> Tensor:
+    """A causal mask that is reset in the middle."""
+    mask = causal_mask()
+    mask[..., S // 2 :, : S // 2] = True
+    return mask
+
+
+def padding(sq: int, sk: int) -> Tensor:
+    """The sequences of a batch have different lengths."""
+    lengths = torch.arange(sk, sk - B, -1)
+    return (torch.arange(sk) >= lengths[:, None])[:, None, None, :].expand(B, 1, sq, sk)
+
+
+# mask type, mask, queries, keys
+MASKS = {
+    "causal": (CAUSAL, None, S, S),
+    "causal, mask given": (CAUSAL, causal_mask(), S, S),
+    "causal, two documents": (CAUSAL, two_documents(), S, S),
+    "causal, one query": (CAUSAL, None, 1, S),
+    "padding": (PADDING, padding(S, S), S, S),
+    "padding, other keys": (PADDING, padding(S, S + 8), S, S + 8),
+    "everything visible": (PADDING, None, S, S),
+}
+
+
+def test_as_close_to_the_truth_as_stock():
+    run_ranks(_beside_stock, 1)
+
+
+def _beside_stock(rank) -> None:
+    sbs.start(1)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for name, groups, dtype in itertools.product(MASKS, (HEADS, 2, 1), dtypes):
+        mask_type, mask, sq, sk = MASKS[name]
+        given = operands(sq, sk, groups)
+        more = {"mask_type": mask_type, "num_query_groups": groups}
+        truth = run(build("stock", **more), [t.to(dtype) for t in given], mask, torch.float64)
+        more |= {"dtype": dtype, "fp16": dtype == torch.float16}
+        got, baseline = (run(build(which, **more), given, mask, dtype) for which in CLASSES)
+        for what, *three in zip(("y", "dq", "dk", "dv"), got, baseline, truth, strict=True):
+            # in so few numbers two roundings of the largest one are luck
+            roundings = 2 * torch.finfo(dtype).eps * three[2].abs().max().item()
+            if not largest_error(three[0], three[2]) <= roundings:
+                assert_as_close_as(*three, f"{name}, {groups} groups, {dtype}: {what}")
+
+
+def test_scales_and_masks():
+    run_ranks(_scales_and_masks, 1)
+
+
+def _scales_and_masks(rank) -> None:
+    sbs.start(1)
+    given = operands()
+
+    def values(which: str, mask: Tensor | None = None, **options) -> Tensor:
+        return run(build(which, **options), given, mask, torch.float32)[0]
+
+    plain = values("stock")
+    for options in (
+        {"scale": 0.7},
+        {"layer": 3, "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+    ):
+        torch.testing.assert_close(values("ours", **options), values("stock", **options))
+    assert not torch.allclose(values("ours", scale=0.7), plain, rtol=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FluxCoreAttention, "reads_causal_masks", False)
+        torch.testing.assert_close(values("ours", two_documents()), plain)
+        masked = values("ours", padding(S, S), mask_type=PADDING)
+        torch.testing.assert_close(masked, values("stock", padding(S, S), mask_type=PADDING))
+    # nothing is visible in the first sequence
+    mask = padding(S, S).clone()
+    mask[0] = True
+    for result in run(build("ours", PADDING), given, mask, torch.float32):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_no_scores_are_kept(mask):
+    run_ranks(_saved, 1, mask)
+
+
+def _saved(rank, mask) -> None:
+    sbs.start(1)
+    mask_type, given_mask, *_ = MASKS[mask]
+    largest = {}
+    for which in CLASSES:
+        saved: list[int] = []
+        keep = lambda t, saved=saved: saved.append(t.numel()) or t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            run(build(which, mask_type), operands(), given_mask, torch.float32)
+        largest[which] = max(saved)
+    assert largest["stock"] >= B * HEADS * S * S
+    assert largest["ours"] < B * HEADS * S * S
+
+
+def test_dropout():
+    run_ranks(_dropout, 1)
+
+
+def _dropout(rank) -> None:
+    """Weights that are kept grow, so that the sum over many stays; heads of ranks differ."""
+    sbs.start(1)
+    forks = []
+
+    @contextlib.contextmanager
+    def fork():
+        forks.append("fork")
+        yield
+
+    query, key, value, _ = operands()
+    for sp, p in itertools.product((True, False), (0.0, 0.5)):
+        forks.clear()
+        ours = build("ours", PADDING, attention_dropout=p)
+        ours.config.sequence_parallel = sp
+        with pytest.MonkeyPatch.context() as patch:
+            tracker = types.SimpleNamespace(fork=fork)
+            patch.setattr(
+                subject.tensor_parallel, "get_cuda_rng_tracker", lambda tracker=tracker: tracker
+            )
+            y = ours(query, key, torch.ones_like(value), None)
+            assert forks == ["fork"] * (p > 0 and not sp)
+            assert abs(y.mean() - 1) < 0.05
+            assert (y.std() > 0.05) == (p > 0)
+            assert torch.allclose(ours.eval()(query, key, torch.ones_like(value), None), y * 0 + 1)
+
+
+def test_what_torch_does_not_know_is_stocks():
+    run_ranks(_stocks, 1)
+
+
+def _stocks(rank) -> None:
+    sbs.start(1)
+    given = operands()
+    for said, options in {
+        "sliding windows": {"window_size": (4, 0)},
+        "softmax offsets": {"softmax_type": "off-by-one"},
+    }.items():
+        with pytest.warns(UserWarning, match=said):
+            ours = build("ours", **options)
+        pair = (ours, build("stock", **options))
+        results = (run(module, given, None, torch.float32) for module in pair)
+        assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    ours = build("ours")
+    for refused in ({"packed_seq_params": object()}, {"attention_bias": torch.zeros(1)}):
+        with pytest.raises(AssertionError, match="not supported"):
+            ours(*given[:3], None, **refused)
+    with pytest.raises(AssertionError, match="only for self attention"):
+        ours(*operands(S // 2, S)[:3], None)
+    with pytest.raises(AssertionError, match="Context parallelism"):
+        build("ours", context_parallel_size=2)
+
+
+def test_parameters_and_checkpoints_are_stocks():
+    run_ranks(_checkpoints, 1)
+
+
+def _checkpoints(rank) -> None:
+    sbs.start(1)
+    settings = {"softmax_type": "learnable", "perform_initialization": False}
+    ours, stock = (build(which, **settings) for which in CLASSES)
+    assert [*ours.state_dict()] == [*stock.state_dict()] == ["softmax_offset"]
+    assert [*build("ours").state_dict()] == []

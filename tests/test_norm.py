@@ -1,0 +1,202 @@
+"""The norms beside torch's, against fp64; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import assert_as_close_as, assert_exact, largest_error
+from ranks import DEVICE
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron import errors, ops, reference, settings
+from flux_megatron.kernels import norm as kernels
+from flux_megatron.nn import norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["layer_norm", "layer_norm without bias", "rms_norm"]
+# one row; several blocks of narrow rows for each program; columns that fill no block; wide rows
+SHAPES = [(1, 1), (3, 2, 24), (300, 100), (5, 1000), (2, 3, 8200)]
+EPS = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on_any_device(monkeypatch):
+    """And whatever they do not write is NaN."""
+    monkeypatch.setattr(norm, "INTERPRET", True)
+    original = torch.Tensor.new_empty
+
+    def poisoned(self: Tensor, *args, **kwargs) -> Tensor:
+        return original(self, *args, **kwargs).fill_(torch.nan)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+def operands(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """x with rows that are no zero in the mean, the parameters; dy."""
+    random = torch.Generator().manual_seed(len(shape) * shape[-1])
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=random)
+
+    x = 3 * draw(*shape) + draw(*shape[:-1], 1)
+    made = [x, draw(shape[-1])]
+    if kind == "layer_norm":
+        made.append(draw(shape[-1]))
+    return [t.to(DEVICE, dtype) for t in made], draw(*shape).to(DEVICE, dtype)
+
+
+def run(module, kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
+    """y and the gradients of x, weight and bias."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = getattr(module, kind.split()[0])(*leaves, eps=EPS, zero_centered=zero_centered)
+    y.backward(dy.to(y.dtype))
+    return [y, *(leaf.grad for leaf in leaves)]
+
+
+def by_torch(*args) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "supports", lambda x, weight: "for comparison")
+        patch.setattr(ops, "note_fallback", lambda *said: None)
+        return run(norm, *args)
+
+
+def truth(kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
+    wide = [leaf.cpu().double() for leaf in leaves]
+    return run(reference, kind, wide, dy.cpu().double(), zero_centered)
+
+
+def check(ours: list[Tensor], theirs: list[Tensor], true: list[Tensor]) -> None:
+    """At most twice torch's error, or two roundings of the largest value: in a handful of numbers
+    torch's own error is luck.
+    """
+    for what, *three in zip(("y", "dx", "dweight", "dbias"), ours, theirs, true, strict=False):
+        got, _, exact = three
+        roundings = 2 * torch.finfo(got.dtype).eps * exact.abs().max().item()
+        if not largest_error(got, exact) <= roundings:
+            assert_as_close_as(*three, what)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["weight", "1+weight"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_close_to_the_truth_as_torch(kind, shape, dtype, zero_centered):
+    case = (kind, *operands(kind, shape, dtype), zero_centered)
+    check(run(norm, *case), by_torch(*case), truth(*case))
+
+
+@pytest.mark.parametrize("wrong", ["no mean", "no bias", "no 1", "half the rows", "other eps"])
+def test_a_wrong_norm_is_found(wrong, monkeypatch):
+    kind, (leaves, dy) = "layer_norm", operands("layer_norm", (300, 100), torch.float32)
+    theirs, true = by_torch(kind, leaves, dy, True), truth(kind, leaves, dy, True)
+    if wrong == "no mean":
+        got = run(norm, "rms_norm", leaves[:2], dy, True)
+    elif wrong == "no bias":
+        got = run(norm, kind, leaves[:2], dy, True)
+    elif wrong == "no 1":
+        got = run(norm, kind, leaves, dy, False)
+    elif wrong == "half the rows":
+        whole = kernels._sum_parts
+        half = lambda shape, *rest: whole(torch.Size((shape[0], 1, shape[2])), *rest)  # noqa: E731
+        monkeypatch.setattr(kernels, "_sum_parts", half)
+        got = run(norm, kind, leaves, dy, True)
+    else:
+        monkeypatch.setattr(f"{__name__}.EPS", 3e-2)
+        got = run(norm, kind, leaves, dy, True)
+    with pytest.raises(AssertionError, match="error"):
+        check(got, theirs, true)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residual_kept_in_fp32(kind):
+    """bf16 parameters: so is y, and dx is fp32."""
+    (x, *parameters), dy = operands(kind, (3, 5, 40), torch.bfloat16)
+    case = (kind, [x.float() + 2**-12, *parameters], dy, False)
+    y, dx, *gradients = run(norm, *case)
+    assert (y.dtype, dx.dtype) == (torch.bfloat16, torch.float32)
+    assert all(gradient.dtype is torch.bfloat16 for gradient in gradients)
+    check([y, dx, *gradients], by_torch(*case), truth(*case))
+
+
+def test_rows_are_taken_as_they_lie():
+    """The keys' part of QKV, as a norm of queries and keys is given it."""
+    (qkv, weight), _ = operands("rms_norm", (4, 2, 3 * 32), torch.bfloat16)
+    keys = qkv[..., 32:64]
+    assert norm._rows(keys).data_ptr() == keys.data_ptr()
+    assert norm._rows(keys.mT).is_contiguous()
+    whole, part = (t.detach().requires_grad_() for t in (keys.contiguous(), qkv))
+    y = norm.rms_norm(part[..., 32:64], weight[32:64])
+    y.backward(dy := torch.randn_like(y).mT.contiguous().mT)
+    expected = norm.rms_norm(whole, weight[32:64])
+    expected.backward(dy.contiguous())
+    assert_exact(y, expected)
+    assert_exact(part.grad[..., 32:64], whole.grad)
+
+
+def test_the_same_bits_each_time():
+    case = ("layer_norm", *operands("layer_norm", (300, 100), torch.float32), False)
+    for first, second in zip(run(norm, *case), run(norm, *case), strict=True):
+        assert_exact(first, second)
+
+
+def test_parts_of_many_programs_are_summed():
+    parts = torch.arange(2 * 70 * 100, device=DEVICE).view(2, 70, 100).float() % 5
+    total = torch.empty(2, 100, dtype=torch.bfloat16, device=DEVICE)
+    kernels._sum_parts(parts.shape, total.dtype, total.device)((parts, total), ())
+    assert_exact(total, parts.sum(1).bfloat16())
+
+
+def test_caller_may_modify_the_result():
+    (x, weight), _ = operands("rms_norm", (3, 2, 24), torch.float32)
+    y = norm.rms_norm(x.requires_grad_(), weight)
+    y.mul_(2).sum().backward()
+    assert y._base is None
+
+
+def test_no_rows():
+    leaves, dy = operands("layer_norm", (0, 24), torch.float32)
+    y, dx, dweight, dbias = run(norm, "layer_norm", leaves, dy, False)
+    assert y.shape == dx.shape == (0, 24)
+    assert not dweight.any()
+    assert not dbias.any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [((2, 16385), torch.float32, "more than 65536 bytes"), ((2, 8), torch.float64, "float64")],
+)
+def test_what_the_kernels_cannot_do_torch_does_and_it_is_counted(shape, dtype, reason, monkeypatch):
+    flux_megatron.reset_report()
+    (x, weight), _ = operands("rms_norm", shape, dtype)
+    with pytest.warns(UserWarning, match=reason):
+        y = norm.rms_norm(x, weight)
+    assert torch.equal(y, torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-5))
+    (((pattern, said), count),) = flux_megatron.report().fallbacks.items()
+    assert (pattern, count) == ("rms_norm", 1)
+    assert reason in said
+    monkeypatch.setattr(settings, "get", lambda: settings.Settings(strict=True))
+    with pytest.raises(errors.FallbackRefused, match=reason):
+        norm.rms_norm(x, weight)
+
+
+def test_on_a_cpu_torch_is_no_fallback(monkeypatch):
+    monkeypatch.setattr(norm, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "norm_forward", lambda *args, **kwargs: pytest.fail("a kernel"))
+    flux_megatron.reset_report()
+    x = torch.randn(2, 8)
+    assert torch.equal(norm.layer_norm(x, torch.ones(8)), torch.nn.functional.layer_norm(x, (8,)))
+    assert not flux_megatron.report().fallbacks
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "message"),
+    [
+        (torch.ones(7), None, r"x \[2, 8\] and weight \[7\] given, a weight \[8\]"),
+        (torch.ones(8), torch.ones(7), r"bias \[7\] torch.float32 given, \[8\]"),
+        (torch.ones(8), torch.ones(8).bfloat16(), r"torch.bfloat16 given, \[8\] torch.float32"),
+    ],
+)
+def test_other_shapes_are_refused(weight, bias, message):
+    with pytest.raises(ValueError, match=message):
+        norm.layer_norm(torch.ones(2, 8), weight, bias)
