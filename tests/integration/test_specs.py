@@ -25,6 +25,7 @@ from flux_megatron.integration import (
     gpt_layer_spec,
     use_flux_output_layer,
 )
+from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.provider import StockSpecProvider
 
 CLASSES = {
@@ -88,7 +89,7 @@ def test_providers_answer_megatron_s_questions():
     assert isinstance(flux, LocalSpecProvider)
     assert not flux.fuse_layernorm_and_linear()
     assert flux.layer_norm(rms_norm=True, for_qk=True) is stock.layer_norm() is FluxNorm
-    assert flux.core_attention() is stock.core_attention() is LocalSpecProvider().core_attention()
+    assert flux.core_attention() is stock.core_attention() is FluxCoreAttention
     assert stock.column_parallel_linear() is ColumnParallelLinear
 
 

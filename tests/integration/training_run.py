@@ -1,0 +1,206 @@
+"""A short run of a tiny GPT as Megatron's own loop trains it, on our layers or on stock ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
+from flux_megatron.integration.specs import local_spec_from
+from flux_megatron.train.model import layer_context
+
+VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One way to train: what it sets beside a plain run, and how its linear layers run then.
+
+    `lengths` are the sequence lengths of the steps, in turn. `prepare` changes a model that was
+    just built; `around` is entered for the steps. `runs` is "overlapped", or part of the reason why
+    calls are not. The `quick` ones are tested always.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    tp: int = 2
+    pp: int = 1
+    vp: int | None = None
+    dp: int = 1
+    sp: bool = True
+    dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+    microbatches: int = 1
+    lengths: tuple[int, ...] = (SEQUENCE,)
+    prepare: Callable[[GPTModel], None] = lambda model: None
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    runs: str = "overlapped"
+    quick: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def low_precision(self) -> bool:
+        return self.dtype != torch.float32
+
+
+class Training:
+    """This rank's part of a run. It replaces Megatron's process groups."""
+
+    def __init__(self, feature: Feature, layers: str) -> None:
+        """`layers`: flux, stock, or stock with its sums in another order (stock-...)."""
+        experts = {k: v for k, v in feature.config.items() if k.startswith("expert_")}
+        sbs.start(
+            feature.tp, pipeline_model_parallel_size=feature.pp,
+            virtual_pipeline_model_parallel_size=feature.vp, **experts,
+        )  # fmt: skip
+        self.feature, self.layers, self.done = feature, layers, 0
+        self.config = _config(feature)
+        self.modules = [self._model(stage) for stage in range(feature.vp or 1)]
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **feature.ddp)
+        self.chunks = [self._wrapped(module, ddp) for module in self.modules]
+        self.optimizer = self._optimizer(ddp)
+        self._let_the_schedule_synchronise(ddp)
+
+    def _model(self, stage: int) -> GPTModel:
+        sbs.seed()
+        layers = "flux" if self.layers == "flux" else "stock"
+        vp_stage = stage if self.feature.vp else None
+        place = {"ignore_virtual": False, "vp_stage": vp_stage}
+        spec = gpt_block_spec(self.config, layers, vp_stage)
+        with local_spec_from(layers):
+            mtp = get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
+        with use_flux_output_layer() if layers == "flux" else contextlib.nullcontext():
+            model = GPTModel(
+                config=self.config, transformer_layer_spec=spec, mtp_block_spec=mtp,
+                vocab_size=VOCAB, max_sequence_length=max(self.feature.lengths), vp_stage=vp_stage,
+                pre_process=parallel_state.is_pipeline_first_stage(**place),
+                post_process=parallel_state.is_pipeline_last_stage(**place),
+                position_embedding_type="rope", **self.feature.model,
+            )  # fmt: skip
+        self.feature.prepare(model)
+        return model
+
+    def _wrapped(self, module: GPTModel, ddp: DistributedDataParallelConfig) -> Any:
+        inner = Float16Module(self.config, module) if self.feature.low_precision else module
+        later = bool(module.vp_stage)
+        return DistributedDataParallel(self.config, ddp, inner, disable_bucketing=later)
+
+    def _optimizer(self, ddp: DistributedDataParallelConfig) -> MegatronOptimizer:
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0,
+            adam_eps=1e-4,  # what is zero but for rounding must not become a step
+            params_dtype=self.feature.dtype, bf16=self.config.bf16, fp16=self.config.fp16,
+            initial_loss_scale=2.0**12, use_distributed_optimizer=ddp.use_distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
+        )  # fmt: skip
+        return get_megatron_optimizer(settings, self.chunks)
+
+    def _let_the_schedule_synchronise(self, ddp: DistributedDataParallelConfig) -> None:
+        def of_chunks(name: str) -> Any:
+            functions = [getattr(chunk, name) for chunk in self.chunks]
+            return functions if len(functions) > 1 else functions[0]
+
+        if ddp.overlap_grad_reduce:
+            self.config.no_sync_func = of_chunks("no_sync")
+        if ddp.overlap_param_gather and ddp.align_param_gather:
+            self.config.param_sync_func = of_chunks("start_param_sync")
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def run(self, steps: int) -> list[float]:
+        """The losses of the next steps; none on other ranks than those of the last stage."""
+        with self.feature.around(), layer_context(self):  # asks for our `layers`
+            return [loss for _ in range(steps) for loss in self._one_step()]
+
+    def _one_step(self) -> list[float]:
+        feature = self.feature
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        length = feature.lengths[self.done % len(feature.lengths)]
+        parts = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[_batches(self.done, length, feature.microbatches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=feature.microbatches,
+            seq_length=length,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self.done += 1
+        if not parts:
+            return []
+        loss = torch.stack([part["loss"] for part in parts]).mean() / feature.dp
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        return [loss.item()]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies; the same names with either layers."""
+        if self.chunks[0].ddp_config.overlap_param_gather:  # else the next forward brings them
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        return {
+            f"chunk {number}: {name}": parameter.detach().clone()
+            for number, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+        }
+
+
+def _config(feature: Feature) -> Any:
+    defaults = {
+        "num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False,
+        "pipeline_model_parallel_size": feature.pp, "fp16": feature.dtype == torch.float16,
+        "virtual_pipeline_model_parallel_size": feature.vp,
+    }  # fmt: skip
+    return sbs.settings(feature.tp, feature.sp, feature.dtype, **{**defaults, **feature.config})
+
+
+def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Arithmetic sequences, learnable in a few steps.
+
+    The data-parallel ranks share what one rank alone would be given.
+    """
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    for microbatch in range(microbatches):
+        generator = torch.Generator().manual_seed(100 * step + microbatch * ranks + rank)
+        first = torch.randint(0, VOCAB, (BATCH, 1), generator=generator)
+        tokens = (first + 3 * torch.arange(length + 1)) % VOCAB
+        positions = torch.arange(length).repeat(BATCH, 1)
+        yield tokens[:, :-1].contiguous(), positions, mask, tokens[:, 1:].contiguous()
+
+
+def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    *inputs, labels = next(batches)
+
+    def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return model(*inputs, labels=labels), mean
