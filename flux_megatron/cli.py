@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron.patching.commands import app as patch_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(patch_app, name="patch")
 
 
 @app.callback()
@@ -80,6 +83,38 @@ def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> i
         run_folder.prepare(run, out, resume)
         console = Console(file=sys.stdout)
     return worker.run(run, out, resume, console)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="Such as Megatron-LM's pretrain_gpt.py")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS...", help="Its arguments, and --flux-overlap"),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(help="Ranks to start; default: one for each GPU, 2 on the CPU")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu: try it out without GPUs")] = "cuda",
+) -> None:
+    """Run a Megatron-LM training script that also takes --flux-overlap; our options come before it.
+
+    Under torchrun this is one rank of the run, otherwise it starts torchrun on this machine.
+    """
+    command = ["--device", device, str(script), *(arguments or [])]
+    if "RANK" in os.environ:
+        from flux_megatron.launch.__main__ import main
+
+        main(command)
+        return
+    import torch
+
+    ranks = nproc_per_node or (2 if device == "cpu" else torch.cuda.device_count())
+    if not ranks:
+        raise typer.BadParameter("no GPU found: --device cpu tries it without")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun += ["-m", "flux_megatron.launch", *command]
+    os.execv(sys.executable, [sys.executable, *torchrun])
 
 
 @app.command()

@@ -41,7 +41,8 @@ TABLE = {
     "errors": room(),
     "problem": room(),
     "perf": room("errors problem"),
-    "launch": room("errors problem", "jinja2 pydantic yaml"),
+    # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
+    "launch": room("errors problem integration.door train.cpu_pretrain", "jinja2 pydantic yaml"),
     "reference": room("errors problem", "torch"),
     "symm": room("errors problem settings", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
@@ -49,11 +50,12 @@ TABLE = {
     # what a measured plan depends on: Triton's version and the link between the GPUs
     "overlap": room("errors problem settings perf symm kernels", "torch", lazily="cuda triton"),
     "ops": room("errors problem overlap", "torch"),
-    "nn": room("errors ops", "torch"),
+    "nn": room("errors ops kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed
     "integration": room(
-        "errors settings ops nn", "torch megatron", lazily="fused_weight_gradient_mlp_cuda"
+        "errors settings ops nn __init__", "torch megatron", lazily="fused_weight_gradient_mlp_cuda"
     ),
+    "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
         "errors settings ops nn integration __init__",
         "torch megatron matplotlib numpy pydantic rich typer yaml",
@@ -64,14 +66,17 @@ TABLE |= {
     "": Room(BELOW - {"train"}),
     "bench": Room(BELOW, ANY),
     "doctor": Room(BELOW, ANY),
-    "cli": Room(BELOW | {"bench", "doctor"}, ANY),
+    # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
+    "patching": room("errors", "typer"),
+    "cli": Room(BELOW | {"bench", "doctor", "patching"}, ANY),
 }
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
 AT_IMPORT = {
     "": Room(BASE),
+    "launch": Room(frozenset({"errors", "problem"}), frozenset({"jinja2", "pydantic", "yaml"})),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),
-    "cli": Room(BASE, frozenset({"rich", "typer"})),
+    "cli": Room(BASE | {"patching"}, frozenset({"rich", "typer"})),
 }
 
 
@@ -174,6 +179,10 @@ BAD = {
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
     "torch in perf": ("perf/cost.py", "import torch.distributed"),
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
+    "megatron when launch loads": (
+        "launch/sbatch.py",
+        "from flux_megatron.integration import door",
+    ),
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
     "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
@@ -252,7 +261,7 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    modules = ", ".join(f"{PACKAGE}.{name}" for name in ("settings", "errors", "problem"))
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in ("settings", "errors", "problem", "launch"))
     loaded = loaded_after(f"import {PACKAGE}, {modules}")
     assert not loaded & {"torch", "triton", "numpy", "megatron", "yaml", "pydantic", "rich"}
 

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from flux_megatron.integration import arm
 from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
 from flux_megatron.nn import functions
 from flux_megatron.ops import note_fallback
@@ -35,8 +36,8 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     the class or a layer, keeps the gathered x for the weight gradient: R times the memory, one
     gather less.
 
-    Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then:
-    `RuntimeError`.
+    Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then,
+    or `wgrad_module.provide_wgrad_kernels()`: `RuntimeError` without.
     """
 
     save_gathered = False
@@ -47,17 +48,20 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
         super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
         self.config = config
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
-        deferred = config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
-        if deferred and not stock._grad_accum_fusion_available:
+        # in every layer, so that pipeline stages without an LM head refuse too, and do not wait
+        if config.defer_embedding_wgrad_compute and not stock._grad_accum_fusion_available:
             raise RuntimeError(
                 "defer_embedding_wgrad_compute needs apex's fused_weight_gradient_mlp_cuda, which "
-                "is not installed: Megatron calls it when the pipeline drains"
+                "Megatron calls when the pipeline drains: install apex, or call "
+                "flux_megatron.integration.wgrad_module.provide_wgrad_kernels() first"
             )
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         buffer = kwargs["grad_output_buffer"]
         if buffer is not None and torch.is_grad_enabled() and not weight.requires_grad:
             raise ValueError("a frozen weight given, but its gradient is deferred")
+        if arm.stock_now():
+            return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         if reason := _left_to_megatron(self, input, kwargs):
             if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
                 note_fallback("ag_gemm", reason)
@@ -95,7 +99,7 @@ class FluxRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
         scatters = self.sequence_parallel and self._communicates()
-        if not scatters or _left_to_megatron(self, input_, options):
+        if arm.stock_now() or not scatters or _left_to_megatron(self, input_, options):
             return super().forward(input_)
         wgrad = into_main_grad(self.weight) if self.gradient_accumulation_fusion else None
         output = functions.row_parallel_linear(
@@ -107,6 +111,8 @@ class FluxRowParallelLinear(RowParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         """The GEMM alone; megatron-core's forward communicates around it."""
+        if arm.stock_now():
+            return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         reason = _left_to_megatron(self, input, kwargs)
         if self._communicates():
             note_fallback("gemm_rs", reason or _NO_SP)

@@ -7,9 +7,10 @@ import functools
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine
+from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
 from megatron.core.models.backends import LocalSpecProvider
 
+from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 
@@ -21,14 +22,18 @@ class StockSpecProvider(LocalSpecProvider):
         return FluxNorm
 
     def core_attention(self) -> type:
-        """Transformer Engine's attention where it can run; it alone does context parallelism."""
-        if transformer_engine.HAVE_TE and torch.cuda.is_available():
-            return transformer_engine.TEDotProductAttention
-        return super().core_attention()
+        """Transformer Engine's attention where it can run, which alone does context parallelism;
+        else torch's, which keeps no [s, s] scores.
+        """
+        return transformer_engine.TEDotProductAttention if _te_can_run() else FluxCoreAttention
 
 
 class FluxSpecProvider(StockSpecProvider):
-    """This package's linears; in experts too, where they gain wgrad fusion without apex."""
+    """This package's linears; in experts too, where they gain wgrad fusion without apex.
+
+    Experts as one grouped GEMM are Transformer Engine's where it can run, as without us: they leave
+    communication to their token dispatcher.
+    """
 
     def column_parallel_linear(self) -> type:
         return FluxColumnParallelLinear
@@ -36,13 +41,20 @@ class FluxSpecProvider(StockSpecProvider):
     def row_parallel_linear(self) -> type:
         return FluxRowParallelLinear
 
-    def grouped_mlp_modules(self, *args: Any, **kwargs: Any) -> Any:
-        experts = super().grouped_mlp_modules(*args, **kwargs)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        if moe_use_grouped_gemm and _te_can_run():
+            theirs = transformer_engine_spec_provider.TESpecProvider()
+            return theirs.grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
+        experts = super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         if isinstance(experts, functools.partial):  # newer than 0.16
             submodules = _ours(experts.keywords["submodules"])
             return functools.partial(experts.func, **{**experts.keywords, "submodules": submodules})
         experts, submodules = experts
         return experts, submodules and _ours(submodules)
+
+
+def _te_can_run() -> bool:
+    return transformer_engine.HAVE_TE and torch.cuda.is_available()
 
 
 def _ours(submodules: Any) -> Any:

@@ -33,7 +33,7 @@ def gpt_block_spec(
             config,
             use_transformer_engine=False,
             normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
+            qk_l2_norm=getattr(config, "qk_l2_norm", False),  # an argument alone before 0.16
             vp_stage=vp_stage,
         )
     return dataclasses.replace(block, layer_norm=FluxNorm)

@@ -1,0 +1,70 @@
+"""The user's training script as the main program, in a process whose Megatron knows our flags."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from flux_megatron.integration.flags import add_flux_arguments
+
+
+def enter(script: str, arguments: list[str]) -> None:
+    """Let this process look like `python SCRIPT ARGUMENTS`, before anything of Megatron is loaded:
+    it is looked for beside the script first. `FileNotFoundError` where it is not.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"{script}: no such file")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        found = importlib.util.find_spec("megatron.training")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise FileNotFoundError(
+            f"no megatron.training beside {script} or on PYTHONPATH: the package megatron-core "
+            "does not have it, a checkout of Megatron-LM does"
+        )
+
+
+def run() -> None:
+    """Run the script that was entered."""
+    teach_parser()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def teach_parser() -> None:
+    """Make Megatron's parser take our arguments, and act on them as soon as it has parsed.
+
+    `parse_args` looks `add_megatron_arguments` up by its name in every version of Megatron-LM.
+    """
+    from megatron.training import arguments
+
+    original = arguments.add_megatron_arguments
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return _installing(add_flux_arguments(original(parser)))
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+
+
+def _installing(parser: Any) -> Any:
+    """The parser, which from now on installs what it parses; bad combinations end the process."""
+    from flux_megatron.integration.install import install_from
+
+    parse = parser.parse_known_args  # parse_args calls it too
+
+    def parse_known_args(*given: Any, **named: Any) -> Any:
+        args, unknown = parse(*given, **named)
+        try:
+            install_from(args)
+        except ValueError as error:
+            parser.exit(2, f"{sys.argv[0]}: {error}\n")
+        return args, unknown
+
+    parser.parse_known_args = parse_known_args
+    return parser

@@ -1,0 +1,114 @@
+"""What overlap did, where Megatron-LM logs: a line after its own, and scalars in its writers.
+
+Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
+every version from 0.14 on, and these are wrapped there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import flux_megatron
+from flux_megatron.integration.comparison import Comparison, alternate
+
+TRAINING = "megatron.training.training"
+
+
+def install(compare: int | None) -> None:
+    """Log, and alternate blocks of `compare` iterations if given. Another call changes nothing.
+
+    A program without Megatron-LM's training loop logs nothing; `ValueError` if it is to compare.
+    """
+    training = sys.modules.get(TRAINING)
+    if training is not None:
+        _install(training, compare)
+    elif compare:
+        raise ValueError(f"--flux-compare given, but {TRAINING}, whose loop it needs, is not there")
+
+
+@functools.cache
+def _install(training: Any, compare: int | None) -> None:
+    comparison = alternate(training, compare) if compare else None
+    log_with(training, comparison)
+    if comparison is not None:
+        atexit.register(_tell_at_exit, comparison)
+
+
+def log_with(training: Any, comparison: Comparison | None) -> None:
+    """Let `training_log` of this module tell the effect too, whenever it logs."""
+    original = training.training_log
+    signature = inspect.signature(original)
+    effect = Effect(training, comparison)
+
+    @functools.wraps(original)
+    def training_log(*given: Any, **named: Any) -> Any:
+        result = original(*given, **named)
+        arguments = signature.bind(*given, **named).arguments
+        iteration = arguments["iteration"]
+        # 0.16 and newer log the first iteration of a run too
+        first = arguments.get("is_first_iteration", False)
+        if first or iteration % training.get_args().log_interval == 0:
+            effect.tell(iteration)
+        return result
+
+    training.training_log = training_log
+
+
+class Effect:
+    """Tells what happened since it last did; counts are those of the rank that Megatron logs on."""
+
+    def __init__(self, training: Any, comparison: Comparison | None) -> None:
+        self._training = training
+        self._comparison = comparison
+        self._before = flux_megatron.report()
+        self._pairs = 0  # of blocks, when the comparison was last told
+
+    def tell(self, iteration: int) -> None:
+        now, before = flux_megatron.report(), self._before
+        self._before = now
+        calls, overlapped = now.total - before.total, now.overlapped - before.overlapped
+        fallbacks = Counter(now.fallbacks) - Counter(before.fallbacks)
+        new = [f"{p}: {why}" for p, why in sorted(fallbacks.keys() - before.fallbacks.keys())]
+        workspace = now.workspace_bytes / 2**20
+        self._training.print_rank_last(
+            f" flux: {overlapped} of {calls} calls overlapped | {fallbacks.total()} fallbacks"
+            + (f" ({'; '.join(new)})" if new else "")
+            + f" | workspace {workspace:.1f} MiB"
+        )
+        scalars = {
+            "flux/overlapped-calls": overlapped,
+            "flux/fallbacks": fallbacks.total(),
+            "flux/workspace-MiB": workspace,
+        }
+        self._write(scalars, iteration)
+        self._tell_comparison()
+
+    def _write(self, scalars: dict[str, float], iteration: int) -> None:
+        writer = self._training.get_tensorboard_writer()
+        wandb_writer = self._training.get_wandb_writer()
+        if writer is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb_writer is not None:
+            wandb_writer.log(scalars, iteration)
+
+    def _tell_comparison(self) -> None:
+        result = self._comparison.result() if self._comparison else None
+        if result is not None and result.pairs > self._pairs:
+            self._pairs = result.pairs
+            self._training.print_rank_last(f" flux: {result}")
+
+
+def _tell_at_exit(comparison: Comparison) -> None:
+    """On the last rank, as before; torch.distributed may be gone by now."""
+    result = comparison.result()
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    if int(os.environ.get("RANK", "0")) == last:
+        pair = "no pair of blocks was completed, so stock and fused are not compared"
+        print(f" flux: {result or pair}", flush=True)

@@ -1,0 +1,57 @@
+"""The layer specification behind `--spec`: Megatron asks for it once it has parsed arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from flux_megatron.integration import requirements
+from flux_megatron.integration.flags import FluxOptions
+from flux_megatron.integration.install import install
+
+# what one layer is built of; Megatron tells a specification given by --spec none of it
+OPTIONS = (
+    "num_experts", "moe_grouped_gemm", "qk_layernorm", "qk_l2_norm", "multi_latent_attention",
+    "normalization",
+)  # fmt: skip
+
+
+def layer_spec_of_this_run() -> ModuleSpec:
+    """One layer of the model that Megatron's global arguments describe, built of ours.
+
+    The norms and the LM head become ours too, as with `--flux-overlap`; knobs are FLUX_MEGATRON_*
+    variables. `ValueError` for what such a specification cannot say, `RuntimeError` before Megatron
+    has parsed its arguments.
+    """
+    args = _parsed_arguments()
+    requirements.check(args)
+    if refused := _complaint(args):
+        raise ValueError(f"--spec {' '.join(requirements.OUR_SPEC)}: {refused}")
+    if not getattr(args, "flux_overlap", False):
+        install(FluxOptions())
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        **{name: getattr(args, name) for name in OPTIONS}
+    )
+
+
+def _parsed_arguments() -> Any:
+    from megatron.training import get_args
+
+    try:
+        return get_args()
+    except AssertionError:
+        raise RuntimeError(
+            "flux_megatron.specs is for --spec: Megatron's arguments are not parsed yet"
+        ) from None
+
+
+def _complaint(args: Any) -> str | None:
+    if args.transformer_impl != "local":
+        return f"--transformer-impl {args.transformer_impl} given, local expected"
+    if args.mtp_num_layers:
+        return "Megatron 0.15 to 0.18 cannot combine it with --mtp-num-layers: use --flux-overlap"
+    if args.num_experts and args.moe_layer_freq != 1:
+        return "dense and expert layers alternate, one kind expected: use --flux-overlap"
+    return None

@@ -1,0 +1,43 @@
+"""One process of a run: `torchrun ... -m flux_megatron.launch pretrain_gpt.py ARGS --flux-overlap`.
+
+The script is the user's own, and ARGS are Megatron's and ours; options for us come before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+# to be set before torch and triton are imported
+CPU = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flux_megatron.launch", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="cpu: try it out without GPUs; kernels are interpreted",
+    )  # fmt: skip
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args(argv)
+    if given.device == "cpu":
+        os.environ.update(CPU)
+    from flux_megatron.integration import door
+
+    try:
+        door.enter(given.script, given.arguments)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    if given.device == "cpu":
+        from flux_megatron.train.cpu_pretrain import pretend_gpu
+
+        pretend_gpu()
+    door.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""`flux-megatron patch`: our flag in a Megatron-LM checkout; see patches/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flux_megatron.patching import checkout as checkouts
+
+Checkout = Annotated[Path, typer.Argument(metavar="DIR", help="A checkout of Megatron-LM")]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _main() -> None:
+    """Add --flux-overlap to a Megatron-LM checkout's own arguments."""
+
+
+@app.command()
+def check(checkout: Checkout) -> None:
+    """Say whether the patches fit and whether they are applied; fails if they do not fit."""
+    with _refusal_in_words():
+        state = checkouts.examine(checkout)
+        if state.differences:
+            raise checkouts.Refused(str(state))
+    typer.echo(state)
+
+
+@app.command()
+def apply(checkout: Checkout) -> None:
+    """Put the patches in, if they fit and are not in yet."""
+    with _refusal_in_words():
+        state = checkouts.apply(checkout)
+    typer.echo(f"{state.series.folder.name}: applied to {_files(state)}")
+
+
+@app.command()
+def undo(checkout: Checkout) -> None:
+    """Take the patches out again."""
+    with _refusal_in_words():
+        state = checkouts.undo(checkout)
+    typer.echo(f"{state.series.folder.name}: taken out of {_files(state)}")
+
+
+@app.command()
+def record(
+    checkout: Checkout,
+    name: Annotated[str, typer.Argument(help="Folder of patches/ with patches for it")],
+) -> None:
+    """For a new version: write the fingerprints of an unpatched checkout beside its patches."""
+    with _refusal_in_words():
+        file = checkouts.record(checkout, name)
+    typer.echo(f"wrote {file}")
+
+
+@contextmanager
+def _refusal_in_words() -> Iterator[None]:
+    try:
+        yield
+    except checkouts.Refused as refusal:
+        typer.echo(str(refusal), err=True)
+        raise typer.Exit(1) from None
+
+
+def _files(state: checkouts.State) -> str:
+    return ", ".join(sorted({str(state.checkout / hunk.path) for hunk in state.series.hunks}))

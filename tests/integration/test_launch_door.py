@@ -1,0 +1,362 @@
+"""The users' door: our arguments in Megatron's parser, what they refuse and what they build."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import side_by_side as sbs
+import torch
+from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.models import backends
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.moe.experts import SequentialMLP
+from ranks import run_ranks
+from typer.testing import CliRunner
+
+from flux_megatron import settings
+from flux_megatron.cli import app
+from flux_megatron.integration import FluxColumnParallelLinear, FluxNorm, FluxRowParallelLinear
+from flux_megatron.integration import install as door
+from flux_megatron.integration.attention import FluxCoreAttention
+from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
+from flux_megatron.integration.provider import FluxSpecProvider
+from flux_megatron.integration.requirements import OUR_SPEC, REFUSED, attribute
+from flux_megatron.integration.selection import layer_of
+from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
+
+CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
+REPOSITORY = Path(__file__).parents[2]
+SUBSTITUTED = (
+    (backends, "LocalSpecProvider"),
+    (gpt_layer_specs, "LocalSpecProvider"),
+    (gpt_layer_specs, "LNImpl"),
+    (transformer_block, "LayerNormImpl"),
+    (gpt_model, "tensor_parallel"),
+    (FluxColumnParallelLinear, "save_gathered"),
+    (FluxCoreAttention, "reads_causal_masks"),
+)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    """As Megatron's arguments are before it validates them."""
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def _restored(monkeypatch):
+    """Whatever a test installs in this process goes when it ends."""
+    for owner, name in SUBSTITUTED:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(door, "_tell_at_exit", lambda: None)
+    door._say_once.cache_clear()
+    yield
+    withdraw_wgrad_kernels()
+    door._output_layer.close()
+    monkeypatch.undo()
+    settings.reload()
+
+
+def test_flags_become_options():
+    assert options_from(parse()) is None
+    assert options_from(parse("--flux-overlap")) == FluxOptions()
+    assert FluxOptions().environment() == {}
+    words = (
+        "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
+        "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered"
+    )
+    given = options_from(parse(*words.split()))
+    assert given == FluxOptions(
+        layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
+        tune_seconds=7.0, cache="plans", strict=True, trace=True,
+    )  # fmt: skip
+    assert settings.read(given.environment()) == settings.Settings(
+        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"), nvtx=True
+    )
+
+
+def test_arguments_are_added_once():
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    assert add_flux_arguments(parser) is parser
+
+
+def test_knob_without_the_flag_is_refused():
+    with pytest.raises(
+        ValueError, match="--flux-tune-seconds --flux-strict given without --flux-o"
+    ):
+        options_from(parse("--flux-tune-seconds", "7", "--flux-strict"))
+
+
+@pytest.mark.parametrize("mode", ["flux_deterministic", "deterministic_mode"])
+def test_deterministic_runs_measure_nothing(mode):
+    args = parse("--flux-overlap")
+    setattr(args, mode, True)
+    assert options_from(args).environment() == {"FLUX_MEGATRON_TUNE": "off"}
+    args.flux_tune = "lazy"
+    with pytest.raises(ValueError, match="--flux-tune lazy given with --flux-deterministic"):
+        options_from(args)
+
+
+COMBINATIONS = [(attribute(flag), True, flag) for flag in REFUSED] + [
+    ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized"),
+    ("cuda_graph_impl", "transformer_engine", "--cuda-graph-impl transformer_engine"),
+    ("position_embedding_type", "relative", "--position-embedding-type relative"),
+    ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
+    ("context_parallel_size", 2, "--context-parallel-size"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), COMBINATIONS)
+def test_unsupported_combination_is_refused_by_name(name, value, flag):
+    args = parse("--flux-overlap")
+    setattr(args, name, value)
+    before = gpt_layer_specs.LocalSpecProvider
+    with pytest.raises(ValueError, match=f"cannot go with:\n  {flag}: "):
+        door.install_from(args)
+    assert gpt_layer_specs.LocalSpecProvider is before
+
+
+@pytest.mark.usefixtures("_restored")
+def test_nothing_is_installed_without_the_flag():
+    before = [getattr(owner, name) for owner, name in SUBSTITUTED]
+    args = parse()
+    door.install_from(args)
+    assert [getattr(owner, name) for owner, name in SUBSTITUTED] == before
+    assert args.transformer_impl == "transformer_engine"
+
+
+@pytest.mark.usefixtures("_restored")
+def test_installing_twice_is_installing_once(capsys):
+    args = parse("--flux-overlap", "--flux-strategy", "sequential", "--flux-save-gathered")
+    args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
+    for _ in range(2):
+        args.transformer_impl = "transformer_engine"  # Megatron parses anew
+        door.install_from(args)
+        assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+        assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
+        assert settings.get().strategy == "sequential"
+        assert FluxColumnParallelLinear.save_gathered
+    assert args.transformer_impl == "local"
+    assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
+    door.install(FluxOptions(layers=("fc1",)))
+    assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
+
+
+OURS = {
+    (): "linear_qkv linear_proj linear_fc1 linear_fc2 output_layer",
+    ("qkv", "fc2"): "linear_qkv linear_fc2",
+    ("proj", "head"): "linear_proj output_layer",
+}
+
+
+@pytest.mark.parametrize("layers", OURS)
+def test_chosen_layers_are_ours_and_the_others_stock(layers):
+    assert run_ranks(_ours_in_a_model, 1, layers) == [sorted(OURS[layers].split())]
+
+
+def _ours_in_a_model(rank, layers) -> list[str]:
+    sbs.start(1)
+    door.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
+    # as in a real launch: fusion is on, and there is no apex
+    config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=8, max_sequence_length=8
+    )
+    assert "FluxNorm" in repr(gpt_layer_specs.LNImpl)
+    assert type(model.decoder.final_layernorm).__module__ == FluxNorm.__module__
+    found = {"ours": set(), "stock": set()}
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            ours = isinstance(module, (FluxColumnParallelLinear, FluxRowParallelLinear))
+            found["ours" if ours else "stock"].add(name.split(".")[-1])
+    assert len(found["ours"]) + len(found["stock"]) == 5
+    return sorted(found["ours"])
+
+
+def test_stock_layer_fuses_its_weight_gradient_without_apex():
+    run_ranks(_fused_stock_wgrad, 1)
+
+
+def _fused_stock_wgrad(rank) -> None:
+    sbs.start(1)
+    door.install(FluxOptions(layers=("qkv",)))
+    config = sbs.settings(1, False, torch.bfloat16, gradient_accumulation_fusion=True)
+    layer = sbs.build(sbs.Case("column"), ours=False, config=config)
+    layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+    x = torch.randint(-3, 4, (2, 1, sbs.HIDDEN)).bfloat16()
+    y, _ = layer(x)
+    y.sum().backward()
+    expected = 1 + x.float().sum(dim=(0, 1)).expand_as(layer.weight)
+    torch.testing.assert_close(layer.weight.main_grad, expected, atol=0, rtol=0)
+
+
+def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
+    calls = []
+    theirs = types.SimpleNamespace(grouped_mlp_modules=lambda *args: calls.append(args) or "theirs")
+    monkeypatch.setattr(transformer_engine_spec_provider, "TESpecProvider", lambda: theirs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    flux = FluxSpecProvider()
+    assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    assert flux.grouped_mlp_modules(True, False) == "theirs"
+    assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
+    assert calls == [(True, False)]
+
+
+def test_buffer_names_tell_the_layer():
+    names = ["qkv", "q_proj", "q_up_proj", "kv_down_proj", "proj", "fc1", "mtp_eh_proj"]
+    assert [layer_of(name) for name in names] == ["qkv"] * 4 + ["proj", "fc1", "mtp_eh_proj"]
+    assert layer_of(None) is None
+
+
+def spec_module(**arguments):
+    """`flux_megatron.specs` as Megatron imports it, when it was given these arguments."""
+    defaults = {
+        "transformer_impl": "local", "mtp_num_layers": None, "num_experts": None, "spec": OUR_SPEC,
+        "moe_layer_freq": 1, "moe_grouped_gemm": False, "qk_layernorm": True, "qk_l2_norm": False,
+        "multi_latent_attention": False, "normalization": "RMSNorm",
+    }  # fmt: skip
+    training = types.ModuleType("megatron.training")
+    training.get_args = lambda: types.SimpleNamespace(**{**defaults, **arguments})
+    sys.modules["megatron.training"] = training
+    try:
+        import flux_megatron.specs as module
+
+        return module
+    finally:
+        sys.modules.pop("flux_megatron.specs", None)
+        del sys.modules["megatron.training"]
+
+
+@pytest.mark.usefixtures("_restored")
+def test_spec_is_made_of_ours_as_the_arguments_say():
+    parts = spec_module().flux_layer_spec.submodules
+    attention = parts.self_attention.submodules
+    assert attention.linear_qkv is FluxColumnParallelLinear
+    assert attention.q_layernorm is parts.input_layernorm is FluxNorm
+    assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+    experts = spec_module(num_experts=2).flux_layer_spec.submodules.mlp.submodules.experts
+    assert experts.submodules.linear_fc1 is FluxColumnParallelLinear
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "transformer_engine given, local expected"),
+        ({"mtp_num_layers": 1}, "cannot combine it with --mtp-num-layers: use --flux-overlap"),
+        ({"num_experts": 2, "moe_layer_freq": 2}, "dense and expert layers alternate"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+    ],
+)
+def test_spec_refuses_what_it_cannot_say(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        spec_module(**arguments)
+
+
+PARSER = """
+import argparse
+def add_megatron_arguments(parser):
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--fp8-format", dest="fp8")
+    return parser
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+SCRIPT = """
+import sys
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.training import arguments
+before = gpt_layer_specs.LocalSpecProvider
+args = arguments.parse_args()
+print(__name__, sys.argv[1], args.transformer_impl, gpt_layer_specs.LocalSpecProvider is before)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    """What stands for a checkout: a training script with its own megatron.training beside it."""
+    folder = tmp_path_factory.mktemp("Megatron-LM")
+    (folder / "megatron" / "training").mkdir(parents=True)
+    (folder / "megatron" / "training" / "__init__.py").touch()
+    (folder / "megatron" / "training" / "arguments.py").write_text(PARSER)
+    (folder / "pretrain.py").write_text(SCRIPT)
+    return folder / "pretrain.py"
+
+
+def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        command, env=environment, cwd=script.parent.parent, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+def test_launcher_runs_the_script_with_the_flag(script):
+    done = launched(script, "--flux-overlap")
+    assert done.returncode == 0, done.stderr
+    said, ran, told = done.stdout.splitlines()
+    assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
+    assert ran == "__main__ --flux-overlap local False"
+    assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
+
+
+def test_launcher_refuses_before_anything_starts(script):
+    done = launched(script, "--flux-overlap", "--fp8-format", "hybrid")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{script}: --flux-overlap cannot go with:\n  --fp8-format: ")
+
+
+def test_launcher_says_what_is_missing(script, tmp_path):
+    assert "nowhere.py: no such file" in launched(script.with_name("nowhere.py")).stderr
+    lonely = tmp_path / "pretrain.py"
+    lonely.touch()
+    assert f"no megatron.training beside {lonely}" in launched(lonely).stderr
+
+
+def test_command_passes_everything_after_the_script_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr("flux_megatron.launch.__main__.main", seen.append)
+    words = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
+    monkeypatch.setenv("RANK", "0")
+    assert CliRunner().invoke(app, ["run", "--device", "cpu", *words]).exit_code == 0
+    assert seen == [["--device", "cpu", *words]]
+
+
+def test_command_starts_torchrun(monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
+    monkeypatch.delenv("RANK", raising=False)
+    words = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
+    assert CliRunner().invoke(app, ["run", *words]).exit_code == 0
+    (command,) = seen
+    assert "--nproc-per-node=3" in command
+    ours = ["-m", "flux_megatron.launch", "--device", "cuda", "pretrain_gpt.py", "--bf16"]
+    assert command[-6:] == ours
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize(
+    "flux",
+    ["--flux-overlap --flux-strict", "--spec flux_megatron.specs flux_layer_spec"],
+    ids=["flag", "spec"],
+)
+def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux):
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "pretrain_cpu.sh"], capture_output=True, text=True, timeout=880,
+        env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,416 @@
+"""`patches/` and `flux-megatron patch`: on checkouts made up here, and on real ones where named.
+
+FLUX_MEGATRON_LM names a checkout of Megatron-LM, FLUX_MEGATRON_LM_FOLDER a folder of several; they
+are copied. Their own imports must be installed (0.14 to 0.16: six, regex, sentencepiece, tiktoken).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import py_compile
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flux_megatron.cli import app
+from flux_megatron.patching import checkout as checkouts
+from flux_megatron.patching import series as all_series
+from flux_megatron.patching.checkout import Refused
+from flux_megatron.patching.fingerprints import RELIED_ON, functions
+
+ARGUMENTS = "megatron/training/arguments.py"
+LAYERS = "megatron/core/tensor_parallel/layers.py"
+RECORDED = all_series.supported()
+INSERTED = [hunk.lines for hunk in RECORDED[0].hunks]
+
+# the shape of Megatron's, and names that patches and fingerprints look for
+SOURCES = {
+    "megatron/core/package_info.py": "MAJOR = 7\nMINOR = 3\nPATCH = 2\n",
+    ARGUMENTS: """\
+        import argparse
+
+        def add_megatron_arguments(parser):
+            parser.add_argument("--width", type=int)
+            return parser
+
+        def parse_args(words=None):
+            parser = argparse.ArgumentParser(allow_abbrev=False)
+
+            parser = add_megatron_arguments(parser)
+
+            args = parser.parse_args(words)
+
+            return args
+
+        def validate_args(args):
+            pass
+        """,
+    LAYERS: """\
+        class ColumnParallelLinear:
+            def forward(self, x):
+                return x
+        """,
+}
+AFTER = {"    parser = add_megatron_arguments(parser)": 0, "    args = parser.parse_args(words)": 1}
+
+
+def write_series(folder: Path, name: str) -> Path:
+    """The recorded patches' lines, at the line numbers of `SOURCES`."""
+    lines = textwrap.dedent(SOURCES[ARGUMENTS]).splitlines()
+    hunks = [
+        all_series.Hunk(ARGUMENTS, 1 + lines.index(line), INSERTED[i]) for line, i in AFTER.items()
+    ]
+    (folder / name).mkdir(parents=True)
+    (folder / name / "0001-flag.patch").write_text("Why\n\n" + all_series.diff(hunks))
+    (folder / name / "series").write_text("0001-flag.patch\n")
+    return folder / name
+
+
+@pytest.fixture
+def patches(tmp_path, monkeypatch):
+    """An empty folder of patches in place of ours."""
+    monkeypatch.setattr(all_series, "FOLDER", tmp_path / "patches")
+    return tmp_path / "patches"
+
+
+@pytest.fixture
+def checkout(tmp_path, patches):
+    """A checkout of a version that patches are recorded for."""
+    folder = tmp_path / "here" / "Megatron-LM"
+    for path, source in SOURCES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(textwrap.dedent(source))
+    write_series(patches, "core_v7.3.2")
+    checkouts.record(folder, "core_v7.3.2")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file() and ".git" not in file.parts)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def edit(checkout: Path, path: str, old: str, new: str) -> None:
+    text = (checkout / path).read_text()
+    assert old in text
+    (checkout / path).write_text(text.replace(old, new))
+
+
+# what is recorded
+
+
+def test_every_supported_version_is_recorded():
+    assert [one.folder.name for one in RECORDED] == [
+        "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2",
+        "core_v0.19.0", "main-d98e8a64",
+    ]  # fmt: skip
+    assert [one.version for one in RECORDED] == sorted({one.version for one in RECORDED})
+
+
+@pytest.mark.parametrize("series", RECORDED, ids=lambda series: series.folder.name)
+def test_recorded_patches_only_insert_our_lines_into_recorded_functions(series):
+    names = (series.folder / "series").read_text().split()
+    assert sorted(names) == sorted(file.name for file in series.folder.glob("*.patch"))
+    assert [hunk.lines for hunk in series.hunks] == INSERTED
+    for hunk in series.hunks:
+        ast.parse(textwrap.dedent(hunk.text))
+        assert series.touched[hunk.path].keys() <= series.hashes[hunk.path].keys()
+    for name in names:
+        why, _, body = (series.folder / name).read_text().partition("--- a/")
+        assert len(why.splitlines()) > 2
+        assert "--- a/" + body == all_series.diff(series.hunks)
+
+
+@pytest.mark.parametrize("series", RECORDED, ids=lambda series: series.folder.name)
+def test_recorded_fingerprints_are_of_what_we_rely_on(series):
+    layers = {f"{kind}ParallelLinear.forward" for kind in ("Column", "Row")}
+    assert layers <= series.hashes[LAYERS].keys()
+    assert RELIED_ON.keys() | series.touched.keys() == series.hashes.keys()
+    hashes = [sha256 for found in series.hashes.values() for sha256 in found.values()]
+    assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes)
+
+
+@pytest.mark.parametrize(
+    "line", ["-import argparse", " import argparse", "@@ -3,0 +4 @@ def f():", "@@ -3 +3,2 @@"]
+)
+def test_a_patch_with_text_of_others_is_an_error(patches, line):
+    folder = write_series(patches, "broken")
+    with (folder / "0001-flag.patch").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=re.escape(line)):
+        all_series.read_hunks(folder)
+
+
+# on checkouts made up here
+
+
+def test_apply_inserts_and_undo_restores_every_byte(checkout):
+    before = contents(checkout)
+    checkouts.apply(checkout)
+    after = (checkout / ARGUMENTS).read_text()
+    for line, i in AFTER.items():
+        assert "\n".join([line, *INSERTED[i]]) in after
+    assert {path for path, data in contents(checkout).items() if data != before[path]} == {
+        ARGUMENTS
+    }
+    checkouts.undo(checkout)
+    assert contents(checkout) == before
+
+
+@pytest.mark.parametrize("repository", [".", ".."], ids=["its own", "another one"])
+def test_in_a_git_repository(checkout, repository):
+    subprocess.run(["git", "init", "-q", checkout / repository], check=True, timeout=60)
+    before = contents(checkout)
+    checkouts.apply(checkout)
+    assert contents(checkout) != before
+    checkouts.undo(checkout)
+    assert contents(checkout) == before
+
+
+def test_hunks_follow_a_function_that_moved(checkout):
+    expected = (checkout / ARGUMENTS).read_text()
+    edit(checkout, ARGUMENTS, "import argparse\n", "import argparse\nimport os\n\n\n")
+    edit(checkout, ARGUMENTS, "return parser\n", "print(os.name)\n    return parser\n")
+    before = contents(checkout)
+    checkouts.apply(checkout)
+    after = (checkout / ARGUMENTS).read_text()
+    for line, i in AFTER.items():
+        assert "\n".join([line, *INSERTED[i]]) in after
+        expected = expected.replace(line, "\n".join([line, *INSERTED[i]]))
+    assert after.endswith(expected[expected.index("def parse_args") :])
+    edit(checkout, ARGUMENTS, "import os\n", "import os\n\n")
+    checkouts.undo(checkout)
+    edit(checkout, ARGUMENTS, "import os\n\n", "import os\n")
+    assert contents(checkout) == before
+
+
+CHANGES = {
+    "touched": (ARGUMENTS, "allow_abbrev=False", "allow_abbrev=True", "parse_args has another"),
+    "relied on": (LAYERS, "return x", "return -x", "ColumnParallelLinear.forward has another"),
+    "renamed": (LAYERS, "forward", "backward", "ColumnParallelLinear.forward is missing"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_function_is_refused_by_name(checkout, change):
+    path, old, new, words = CHANGES[change]
+    edit(checkout, path, old, new)
+    before = contents(checkout)
+    with pytest.raises(Refused, match=f"7.3.2 in .* core_v7.3.2 .*\n  {path}: {words}") as refusal:
+        checkouts.apply(checkout)
+    assert str(refusal.value).count("\n") == 1
+    assert contents(checkout) == before
+
+
+def test_a_function_that_nobody_relies_on_may_change(checkout):
+    edit(checkout, ARGUMENTS, "pass", "assert args")
+    assert not checkouts.examine(checkout).differences
+
+
+def test_an_unknown_version_is_refused_with_all_that_differs(checkout):
+    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 4")
+    edit(checkout, LAYERS, "return x", "return -x")
+    with pytest.raises(Refused) as refusal:
+        checkouts.apply(checkout)
+    assert "version 7.4.2 found, one of 7.3.2 (core_v7.3.2) expected" in str(refusal.value)
+    assert "ColumnParallelLinear.forward" in str(refusal.value)
+
+
+def test_a_patch_release_in_which_nothing_of_it_changed_is_taken(checkout):
+    edit(checkout, "megatron/core/package_info.py", "PATCH = 2", "PATCH = 5")
+    assert checkouts.apply(checkout).version == "7.3.5"
+
+
+def test_the_closest_version_is_compared(checkout, patches):
+    older = write_series(patches, "core_v7.2.0")
+    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 2")
+    edit(checkout, LAYERS, "return x", "return -x")
+    checkouts.record(checkout, older.name)
+    assert checkouts.examine(checkout).series.folder == older
+    assert not checkouts.examine(checkout).differences
+
+
+def test_twice_is_refused_and_so_is_undoing_nothing(checkout):
+    with pytest.raises(Refused, match="not applied"):
+        checkouts.undo(checkout)
+    checkouts.apply(checkout)
+    before = contents(checkout)
+    with pytest.raises(Refused, match="already applied"):
+        checkouts.apply(checkout)
+    assert contents(checkout) == before
+
+
+def test_half_applied_is_refused(checkout):
+    checkouts.apply(checkout)
+    edit(checkout, ARGUMENTS, "\n".join(INSERTED[1]) + "\n", "")
+    for command in (checkouts.apply, checkouts.undo):
+        with pytest.raises(Refused, match=f"only a part of the patches is applied, in {ARGUMENTS}"):
+            command(checkout)
+
+
+def test_what_is_no_checkout_is_refused(checkout):
+    with pytest.raises(Refused, match="no checkout of Megatron-LM"):
+        checkouts.examine(checkout / "megatron")
+
+
+def test_undo_also_after_megatron_went_on(checkout):
+    """Taking lines out needs no fingerprint: whoever updated a patched checkout can go back."""
+    checkouts.apply(checkout)
+    edit(checkout, LAYERS, "return x", "return -x")
+    checkouts.undo(checkout)
+    assert "flux" not in (checkout / ARGUMENTS).read_text()
+
+
+def test_recording_what_is_patched_or_missing_is_refused(checkout, patches):
+    with pytest.raises(Refused, match="no series"):
+        checkouts.record(checkout, "core_v7.9.0")
+    checkouts.apply(checkout)
+    with pytest.raises(Refused, match="patched already"):
+        checkouts.record(checkout, "core_v7.3.2")
+
+
+def test_recording_a_hunk_outside_functions_is_refused(checkout, patches):
+    patch = patches / "core_v7.3.2" / "0001-flag.patch"
+    patch.write_text(patch.read_text().replace("@@ -10,0", "@@ -1,0"))
+    with pytest.raises(Refused, match=r"line 1 of .* is in no function"):
+        checkouts.record(checkout, "core_v7.3.2")
+
+
+def test_a_decorator_belongs_to_its_function():
+    plain = functions("def f():\n    pass\n")["f"]
+    decorated = functions("@cache\ndef f():\n    pass\n")["f"]
+    assert (decorated.first, decorated.last) == (1, 3)
+    assert decorated.sha256 != plain.sha256
+
+
+def test_the_commands(checkout):
+    def run(command: str, status: int, words: str) -> None:
+        done = CliRunner().invoke(app, ["patch", command, str(checkout)])
+        assert (done.exit_code, words in done.output) == (status, True), done.output
+
+    run("check", 0, "not applied")
+    run("apply", 0, str(checkout / ARGUMENTS))
+    run("apply", 1, "already applied")
+    run("check", 0, "already applied")
+    run("undo", 0, str(checkout / ARGUMENTS))
+    run("undo", 1, "not applied")
+    edit(checkout, LAYERS, "return x", "return -x")
+    run("check", 1, "ColumnParallelLinear.forward")
+
+
+# what the inserted lines do
+
+
+@pytest.fixture
+def parse(checkout, monkeypatch):
+    """A patched checkout's `parse_args`, run as if these words came from a command line."""
+    checkouts.apply(checkout)
+    namespace: dict = {}
+    exec((checkout / ARGUMENTS).read_text(), namespace)
+
+    def parse(*words: str):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        return namespace["parse_args"]()
+
+    return parse
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """What `install_from` was called with, of a package that stands in for ours."""
+
+    def add_flux_arguments(parser):
+        parser.add_argument("--flux-overlap", action="store_true")
+        parser.add_argument("--flux-strategy")
+        return parser
+
+    calls: list = []
+    for name, content in {
+        "flags": {"add_flux_arguments": add_flux_arguments},
+        "install": {"install_from": calls.append},
+    }.items():
+        module = types.ModuleType(f"flux_megatron.integration.{name}")
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    package = types.ModuleType("flux_megatron.integration")
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return calls
+
+
+def test_without_our_options_nothing_is_installed(parse, installed):
+    assert parse("--width", "3").width == 3
+    assert not installed
+
+
+@pytest.mark.parametrize("words", [["--flux-overlap"], ["--flux-strategy", "fused"]])
+def test_any_of_our_options_is_acted_on(parse, installed, words):
+    assert installed == [parse(*words)]
+
+
+def test_without_the_package_a_patched_tree_is_a_stock_one(parse, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flux_megatron.integration", None)
+    assert vars(parse("--width", "3")) == {"width": 3}
+    for words in (["--flux-overlap"], ["--flux-strategy", "fused", "--flux-overlap"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(*words)
+        assert "need the package flux_megatron: " in capsys.readouterr().err
+
+
+# on real checkouts
+
+
+def real_checkouts() -> list[Path]:
+    named = os.environ.get("FLUX_MEGATRON_LM")
+    folder = os.environ.get("FLUX_MEGATRON_LM_FOLDER")
+    several = sorted(Path(folder).glob("*/megatron")) if folder else []
+    return [*([Path(named)] if named else []), *(found.parent for found in several)]
+
+
+PARSE = """
+import sys, typing, typing_extensions
+typing.override = typing_extensions.override  # used from 0.17 on, which is for Python >= 3.12
+sys.argv = ["pretrain_gpt.py", *sys.argv[1:]]
+from megatron.training.arguments import parse_args
+parse_args()
+from megatron.core.models.gpt import gpt_layer_specs
+print("layers of", gpt_layer_specs.LocalSpecProvider.__module__)
+"""
+
+
+@pytest.mark.skipif(not real_checkouts(), reason="FLUX_MEGATRON_LM(_FOLDER) names no checkout")
+@pytest.mark.parametrize("original", real_checkouts(), ids=lambda path: path.name)
+def test_a_real_checkout(original, tmp_path):
+    checkout = tmp_path / "Megatron-LM"
+    shutil.copytree(original / "megatron", checkout / "megatron")
+    before = contents(checkout)
+    state = checkouts.apply(checkout)
+    assert contents(checkout) != before
+    py_compile.compile(str(checkout / ARGUMENTS), str(tmp_path / "compiled"), doraise=True)
+    assert "layers of flux_megatron" in parsed_by(checkout, "--flux-overlap")
+    assert "layers of megatron.core" in parsed_by(checkout)
+    with_our_command = contents(checkout)
+    checkouts.undo(checkout)
+    assert contents(checkout) == before
+    for patch in (state.series.folder / "series").read_text().split():
+        command = ["git", "apply", "--unidiff-zero", state.series.folder / patch]
+        subprocess.run(command, cwd=checkout, check=True, timeout=60)
+    assert contents(checkout) == with_our_command
+
+
+def parsed_by(checkout: Path, *words: str) -> str:
+    path = os.pathsep.join([str(checkout), str(Path(__file__).parents[1])])
+    options = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
+        capture_output=True, text=True, timeout=140,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
