@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flux_megatron.perf.hardware import A100, GPUS, H100, H200, find
-from flux_megatron.perf.operator_cost import collective_us, gemm_us, predict_us
+from flux_megatron.perf.operator_cost import (
+    collective_us,
+    exposed_us,
+    gemm_us,
+    moved_bytes,
+    predict_us,
+)
 from flux_megatron.problem import Pattern, Plan, Problem
 
 # Microseconds on 4 x H200, bf16, the GEMM's local M x N x K: the GEMM alone, then NCCL and GEMM,
@@ -123,3 +129,10 @@ def test_what_a_plan_may_differ_in():
 )
 def test_facts_are_found_by_the_name_of_the_gpu(gpu, link, expected):
     assert find(gpu, link) is expected
+
+
+def test_what_is_exposed_is_the_collective_where_nothing_overlaps():
+    large = problem("ag_gemm", 8192, 12288, 12288)
+    collective = collective_us(H200, moved_bytes(large), 4)
+    assert exposed_us(large, SEQUENTIAL, H200) == pytest.approx(collective)
+    assert 0.0 <= exposed_us(large, Plan("hopper"), H200) < 0.2 * collective

@@ -49,6 +49,7 @@ def log_with(training: Any, comparison: Comparison | None) -> None:
     @functools.wraps(original)
     def training_log(*given: Any, **named: Any) -> Any:
         result = original(*given, **named)
+        effect.iterations += 1
         arguments = signature.bind(*given, **named).arguments
         iteration = arguments["iteration"]
         # 0.16 and newer log the first iteration of a run too
@@ -67,6 +68,7 @@ class Effect:
         self._training = training
         self._comparison = comparison
         self._before = flux_megatron.report()
+        self.iterations = 0  # since the last line
         self._pairs = 0  # of blocks, when the comparison was last told
 
     def tell(self, iteration: int) -> None:
@@ -76,16 +78,23 @@ class Effect:
         fallbacks = Counter(now.fallbacks) - Counter(before.fallbacks)
         new = [f"{p}: {why}" for p, why in sorted(fallbacks.keys() - before.fallbacks.keys())]
         workspace = now.workspace_bytes / 2**20
+        exposed_ms = None
+        if now.exposed_us is not None:
+            exposed_ms = (now.exposed_us - (before.exposed_us or 0.0)) / self.iterations * 1e-3
+        self.iterations = 0
         self._training.print_rank_last(
             f" flux: {overlapped} of {calls} calls overlapped | {fallbacks.total()} fallbacks"
             + (f" ({'; '.join(new)})" if new else "")
             + f" | workspace {workspace:.1f} MiB"
+            + (f" | exposed {exposed_ms:.1f} ms an iteration" if exposed_ms is not None else "")
         )
         scalars = {
             "flux/overlapped-calls": overlapped,
             "flux/fallbacks": fallbacks.total(),
             "flux/workspace-MiB": workspace,
         }
+        if exposed_ms is not None:
+            scalars["flux/exposed-communication-ms"] = exposed_ms
         self._write(scalars, iteration)
         self._tell_comparison()
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap import choice, registry, transfer
+from flux_megatron.overlap import choice, environment, registry, transfer
 from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import Workspace, workspace
 
@@ -35,9 +36,16 @@ class Decision:
 
     def count(self) -> None:
         if self.fallback is None:
-            note_call(self.problem.pattern, self.plan.strategy)
+            note_call(self.problem.pattern, self.plan.strategy, self._exposed_us)
         else:
-            note_fallback(self.problem.pattern, self.fallback)
+            note_fallback(self.problem.pattern, self.fallback, self._exposed_us)
+
+    @cached_property
+    def _exposed_us(self) -> float | None:
+        """The cost model's estimate, where it has facts of this machine."""
+        where = environment.of(self.workspace.device)
+        facts = hardware.find(where.gpu, where.link)
+        return None if facts is None else operator_cost.exposed_us(self.problem, self.plan, facts)
 
     def gather_plan(self) -> Plan:
         """How x is gathered beside this GEMM+RS in a column layer's backward; noted as a call."""

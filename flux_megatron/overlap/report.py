@@ -13,6 +13,7 @@ from flux_megatron.symm.workspace import workspaces
 
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_exposed_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,14 @@ class Report:
 
     A fallback is also a `sequential` call; one without a reason was chosen: by a measurement, by
     the cost model or by the user. `workspace_bytes` is the symmetric memory this rank holds.
+    `exposed_us` is the cost model's estimate of the communication that these calls did not hide,
+    None where it knows nothing of the machine.
     """
 
     calls: dict[tuple[str, str], int]
     fallbacks: dict[tuple[str, str], int]
     workspace_bytes: int
+    exposed_us: float | None = None
 
     @property
     def total(self) -> int:
@@ -60,12 +64,15 @@ class Report:
         return "\n".join(lines)
 
 
-def note_call(pattern: str, strategy: str) -> None:
-    """Count a call that ran with `strategy`."""
+def note_call(pattern: str, strategy: str, exposed_us: float | None = None) -> None:
+    """Count a call that ran with `strategy`, of which so much communication is not hidden."""
+    global _exposed_us
     _calls[str(pattern), strategy] += 1
+    if exposed_us is not None:
+        _exposed_us = (_exposed_us or 0.0) + exposed_us
 
 
-def note_fallback(pattern: str, reason: str) -> None:
+def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) -> None:
     """Count a call that runs without overlap; say so once for each reason; in strict mode raise
     instead.
     """
@@ -75,16 +82,18 @@ def note_fallback(pattern: str, reason: str) -> None:
     if key not in _fallbacks:
         warnings.warn(f"flux_megatron: {pattern} runs without overlap: {reason}", stacklevel=3)
     _fallbacks[key] += 1
-    note_call(pattern, "sequential")
+    note_call(pattern, "sequential", exposed_us)
 
 
 def report() -> Report:
     """The counts so far, and the symmetric memory held."""
     held = sum(workspace.size_bytes for workspace in workspaces())
-    return Report(dict(_calls), dict(_fallbacks), held)
+    return Report(dict(_calls), dict(_fallbacks), held, _exposed_us)
 
 
 def reset_report() -> None:
     """Start counting anew."""
+    global _exposed_us
+    _exposed_us = None
     _calls.clear()
     _fallbacks.clear()

@@ -68,6 +68,12 @@ def predict_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     return _scattered_us(problem, plan, parts, wgrad_us, hardware) + sum_us
 
 
+def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
+    """What the communication adds to the GEMMs' time under `plan`, in microseconds."""
+    gemms = _local_gemm_us(problem, hardware, problem.M) + _wgrad_us(problem, hardware)
+    return max(0.0, predict_us(problem, plan, hardware) - gemms)
+
+
 def _local_gemm_us(problem: Problem, hardware: Hardware, M: int) -> float:
     return gemm_us(hardware, M, problem.N_local, problem.K_local, problem.dtype)
 
