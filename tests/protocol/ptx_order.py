@@ -74,7 +74,10 @@ class Ptx:
         """The code of each partition of a warp-specialised kernel, and its number of warps: first
         that of the workers, in their order, and last that of the warps that `num_warps` counts.
         """
-        (dispatch,) = self.find(r"^brx\.idx")
+        # the jump that a worker makes by its byte; the code of a partition may have tables too
+        (load,) = self.find(r"^ld\.shared\.[bu]8")
+        dispatch = self.reach(load, {*self.find(r"^brx\.idx")}, set())
+        assert dispatch is not None, "workers are not sent anywhere"
         (threads,) = (int(n) for n in re.findall(r"\.reqntid (\d+)", self._head))
         # one byte a worker warp, written before the workers set out: the number of its partition
         start = self.find(r"^barrier\.sync")[0]
