@@ -356,7 +356,8 @@ def test_any_of_our_options_is_acted_on(parse, installed, words):
 
 
 def test_without_the_package_a_patched_tree_is_a_stock_one(parse, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flux_megatron.integration", None)
+    for module in ("flux_megatron.integration", "flux_megatron.integration.flags"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert vars(parse("--width", "3")) == {"width": 3}
     for words in (["--flux-overlap"], ["--flux-strategy", "fused", "--flux-overlap"]):
         with pytest.raises(SystemExit, match="2"):

@@ -30,6 +30,14 @@ CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _fresh_report():
+    """Counts of this process, which ranks that other tests fork would inherit."""
+    flux_megatron.reset_report()
+    yield
+    flux_megatron.reset_report()
+
+
 def noisy_pairs(seed: int, pairs: int, gain: float = 1.0, block: int = 4, noise: float = 0.02):
     """Blocks of iterations of 1 s, of which the fused ones are faster by `gain`."""
     draw = random.Random(seed)
@@ -186,7 +194,6 @@ def log(module, iteration: int) -> None:
 
 @pytest.mark.parametrize("old", [True, False], ids=["0.14", "0.16"])
 def test_line_and_scalars_are_of_what_happened_since_the_last(old):
-    flux_megatron.reset_report()
     note_call("gemm_rs", "fused")  # before the loop
     module = training_module(old)
     effect.log_with(module, None)
@@ -211,7 +218,6 @@ def test_line_and_scalars_are_of_what_happened_since_the_last(old):
 
 
 def test_exposed_communication_is_told_of_an_iteration_where_it_can_be_estimated():
-    flux_megatron.reset_report()
     note_call("gemm_rs", "fused", 10_000.0)  # before the loop
     module = training_module()
     effect.log_with(module, None)
@@ -235,7 +241,6 @@ def test_first_iteration_is_logged_where_megatron_logs_it():
 
 
 def test_comparison_is_told_when_it_knows_more():
-    flux_megatron.reset_report()
     module = training_module(log_interval=1)
     effect.log_with(module, alternate(module, 2))
     for iteration in range(1, 10):
