@@ -6,6 +6,8 @@ A workspace has one `Channel` a direction, the agreement of its ranks, and the l
 
 from __future__ import annotations
 
+import atexit
+import gc
 import socket
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -113,3 +115,12 @@ def check() -> None:
 def release() -> None:
     """Forget every workspace; their memory goes with the last tensor that uses it."""
     _workspaces.clear()
+
+
+@atexit.register
+def _let_groups_go() -> None:
+    """Gloo's threads drop the tensors of the last collectives whenever they come to it, which aborts
+    a process whose interpreter has begun to end. A group that nobody holds joins them before.
+    """
+    release()
+    gc.collect()  # a workspace and its channels hold each other
