@@ -119,8 +119,8 @@ def release() -> None:
 
 @atexit.register
 def _let_groups_go() -> None:
-    """Gloo's threads drop the tensors of the last collectives whenever they come to it, which aborts
-    a process whose interpreter has begun to end. A group that nobody holds joins them before.
+    """Gloo's threads drop the last collectives' tensors whenever they come to it, which aborts a
+    process whose interpreter has begun to end. A group that nobody holds joins them before.
     """
     release()
     gc.collect()  # a workspace and its channels hold each other

@@ -1,0 +1,120 @@
+"""What is trained, on what, and how: the words in which experiments are written and predicted.
+
+Plain facts without torch. `launch.experiment` reads them from `configs/` and checks the rules that
+hold between them; the cost model takes them as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Arm = Literal["megatron", "te", "flux"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. `vocab` counts tokens before Megatron pads them."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int  # query groups; equal to `heads` without grouped-query attention
+    ffn: int
+    vocab: int
+    seq_length: int
+    swiglu: bool = False
+    norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    position: Literal["learned", "rope"] = "learned"
+    linear_bias: bool = True
+    tied_embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the GPUs of a node; `bandwidth_gbps` is one GPU's in one direction, in GB/s."""
+
+    kind: Literal["nvlink", "pcie", "memory"]  # memory: emulated ranks of one CPU machine
+    bandwidth_gbps: float
+
+
+@dataclass(frozen=True)
+class Nics:
+    """A node's network cards; `bandwidth_gbps` is one card's in one direction, in GB/s."""
+
+    count: int
+    bandwidth_gbps: float
+    latency_us: float = 5.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes. `gpu` names an entry of `perf.hardware`, or "cpu"."""
+
+    name: str
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    numa_nodes: int
+    memory_gib: float  # of one GPU; of the machine for "cpu"
+    link: Link
+    nics: Nics | None = None  # None: a single node
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of tensor, pipeline and data parallelism; `virtual_stages` > 1 interleaves."""
+
+    tp: int
+    pp: int = 1
+    dp: int = 1
+    virtual_stages: int = 1
+    sequence_parallel: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step and how many of them. Batches count sequences."""
+
+    micro_batch: int
+    global_batch: int
+    steps: int
+    warmup_steps: int  # dropped from every time
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    recompute: Literal["none", "selective", "full"] = "none"
+    flash_attention: bool = True
+    distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    lr: float = 1e-4
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One arm of an experiment: what runs on every GPU of the cluster."""
+
+    model: Model
+    cluster: Cluster
+    parallel: Parallel
+    training: Training
+    arm: Arm
+
+    @property
+    def tokens(self) -> int:
+        """M of every linear layer: rows of one micro-batch."""
+        return self.model.seq_length * self.training.micro_batch
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one step and pipeline."""
+        return self.training.global_batch // (self.training.micro_batch * self.parallel.dp)
