@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -25,6 +24,7 @@ import triton  # before our kernels, which would choose the interpreter on a mac
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from two_processes import write_results
 
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.launch import Launcher
@@ -176,21 +176,11 @@ def main(path: str) -> None:
         mock.patch.multiple(torch.cuda, **hopper_gpu),
         mock.patch.object(launch, "_multiprocessors", return_value=PROGRAMS),
     ):
-        work = [(name, made, False) for name, made in shipped().items()]
+        found = shipped()
+        work = {name: partial(compiled, made) for name, made in found.items()}
         # behind those without
-        work += [(f"{n} recorded", made, True) for n, made, _ in work if n in RECORDED]
-        second = os.fork() == 0  # a process for every second one: it takes a minute and a half
-        results = {name: compiled(made, recorded) for name, made, recorded in work[second::2]}
-    with open(f"{path}.second" if second else path, "w") as file:
-        json.dump(results, file)
-    if second:
-        return
-    _, status = os.wait()
-    assert status == 0, "the second process failed"
-    with open(f"{path}.second") as file:
-        results |= json.load(file)
-    with open(path, "w") as file:
-        json.dump({name: results[name] for name, _, _ in work}, file)
+        work |= {f"{n} recorded": partial(compiled, found[n], recorded=True) for n in RECORDED}
+        write_results(work, path)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ the broken kernels that the checks must reject.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,6 +19,7 @@ import triton  # before our kernels, which would choose the interpreter on a mac
 from broken_kernels import BROKEN
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from two_processes import write_results
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
@@ -75,10 +76,11 @@ def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:
     return tiles | {replace(tile, tma=False) for tile in tiles}
 
 
-def shipped(architecture: int) -> Iterator[tuple[str, dict]]:
+def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
     prefix = f"sm_{architecture}"
     for dtype in SHORT:
         for tile in shipped_tiles(architecture, dtype):
+            make = partial(compiled, architecture=architecture, dtype=dtype, tile=tile)
             shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
             for layout_nn in (False, True):
                 name = f"{dtype} {shape}{' tma' * tile.tma} {'nn' if layout_nn else 'nt'}"
@@ -89,32 +91,31 @@ def shipped(architecture: int) -> Iterator[tuple[str, dict]]:
                 }  # fmt: skip
                 # with a bias in one layout only: it does not touch the order of anything
                 ag = {**common, "HAS_BIAS": layout_nn}
-                for kernel, constexprs in ((ag_gemm_kernel, ag), (gemm_rs_kernel, common)):
-                    pattern = kernel.__name__.removesuffix("_kernel")
-                    result = compiled(kernel, architecture, dtype, tile, **constexprs)
-                    yield f"{prefix} {pattern} {name}", result
+                yield f"{prefix} ag_gemm {name}", partial(make, ag_gemm_kernel, **ag)
+                yield f"{prefix} gemm_rs {name}", partial(make, gemm_rs_kernel, **common)
             if dtype == "bfloat16":
-                result = compiled(ag_gemm_kernel, architecture, dtype, tile, recorded=True, **ag)
-                yield f"{prefix} recorded_ag_gemm {name}", result
-        sizes = {"WORLD_SIZE": 4, "BLOCK_M": 16, "BLOCK_N": 256}
-        result = compiled(reduce_slots_kernel, architecture, dtype, Tile(), **sizes)
-        yield f"{prefix} reduce_slots {dtype}", result
-    result = compiled(reduce_slots_kernel, architecture, "bfloat16", Tile(), recorded=True, **sizes)
-    yield f"{prefix} recorded_reduce_slots bfloat16", result
-    one_warp = Tile(num_warps=1, num_stages=1)
-    yield f"{prefix} wait_sources", compiled(wait_sources_kernel, architecture, "float32", one_warp)
-    sizes = {"WORLD_SIZE": 4, "BLOCK": 256}
-    result = compiled(meet_ranks_kernel, architecture, "float32", one_warp, **sizes)
-    yield f"{prefix} meet_ranks", result
+                recorded = partial(make, ag_gemm_kernel, recorded=True, **ag)
+                yield f"{prefix} recorded_ag_gemm {name}", recorded
+        reduce = partial(
+            compiled, reduce_slots_kernel, architecture, dtype, Tile(),
+            WORLD_SIZE=4, BLOCK_M=16, BLOCK_N=256,
+        )  # fmt: skip
+        yield f"{prefix} reduce_slots {dtype}", reduce
+        if dtype == "bfloat16":
+            yield f"{prefix} recorded_reduce_slots {dtype}", partial(reduce, recorded=True)
+    one_warp = partial(
+        compiled, architecture=architecture, dtype="float32", tile=Tile(num_warps=1, num_stages=1)
+    )
+    yield f"{prefix} wait_sources", partial(one_warp, wait_sources_kernel)
+    yield f"{prefix} meet_ranks", partial(one_warp, meet_ranks_kernel, WORLD_SIZE=4, BLOCK=256)
 
 
 def main(path: str) -> None:
-    results = {name: result for architecture in (80, 90) for name, result in shipped(architecture)}
+    work = {name: make for architecture in (80, 90) for name, make in shipped(architecture)}
+    tile = Tile(num_warps=4, num_stages=1)
     for name, (kernel, constexprs) in BROKEN.items():
-        tile = Tile(num_warps=4, num_stages=1)
-        results[name] = compiled(kernel, 90, "bfloat16", tile, **constexprs)
-    with open(path, "w") as file:
-        json.dump(results, file)
+        work[name] = partial(compiled, kernel, 90, "bfloat16", tile, **constexprs)
+    write_results(work, path)
 
 
 if __name__ == "__main__":
