@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
+    if not hasattr(typing, "override"):  # Megatron 0.17 and newer ask for Python 3.12's
+        typing.override = lambda method: method
     _without_download()
     if not torch.cuda.is_available():
         _on_cpu()
