@@ -9,8 +9,13 @@ import argparse
 import os
 import sys
 
-# to be set before torch and triton are imported
-CPU = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+# to be set before torch and triton are imported; Megatron insists on the last
+CPU = {
+    "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 def main(argv: list[str]) -> None:
