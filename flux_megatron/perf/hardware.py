@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from flux_megatron.perf.workload import Cluster, Link
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU of a node whose GPUs all reach each other over NVLink.
+    """One GPU of a node, and the link by which it reaches the node's other GPUs.
 
-    `tflops` is what a GEMM of full waves reaches, by dtype; bandwidths are one GPU's in one
-    direction; `nccl_*` describe an all-gather or reduce-scatter by the bytes a rank receives.
+    `tflops` is what a GEMM of full waves reaches, by dtype, `peak_tflops` the data sheet's for
+    dense bf16; bandwidths are one GPU's in one direction; `nccl_*` describe an all-gather or
+    reduce-scatter by the bytes a rank receives; `flash_*` are shares of the peak that a flash
+    attention kernel reaches.
     """
 
     name: str
@@ -30,12 +34,18 @@ class Hardware:
     store_gbps: float
     launch_us: float
     source: str
+    peak_tflops: float
+    flash_forward: float
+    flash_backward: float
+    hopper: bool = True  # whether the kernels for sm_90 run; the portable ones run anywhere
 
 
 # GEMM: 8192 x 12288 x 12288 in 3024 us is 24 waves of 128 x 256 tiles at 840 TFLOP/s. Memory: the
 # sum of 4 partials. Copy engine: pushes of 256 MiB; 1 to 64 MiB cost 10.5 us more than their bytes.
 # NCCL: a line through 48, 189, 501 us for 8, 64, 192 MiB. Stores: 150 MB into peers from a GEMM's
 # epilogue cost 95 to 130 us beside the GEMM. float32: CUDA cores, 80 % of the data sheet.
+# Attention: FlashAttention-3 (arXiv 2407.08608) says that FlashAttention-2 reaches 35 % of an H100;
+# its backward, by the ratio of backward to forward in FlashAttention-2 (arXiv 2307.08691), 30 %.
 H200 = Hardware(
     name="H200",
     multiprocessors=132,
@@ -48,39 +58,74 @@ H200 = Hardware(
     store_gbps=1350.0,
     launch_us=4.0,
     source="measured on 4 x H200",
+    peak_tflops=989.0,
+    flash_forward=0.35,
+    flash_backward=0.3,
 )
+H200_MEMORY_GBPS = 4800.0  # data sheet
+H200_LINK = Link("nvlink", 450.0)  # data sheet: NVLink 4, 900 GB/s in both directions
 
-# The H200's multiprocessors and links; HBM3 of 3.35 TB/s instead of HBM3e of 4.8 TB/s.
-H100 = Hardware(
-    name="H100",
-    multiprocessors=132,
-    tflops=H200.tflops,
-    memory_gbps=2790.0,
-    copy_gbps=H200.copy_gbps,
-    copy_latency_us=H200.copy_latency_us,
-    nccl_gbps=H200.nccl_gbps,
-    nccl_latency_us=H200.nccl_latency_us,
-    store_gbps=H200.store_gbps,
-    launch_us=H200.launch_us,
-    source="NVIDIA H100 SXM data sheet, at the H200's ratios",
-)
+# What PCIe gives of a slot's bandwidth to a ring over all GPUs of a node with two sockets, for NCCL
+# and copy engines alike: both are bound by the slots and by the way between the sockets. An
+# assumption between what is public: 8 GPUs L20 7.9 GB/s with NCCL and at least 15 with FLUX's
+# copies (table in the README of bytedance/flux: 88 MB in 11.2 ms, and hidden in 5.9 ms); A100 that
+# have to leave their NVLink pair 20 GB/s (NVIDIA/nccl-tests issue 178), all of 32 GB/s.
+PCIE_RING_SHARE = 0.5
 
-# 312 of 989 dense bf16 TFLOP/s, 19.5 in float32, 2.04 TB/s, NVLink 3 with 300 of 450 GB/s.
-A100 = Hardware(
-    name="A100",
-    multiprocessors=108,
-    tflops={"bfloat16": 265.0, "float16": 265.0, "float32": 15.6},
-    memory_gbps=1700.0,
-    copy_gbps=257.0,
-    copy_latency_us=H200.copy_latency_us,
-    nccl_gbps=215.0,
-    nccl_latency_us=H200.nccl_latency_us,
-    store_gbps=900.0,
-    launch_us=H200.launch_us,
-    source="NVIDIA A100 SXM 80 GB data sheet, at the H200's ratios",
-)
 
-GPUS = (H200, H100, A100)
+def _like_h200(
+    name: str, multiprocessors: int, peak_tflops: float, fp32_tflops: float, memory_gbps: float,
+    link: Link, source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
+    clock: float = 1.0,
+) -> Hardware:  # fmt: skip
+    """A GPU of a data sheet's numbers at the H200's ratios; its cores reach `clock` of them."""
+    tflops = peak_tflops * clock * H200.tflops["bfloat16"] / H200.peak_tflops
+    hardware = replace(
+        H200,
+        name=name,
+        multiprocessors=multiprocessors,
+        tflops={"bfloat16": tflops, "float16": tflops, "float32": 0.8 * fp32_tflops * clock},
+        memory_gbps=memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
+        peak_tflops=peak_tflops,
+        flash_forward=flash[0] * clock,
+        flash_backward=flash[1] * clock,
+        hopper=hopper,
+        source=f"{source}, at the H200's ratios",
+    )
+    return _linked(hardware, link)
+
+
+def _linked(hardware: Hardware, link: Link) -> Hardware:
+    """The same GPU on another link: latencies stay, bandwidths follow the link's."""
+    share = link.bandwidth_gbps / H200_LINK.bandwidth_gbps
+    copy, nccl = H200.copy_gbps * share, H200.nccl_gbps * share
+    if link.kind == "pcie":
+        copy = nccl = PCIE_RING_SHARE * link.bandwidth_gbps
+    return replace(hardware, copy_gbps=copy, nccl_gbps=nccl, store_gbps=H200.store_gbps * share)
+
+
+# Of the H100's multiprocessors and links the H200 differs in nothing but memory: HBM3 of 3.35 TB/s
+# instead of HBM3e of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
+H100 = _like_h200("H100", 132, 989.0, 67.0, 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
+H800 = _like_h200(
+    "H800", 132, 989.0, 67.0, 3350.0, Link("nvlink", 200.0),
+    "NVIDIA H100 SXM data sheet with the FLUX paper's 400 GB/s NVLink of H800",
+)  # fmt: skip
+
+# FlashAttention-2 on A100 (arXiv 2307.08691): 50 to 73 % of the peak, backward the lower end.
+_FLASH_A100 = (0.6, 0.5)
+A100 = _like_h200(
+    "A100", 108, 312.0, 19.5, 2039.0, Link("nvlink", 300.0), "NVIDIA A100 SXM 80 GB data sheet",
+    flash=_FLASH_A100, hopper=False,
+)  # fmt: skip
+# The card has 300 instead of 400 W. 90 % of the SXM module is what NVIDIA announced in June 2020 of
+# the first A100 card, of 250 W.
+A100_PCIE = _like_h200(
+    "A100-PCIE", 108, 312.0, 19.5, 1935.0, Link("pcie", 32.0), "NVIDIA A100 80 GB PCIe data sheet",
+    flash=_FLASH_A100, hopper=False, clock=0.9,
+)  # fmt: skip
+
+GPUS = (H200, H100, H800, A100)
 
 
 def find(gpu: str, link: str) -> Hardware | None:
@@ -89,6 +134,24 @@ def find(gpu: str, link: str) -> Hardware | None:
     There is none for GPUs that nobody described, for other links than NVLink, and for the CPU,
     where kernels are emulated and their times mean nothing.
     """
-    words = re.split(r"[^A-Z0-9]+", gpu.upper())
-    known = (hardware for hardware in GPUS if hardware.name in words)
-    return next(known, None) if link == "nvlink" else None
+    return _named(gpu) if link == "nvlink" else None
+
+
+def of(cluster: Cluster) -> Hardware:
+    """The facts of a cluster's GPU on its link. `ValueError` for what nobody described."""
+    hardware = A100_PCIE if {"A100", "PCIE"} <= _words(cluster.gpu) else _named(cluster.gpu)
+    if hardware is None or cluster.link.kind == "memory":
+        known = ", ".join(known.name for known in (*GPUS, A100_PCIE))
+        raise ValueError(
+            f"cluster {cluster.name}: gpu {cluster.gpu!r} on {cluster.link.kind} given, one of "
+            f"{known} on nvlink or pcie expected"
+        )
+    return _linked(hardware, cluster.link)
+
+
+def _named(gpu: str) -> Hardware | None:
+    return next((hardware for hardware in GPUS if hardware.name in _words(gpu)), None)
+
+
+def _words(gpu: str) -> set[str]:
+    return set(re.split(r"[^A-Z0-9]+", gpu.upper()))

@@ -1,5 +1,5 @@
-"""What an operation ought to take, by plan: good enough to drop hopeless candidates, and to choose
-where nothing has been measured.
+"""What an operation ought to take, by plan: good enough to drop hopeless candidates, to choose
+where nothing has been measured, and to predict what a layer takes.
 
 A GEMM runs in waves of tiles; a transfer costs its latency and its bytes; the strategies differ in
 what runs beside what. For layout "nn" the time is that of the layer's whole backward: the gather,
@@ -10,34 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from flux_megatron.perf.constants import FITTED, Constants
+from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import Pattern, Plan, Problem
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-# The tiles a library chooses from, and the share of the peak rate that each can reach.
-TILES = {
-    (128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.9,
-    (64, 256): 0.85, (64, 128): 0.75, (64, 64): 0.5,
-}  # fmt: skip
-
-# Collectives beside a GEMM take multiprocessors from it. Megatron-core's backward of a column layer
-# (8192 x 12288 x 12288 on 4 x H200) keeps this share of its collectives exposed.
-EXPOSED_BESIDE_GEMM = 0.3
-
-
-def gemm_us(hardware: Hardware, M: int, N: int, K: int, dtype: str) -> float:
-    """The library's [M, K] @ [K, N]: waves of the best tile, not faster than memory allows."""
-    rate = hardware.tflops.get(dtype, hardware.tflops["float32"]) * 1e6 / hardware.multiprocessors
-    waves_us = min(
-        math.ceil(math.ceil(M / rows) * math.ceil(N / columns) / hardware.multiprocessors)
-        * 2 * rows * columns * K / (rate * share)
-        for (rows, columns), share in TILES.items()
-    )  # fmt: skip
-    size_bytes = (M * K + K * N + M * N) * ELEMENT_BYTES[dtype]
-    return hardware.launch_us + max(waves_us, size_bytes / hardware.memory_gbps * 1e-3)
+# The tile of the kernels that wait, inside one GEMM, for what arrives.
+TILE_M, TILE_N = 128, 256
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -52,109 +34,149 @@ def moved_bytes(problem: Problem) -> int:
     return problem.M * columns * ELEMENT_BYTES[problem.dtype]
 
 
-def predict_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
+def shard_us(problem: Problem, hardware: Hardware) -> float:
+    """One rank's part of it through a copy engine, without latency."""
+    return moved_bytes(problem) / problem.world_size / hardware.copy_gbps * 1e-3
+
+
+def predict_us(
+    problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED
+) -> float:
     """The time of `plan` in microseconds; for "nn" that of the layer's whole backward."""
-    if plan.strategy == "sequential":
-        return _sequential_us(problem, hardware)
-    parts = _parts(problem, plan, hardware)
-    wgrad_us = _wgrad_us(problem, hardware)
-    if problem.pattern is Pattern.AG_GEMM:
-        return _gathered_us(problem, plan, parts, hardware) + wgrad_us
-    sum_us = _sum_us(problem, hardware)
-    if plan.strategy == "fused":
-        return (
-            sum(part.time_us for part in parts) + _stores_us(problem, hardware) + wgrad_us + sum_us
-        )
-    return _scattered_us(problem, plan, parts, wgrad_us, hardware) + sum_us
+    return _Prediction(problem, plan, hardware, constants).total_us()
+
+
+def gemms_us(
+    problem: Problem, hardware: Hardware, constants: Constants = FITTED
+) -> tuple[float, float]:
+    """The GEMM that communicates, and wgrad, which a forward ("nt") has not, both alone."""
+    one = _Prediction(problem, Plan("sequential"), hardware, constants)
+    return one.gemm_us(problem.M), one.wgrad_us()
+
+
+def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
+    """What stays exposed of a collective beside each of `gemms`: a share, as they take
+    multiprocessors from each other, and what is longer than the GEMM.
+    """
+    return sum(max(share * collective, collective - gemm) for gemm in gemms)
 
 
 def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     """What the communication adds to the GEMMs' time under `plan`, in microseconds."""
-    gemms = _local_gemm_us(problem, hardware, problem.M) + _wgrad_us(problem, hardware)
-    return max(0.0, predict_us(problem, plan, hardware) - gemms)
-
-
-def _local_gemm_us(problem: Problem, hardware: Hardware, M: int) -> float:
-    return gemm_us(hardware, M, problem.N_local, problem.K_local, problem.dtype)
-
-
-def _wgrad_us(problem: Problem, hardware: Hardware) -> float:
-    """The weight's gradient [N_local or K_local, ...] over all rows, in a backward."""
-    if problem.layout == "nt":
-        return 0.0
-    return gemm_us(hardware, problem.K_local, problem.N_local, problem.M, problem.dtype)
-
-
-def _sequential_us(problem: Problem, hardware: Hardware) -> float:
-    gemms = _local_gemm_us(problem, hardware, problem.M) + _wgrad_us(problem, hardware)
-    collective = collective_us(hardware, moved_bytes(problem), problem.world_size)
-    if problem.layout == "nn" and problem.pattern is Pattern.GEMM_RS:
-        # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
-        return gemms + 2 * collective * EXPOSED_BESIDE_GEMM
-    return gemms + collective
+    return max(0.0, predict_us(problem, plan, hardware) - sum(gemms_us(problem, hardware)))
 
 
 class Part(NamedTuple):
-    """A stretch of the GEMM: of how many ranks' shards, and its time."""
+    """A stretch of the GEMM: it needs, or completes, the shards of so many ranks more."""
 
     shards: int
     time_us: float
 
 
-def _parts(problem: Problem, plan: Plan, hardware: Hardware) -> list[Part]:
-    """The GEMM in the order of its work: library GEMMs of their own, or shares of one kernel."""
-    ranks = problem.world_size
-    if plan.strategy != "pipelined":
-        return [Part(1, _local_gemm_us(problem, hardware, problem.M) / ranks)] * ranks
-    sizes = [1] * ranks
-    if plan.splits:  # as few as there can be: in AG own rows and all others
-        sizes = [1, ranks - 1] if problem.pattern is Pattern.AG_GEMM else [ranks]
-    return [Part(n, _local_gemm_us(problem, hardware, n * problem.M_shard)) for n in sizes]
+class _Prediction(NamedTuple):
+    problem: Problem
+    plan: Plan
+    hardware: Hardware
+    constants: Constants
 
+    def total_us(self) -> float:
+        if self.plan.strategy == "sequential":
+            return self._sequential_us()
+        meet_us = self.constants.meet_us[self.plan.strategy]
+        if self.problem.pattern is Pattern.AG_GEMM:
+            return meet_us + self._gathered_us() + self.wgrad_us()
+        return meet_us + self._scattered_us() + self._sum_us()
 
-def _shard_us(problem: Problem, hardware: Hardware) -> float:
-    return moved_bytes(problem) / problem.world_size / hardware.copy_gbps * 1e-3
+    def gemm_us(self, M: int) -> float:
+        """M rows of the local GEMM."""
+        N, K = self.problem.N_local, self.problem.K_local
+        return gemm_us(self.hardware, M, N, K, self.problem.dtype, self.constants)
 
+    def wgrad_us(self) -> float:
+        """The weight's gradient [K_local, N_local] of dgrad's weight over all rows."""
+        if self.problem.layout == "nt":
+            return 0.0
+        N, K, M = self.problem.K_local, self.problem.N_local, self.problem.M
+        return wgrad_us(self.hardware, N, K, M, self.problem.dtype, self.constants)
 
-def _latency_us(plan: Plan, hardware: Hardware) -> float:
-    return hardware.launch_us if plan.transport == "sm" else hardware.copy_latency_us
+    def _sequential_us(self) -> float:
+        gemms = gemms_us(self.problem, self.hardware, self.constants)
+        size_bytes = moved_bytes(self.problem)
+        collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
+        if self.problem.layout == "nn" and self.problem.pattern is Pattern.GEMM_RS:
+            # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
+            share = self.constants.megatron_backward["1"]
+            return sum(gemms) + beside_us(collective, gemms, share)
+        return sum(gemms) + collective
 
+    def _latency_us(self) -> float:
+        sm = self.plan.transport == "sm"
+        return self.hardware.launch_us if sm else self.hardware.copy_latency_us
 
-def _stores_us(problem: Problem, hardware: Hardware) -> float:
-    """How much a GEMM slows down when its multiprocessors write into peers' memory."""
-    remote = moved_bytes(problem) * (problem.world_size - 1) / problem.world_size
-    return remote / hardware.store_gbps * 1e-3
+    def _stores_us(self) -> float:
+        """How much a GEMM slows down when its multiprocessors write into peers' memory."""
+        ranks = self.problem.world_size
+        remote = moved_bytes(self.problem) * (ranks - 1) / ranks
+        return remote / self.hardware.store_gbps * 1e-3
 
+    def _gathered_us(self) -> float:
+        """Own rows at once, then each peer's as they arrive."""
+        now = self._stores_us() if self.plan.transport == "sm" else 0.0
+        sources = 0
+        for part in self._gathering():
+            sources += part.shards
+            arrival = self._latency_us() + (sources - 1) * shard_us(self.problem, self.hardware)
+            now = max(now, arrival if sources > 1 else 0.0) + part.time_us
+        return now
 
-def _gathered_us(problem: Problem, plan: Plan, parts: Sequence[Part], hardware: Hardware) -> float:
-    """Own rows at once, then each peer's as they arrive."""
-    now = _stores_us(problem, hardware) if plan.transport == "sm" else 0.0
-    sources = 0
-    for part in parts:
-        sources += part.shards
-        arrival = _latency_us(plan, hardware) + (sources - 1) * _shard_us(problem, hardware)
-        now = max(now, arrival if sources > 1 else 0.0) + part.time_us
-    return now
+    def _gathering(self) -> Sequence[Part]:
+        """Library GEMMs of whole shards, or the waves of one kernel, each of which begins when
+        the rows of its last tile are there.
+        """
+        ranks, M = self.problem.world_size, self.problem.M
+        if self.plan.strategy == "pipelined":
+            sizes = [1, ranks - 1] if self.plan.splits else [1] * ranks
+            return [Part(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
+        tiles = math.ceil(M / TILE_M) * math.ceil(self.problem.N_local / TILE_N)
+        waves = math.ceil(tiles / self.hardware.multiprocessors)
+        needs = [0]
+        for wave in range(1, waves + 1):
+            last = min(wave * self.hardware.multiprocessors, tiles)
+            needs.append(math.ceil(last * ranks / tiles))
+        time_us = self.gemm_us(M) / waves
+        return [Part(after - before, time_us) for before, after in pairwise(needs)]
 
+    def _scattered_us(self) -> float:
+        """Shards for peers are pushed when they are ready; the own one is the last. In a backward
+        x, which wgrad needs, is gathered first, over the same links.
+        """
+        wgrad, others = self.wgrad_us(), self.problem.world_size - 1
+        shard = shard_us(self.problem, self.hardware)
+        gathered = 0.0 if self.problem.layout == "nt" else self._latency_us() + others * shard
+        by_sm = self.plan.strategy == "fused" or self.plan.transport == "sm"
+        ready = self._stores_us() if by_sm else 0.0
+        pushed, left = gathered, others
+        for part in self._scattering():
+            ready += part.time_us
+            pushed = max(pushed, ready if left else 0.0)
+            pushed += min(part.shards, left) * shard
+            left -= min(part.shards, left)
+        arrived = pushed + self._latency_us()
+        if self.plan.strategy == "fused":  # its stores are the GEMM's own: wgrad waits for them
+            return max(ready, gathered + others * shard) + wgrad
+        if self.plan.strategy == "hopper":  # its kernel adds up: wgrad begins when all has come
+            return max(ready, arrived) + wgrad
+        return max(max(ready, gathered) + wgrad, arrived)
 
-def _scattered_us(
-    problem: Problem, plan: Plan, parts: Sequence[Part], wgrad_us: float, hardware: Hardware
-) -> float:
-    """Shards for peers are pushed when they are ready; the own one is the last."""
-    ready = _stores_us(problem, hardware) if plan.transport == "sm" else 0.0
-    pushed, left = 0.0, problem.world_size - 1
-    for part in parts:
-        ready += part.time_us
-        pushed = max(pushed, ready if left else 0.0)
-        pushed += min(part.shards, left) * _shard_us(problem, hardware)
-        left -= min(part.shards, left)
-    arrived = pushed + _latency_us(plan, hardware)
-    if plan.strategy == "hopper":  # its kernel adds up: wgrad begins when all has come
-        return max(ready, arrived) + wgrad_us
-    return max(ready + wgrad_us, arrived)
+    def _scattering(self) -> Sequence[Part]:
+        """Library GEMMs of whole shards, or shares of one kernel."""
+        ranks, M = self.problem.world_size, self.problem.M
+        if self.plan.strategy != "pipelined":
+            return [Part(1, self.gemm_us(M) / ranks)] * ranks
+        sizes = [ranks] if self.plan.splits else [1] * ranks
+        return [Part(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
 
-
-def _sum_us(problem: Problem, hardware: Hardware) -> float:
-    """The sum of the partial results of all ranks, limited by memory."""
-    one = moved_bytes(problem) / problem.world_size
-    return hardware.launch_us + (problem.world_size + 1) * one / hardware.memory_gbps * 1e-3
+    def _sum_us(self) -> float:
+        """The sum of the partial results of all ranks, limited by memory."""
+        one = moved_bytes(self.problem) / self.problem.world_size
+        return pass_us(self.hardware, (self.problem.world_size + 1) * one)

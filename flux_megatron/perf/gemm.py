@@ -1,0 +1,57 @@
+"""The time of a library's GEMM, of wgrad that adds to a gradient, and of passes over memory."""
+
+from __future__ import annotations
+
+import math
+
+from flux_megatron.perf.constants import FITTED, Constants
+from flux_megatron.perf.hardware import Hardware
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+# The tiles a library chooses from, and the share of the peak rate that each can reach.
+TILES = {
+    (128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.9,
+    (64, 256): 0.85, (64, 128): 0.75, (64, 64): 0.5,
+}  # fmt: skip
+
+# A library can also cut tiles along K, so that no multiprocessor waits in the last wave: the
+# partial results then cost a share of the work and, once, the time to add them.
+SPLIT_SHARE = 1.08
+SPLIT_US = 4.0
+
+
+def gemm_us(
+    hardware: Hardware, M: int, N: int, K: int, dtype: str, constants: Constants = FITTED
+) -> float:
+    """The library's [M, K] @ [K, N]: waves of the best tile, not faster than memory allows."""
+    tflops = hardware.tflops.get(dtype, hardware.tflops["float32"])
+    rate = constants.gemm_rate * tflops * 1e6 / hardware.multiprocessors
+    times = []
+    for (rows, columns), share in TILES.items():
+        waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.multiprocessors
+        tile_us = 2 * rows * columns * K / (rate * share) + constants.tile_us
+        times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_SHARE + SPLIT_US))
+    return max(
+        hardware.launch_us + min(times),
+        pass_us(hardware, (M * K + K * N + M * N) * ELEMENT_BYTES[dtype]),
+    )
+
+
+def wgrad_us(
+    hardware: Hardware, N: int, K: int, M: int, dtype: str, constants: Constants = FITTED
+) -> float:
+    """dy[M, N]^T @ x[M, K], added to an fp32 gradient, which is read and written.
+
+    Of that traffic the more is hidden the longer the multiprocessors multiply between two tiles.
+    """
+    product = gemm_us(hardware, N, K, M, dtype, constants)
+    if dtype == "float32":
+        return product
+    traffic = 8 * N * K / hardware.memory_gbps * 1e-3
+    return product + constants.accumulate * traffic / (1 + constants.hidden * product / traffic)
+
+
+def pass_us(hardware: Hardware, size_bytes: float, kernels: int = 1) -> float:
+    """Kernels that together read and write so many bytes of memory and do little else."""
+    return kernels * hardware.launch_us + size_bytes / hardware.memory_gbps * 1e-3

@@ -1,0 +1,162 @@
+"""What one transformer layer costs one GPU, for one micro-batch: by piece, forward and backward.
+
+Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
+microseconds and include the tensor-parallel communication that stays exposed. Every function raises
+`ValueError` for a cluster without a GPU that `hardware` describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux_megatron.perf import attention, linear
+from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
+from flux_megatron.perf.hardware import of
+from flux_megatron.perf.operator_cost import collective_us
+from flux_megatron.perf.workload import Workload
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the model on one GPU; times include what is exposed: what communication adds."""
+
+    name: str
+    forward_us: float
+    backward_us: float
+    forward_exposed_us: float = 0.0
+    backward_exposed_us: float = 0.0
+
+
+def pieces(workload: Workload) -> list[Piece]:
+    """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
+    fc2; then norms, the layer's two with its two residual adds.
+    """
+    model = workload.model
+    qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
+    fc1 = model.ffn * (2 if model.swiglu else 1)
+    return [
+        _linear(workload, "qkv", N=qkv, K=model.hidden),
+        Piece("attention", *attention.core_us(workload, of(workload.cluster))),
+        _linear(workload, "proj", N=model.hidden, K=model.hidden),
+        _linear(workload, "fc1", N=fc1, K=model.hidden),
+        _activation(workload),
+        _linear(workload, "fc2", N=model.hidden, K=model.ffn),
+        _norms(workload),
+    ]
+
+
+def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None = None) -> Piece:
+    layer = linear.Linear(
+        column=name not in ("proj", "fc2"),
+        M=workload.tokens,
+        N=N,
+        K=K,
+        tp=workload.parallel.tp,
+        dtype=workload.training.dtype,
+        sequence_parallel=workload.parallel.sequence_parallel,
+    )
+    strategy = strategy or linear.STRATEGY[workload.arm]
+    return Piece(name, *linear.cost(layer, strategy, linear.Setting(of(workload.cluster))))
+
+
+def _activation(workload: Workload) -> Piece:
+    """Bias and GELU, or SwiGLU: what goes in, what comes out, and in backward both gradients."""
+    wide = 2 if workload.model.swiglu else 1
+    elements = workload.tokens * workload.model.ffn // workload.parallel.tp
+    return _passes(workload, "activation", elements, wide + 1, 2 * wide + 1)
+
+
+def _norms(workload: Workload) -> Piece:
+    """Two norms (read, write) and two residual adds (read two, write); in backward a norm reads its
+    input and its gradient and writes one, and where branches meet two are read and one written.
+    """
+    elements = _rows(workload) * workload.model.hidden
+    return _passes(workload, "norms", elements, 10, 12, kernels=4)
+
+
+def _passes(
+    workload: Workload, name: str, elements: int, forward: int, backward: int, kernels: int = 1
+) -> Piece:
+    """A piece bound by memory: how often it reads or writes so many elements."""
+    size_bytes = elements * ELEMENT_BYTES[workload.training.dtype]
+    times = (_memory_us(workload, size_bytes * count, kernels) for count in (forward, backward))
+    return Piece(name, *times)
+
+
+def _memory_us(workload: Workload, size_bytes: int, kernels: int = 1) -> float:
+    return pass_us(of(workload.cluster), size_bytes, kernels)
+
+
+def _rows(workload: Workload) -> int:
+    """Of the stretches between the linear layers, which sequence parallelism shares out."""
+    shared = workload.parallel.tp if workload.parallel.sequence_parallel else 1
+    return workload.tokens // shared
+
+
+def padded_vocab(workload: Workload) -> int:
+    """Megatron pads the vocabulary to a multiple of 128 on every tensor-parallel rank."""
+    multiple = 128 * workload.parallel.tp
+    return -(-workload.model.vocab // multiple) * multiple
+
+
+def embedding(workload: Workload) -> Piece:
+    """The lookup, of whose rows every rank has those of its tokens: reduce-scattered, and their
+    gradient gathered, with sequence parallelism; all-reduced without.
+    """
+    rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
+    table = padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
+    one = _collective_us(workload, rows)
+    exchange = (one, one) if workload.parallel.sequence_parallel else (2 * one, 0.0)
+    # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
+    forward, backward = (
+        _memory_us(workload, 2 * rows),
+        _memory_us(workload, 3 * rows + 12 * table, 3),
+    )
+    return Piece("embedding", forward + exchange[0], backward + exchange[1], *exchange)
+
+
+def head(workload: Workload) -> Piece:
+    """The final norm, the LM head and the loss over logits that the ranks share by vocabulary.
+
+    `--flux-overlap` takes the LM head too; TransformerEngine's overlap leaves it to Megatron.
+    """
+    vocab, hidden = padded_vocab(workload), workload.model.hidden
+    theirs = "megatron" if workload.arm == "te" else None
+    product = _linear(workload, "head", N=vocab, K=hidden, strategy=theirs)
+    norm = _passes(workload, "norm", _rows(workload) * hidden, 2, 3)
+    # logits in fp32: cast, maximum, subtracted in place, exponentials and their sum; in backward
+    # the softmax becomes the gradient and is cast back
+    logits = workload.tokens * vocab // workload.parallel.tp
+    loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
+    # maximum, target's logit and sum of every token are all-reduced
+    reduced = 3 * 2 * _collective_us(workload, 4 * workload.tokens)
+    return Piece(
+        "head",
+        product.forward_us + norm.forward_us + loss.forward_us + reduced,
+        product.backward_us + norm.backward_us + loss.backward_us,
+        product.forward_exposed_us + reduced,
+        product.backward_exposed_us,
+    )
+
+
+def _collective_us(workload: Workload, size_bytes: int) -> float:
+    """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
+    tp = workload.parallel.tp
+    return collective_us(of(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+
+
+def optimizer_us(workload: Workload, parameters: int) -> float:
+    """Adam on `parameters` that this GPU updates, by bytes of each: the gradients' norm (4), their
+    clipping (8) and zeroing (4); gradient, and both ways the fp32 parameter and two moments (28);
+    the model's copy.
+    """
+    copy = 4 + ELEMENT_BYTES[workload.training.dtype]
+    return _memory_us(workload, parameters * (4 + 8 + 4 + 28 + copy), kernels=5)
+
+
+def recompute_us(workload: Workload) -> float:
+    """What a layer's backward takes longer: core attention again, or its whole forward."""
+    if workload.training.recompute == "none":
+        return 0.0
+    full = workload.training.recompute == "full"
+    return sum(piece.forward_us for piece in pieces(workload) if full or piece.name == "attention")
