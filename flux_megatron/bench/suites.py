@@ -36,6 +36,29 @@ MODELS = {
     "llama2-70b": Model(8192, (64 + 2 * 8) * 128, 8192, 2 * 28672, 28672),
 }
 
+COLUMN = ("qkv", "fc1")
+ROW = ("proj", "fc2")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The layers `ops` of a model; without their backward where not all layers are meant."""
+
+    model: str
+    ops: tuple[str, ...] = ()  # all, forward and backward
+
+    def has(self, op: str, pattern: str) -> bool:
+        return not self.ops or (op in self.ops and pattern != "backward")
+
+
+SUITES = {name: Suite(name) for name in MODELS} | {
+    # the FLUX paper's operator benchmark: (N, K) = (49152, 12288) and (12288, 49152)
+    "paper-operators": Suite("gpt3-175b", ("fc1", "fc2")),
+    # its inference: M 16384 for prefill (8 x 2048 tokens), 64 and 512 for decoding
+    "gpt3-175b-inference": Suite("gpt3-175b", COLUMN + ROW),
+    "llama2-70b-inference": Suite("llama2-70b", COLUMN + ROW),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -76,25 +99,22 @@ class Case:
         )
 
 
-COLUMN = ("qkv", "fc1")
-ROW = ("proj", "fc2")
-
-
 def cases(
     suite: str, pattern: str, Ms: tuple[int, ...], world_size: int, scale: int = 1
 ) -> list[Case]:
     """Every case of a suite's pattern, largest M first. `ValueError` where ranks cannot share."""
-    if suite not in MODELS:
-        raise ValueError(f"suite {suite!r} given, one of {[*MODELS]} expected")
+    if suite not in SUITES:
+        raise ValueError(f"suite {suite!r} given, one of {[*SUITES]} expected")
     if pattern not in PATTERNS:
         raise ValueError(f"pattern {pattern!r} given, one of {PATTERNS} expected")
     if bad := [M for M in Ms if M <= 0 or M % world_size]:
         raise ValueError(f"M {bad} given, multiples of the {world_size} ranks expected")
-    layers = _layers(MODELS[suite].scaled(scale), pattern)
+    model = MODELS[SUITES[suite].model].scaled(scale)
+    layers = _layers(SUITES[suite], model, pattern)
     if uneven := [op for op, N, K, _ in layers if N % world_size or K % world_size]:
         raise ValueError(f"{suite}: {uneven} cannot be split over {world_size} ranks")
     if pattern == "gemm":
-        layers = _local_products(MODELS[suite].scaled(scale), world_size)
+        layers = _local_products(SUITES[suite], model, world_size)
     return [
         Case(suite, pattern, op, M, N, K, layout, world_size)
         for M in sorted(set(Ms), reverse=True)
@@ -102,7 +122,7 @@ def cases(
     ]
 
 
-def _layers(model: Model, pattern: str) -> list[tuple[str, int, int, str]]:
+def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, int, str]]:
     """(op, N, K, layout) of the global problems; a dual reads the layer's weight as it lies."""
     column = {"qkv": model.qkv, "fc1": model.fc1}
     row = {"proj": model.attention, "fc2": model.ffn}
@@ -112,19 +132,20 @@ def _layers(model: Model, pattern: str) -> list[tuple[str, int, int, str]]:
     gemm_rs += [(f"{op} dgrad", model.hidden, N, "nn") for op, N in column.items()]
     backward = [(op, N, model.hidden, "nn") for op, N in column.items()]
     backward += [(op, model.hidden, K, "nn") for op, K in row.items()]
-    return {
+    all_of = {
         "ag_gemm": ag_gemm,
         "gemm_rs": gemm_rs,
         "backward": backward,
         "gemm": ag_gemm + gemm_rs,
-    }[pattern]
+    }
+    return [layer for layer in all_of[pattern] if suite.has(layer[0], pattern)]
 
 
-def _local_products(model: Model, world_size: int) -> list[tuple[str, int, int, str]]:
+def _local_products(suite: Suite, model: Model, world_size: int) -> list[tuple[str, int, int, str]]:
     """What one rank multiplies in both patterns, equal products once under their first name."""
     products: dict[tuple[int, int, str], str] = {}
-    for op, N, K, layout in _layers(model, "ag_gemm"):
+    for op, N, K, layout in _layers(suite, model, "ag_gemm"):
         products.setdefault((N // world_size, K, layout), op)
-    for op, N, K, layout in _layers(model, "gemm_rs"):
+    for op, N, K, layout in _layers(suite, model, "gemm_rs"):
         products.setdefault((N, K // world_size, layout), op)
     return [(op, N, K, layout) for (N, K, layout), op in products.items()]

@@ -1,0 +1,31 @@
+"""What is wrong with an experiment: which file, which key, which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """`file` is the one that set `key`, or "--set" for an override."""
+
+    file: str
+    key: str
+    rule: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.file, self.key, self.rule)))
+
+
+class ExperimentError(ValueError):
+    """An experiment that cannot be run, with all that is wrong with it, a line each.
+
+    `file`, `key` and `rule` are those of the first complaint.
+    """
+
+    def __init__(self, complaints: Iterable[Complaint]) -> None:
+        self.complaints = tuple(dict.fromkeys(complaints))
+        super().__init__("\n".join(map(str, self.complaints)))
+        first = self.complaints[0]
+        self.file, self.key, self.rule = first.file, first.key, first.rule

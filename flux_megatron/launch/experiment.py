@@ -1,0 +1,129 @@
+"""An experiment: its arms, checked, and where each of its values is from.
+
+    load("paper/gpt3-175b_a100-pcie", {"training.micro_batch": 1}).arms["flux"]
+
+docs/experiments.md has the format. No torch: experiments are read where they are submitted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from flux_megatron.launch import inheritance, provenance, strict_yaml
+from flux_megatron.launch.complaint import Complaint, ExperimentError
+from flux_megatron.launch.draft import Draft
+from flux_megatron.launch.inheritance import Merged, Source, Value
+from flux_megatron.launch.schema import Program
+from flux_megatron.perf.workload import Arm, Workload
+
+__all__ = ["Experiment", "ExperimentError", "load", "names", "parse_override"]
+
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`arms` differ in what `arms:` says and in `Workload.arm`.
+
+    Every scalar is a key of either `stated`, with its source, or `assumed`, with the reason; those
+    of an arm alone as `arms.flux.training.recompute`. `sweep` has other values for assumed ones.
+    `extra_arguments` are Megatron's, beside those that follow from the workload. `paper` is the
+    figure that a result is to be put beside.
+    """
+
+    name: str
+    file: Path
+    program: Program
+    megatron_lm: str
+    arms: dict[Arm, Workload]
+    extra_arguments: dict[Arm, list[str]]
+    stated: dict[str, str]
+    assumed: dict[str, str]
+    sweep: dict[str, list[Any]]
+    paper: dict[str, Any]
+
+
+def names() -> list[str]:
+    """The experiments we ship, by their paths below configs/experiments; `base*` are only bases."""
+    folder = inheritance.configs() / "experiments"
+    files = (file for file in folder.rglob("*.yaml") if not file.stem.startswith("base"))
+    return sorted(str(file.relative_to(folder).with_suffix("")) for file in files)
+
+
+def load(name_or_path: str, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Experiment:
+    """The experiment of that name, or of a YAML file, with dotted `overrides`.
+
+    `ExperimentError` tells all that is wrong: file, key and rule of each.
+    """
+    name, file = _find(name_or_path)
+    reader = inheritance.Reader()
+    merged = reader.read(file, inheritance.PARTS)
+    if overrides:
+        reader.override(merged, overrides)
+    return _checked(name, file, merged, reader.complaints)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`training.micro_batch=2` -> ("training.micro_batch", 2), the value read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        rule = f"{text!r} given, key=value expected, such as training.micro_batch=2"
+        raise ExperimentError([Complaint("--set", "", rule)])
+    try:
+        return key.strip(), strict_yaml.loads(value)
+    except yaml.YAMLError:
+        raise ExperimentError([Complaint("--set", key.strip(), f"not YAML: {value!r}")]) from None
+
+
+def _find(name_or_path: str) -> tuple[str, Path]:
+    if name_or_path.endswith((".yaml", ".yml")):
+        return Path(name_or_path).stem, Path(name_or_path)
+    if name_or_path not in names():
+        near = difflib.get_close_matches(name_or_path, names(), n=1)
+        rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {names()}"
+        raise ExperimentError([Complaint(name_or_path, "", rule)])
+    return name_or_path, inheritance.configs() / "experiments" / f"{name_or_path}.yaml"
+
+
+def _checked(name: str, file: Path, merged: Merged, complaints: list[Complaint]) -> Experiment:
+    draft = Draft(merged.values, inheritance.shown(file))
+    if not draft.complaints:
+        draft.check_memory()
+    complaints = [*complaints, *draft.complaints]
+    sources, unexplained = provenance.of(draft.scalars(), merged)
+    wrong = {complaint.key for complaint in complaints}
+    complaints += [c for c in unexplained if c.key not in wrong]
+    for value in merged.sweep.values():
+        complaints += _wrong_sweep(value, sources.get(value.key))
+    if complaints or draft.head is None:
+        raise ExperimentError(complaints)
+    return Experiment(
+        name=name,
+        file=file,
+        program=draft.head.program,
+        megatron_lm=draft.head.megatron_lm,
+        arms=draft.arms,
+        extra_arguments={arm: draft.arguments(arm) for arm in draft.arms},
+        stated={key: source.text for key, source in sources.items() if source.kind == "stated"},
+        assumed={key: source.text for key, source in sources.items() if source.kind == "assumed"},
+        sweep={key: value.value for key, value in merged.sweep.items()},
+        paper=merged.paper,
+    )
+
+
+def _wrong_sweep(sweep: Value, source: Source | None) -> Iterator[Complaint]:
+    """What is assumed may be swept; alternatives that break rules are refused when loaded."""
+    key = f"sweep.{sweep.key}"
+    if source is None:
+        yield Complaint(sweep.file, key, "there is no such value")
+    elif source.kind == "stated":
+        yield Complaint(sweep.file, key, f"{source.file} states it: only what is assumed is swept")
+    if not isinstance(sweep.value, list) or not sweep.value:
+        yield Complaint(sweep.file, key, f"a list expected, {sweep.value!r} given")

@@ -1,0 +1,206 @@
+"""YAML files and their bases, merged into flat values of which each knows who set it and why.
+
+A mapping is merged key by key; a list or a scalar replaces what was there. `model: NAME` and
+`cluster: NAME` take the whole of configs/models/NAME.yaml or configs/clusters/NAME.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flux_megatron.launch import strict_yaml
+from flux_megatron.launch.complaint import Complaint, ExperimentError
+
+PACKAGE = Path(__file__).parents[1]
+PARTS = {"model": "models", "cluster": "clusters"}  # named in experiments, kept in folders of these
+BY_CALLER = "set by the caller"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What `file` says of `key`. Later files of a chain have a higher `order`."""
+
+    key: str
+    value: Any
+    file: str
+    order: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Why `key` and all below it have their values."""
+
+    key: str
+    kind: Literal["stated", "assumed"]
+    text: str
+    file: str
+    order: int
+
+
+@dataclass
+class Merged:
+    """`values` by dotted key; an empty mapping is a value too."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+    sweep: dict[str, Value] = field(default_factory=dict)
+    paper: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, value: Value) -> None:
+        """Add `value`, in place of what stood under its key or, where a mapping is new, above."""
+        for key in list(self.values):
+            replaced = is_below(key, value.key) and value.value != {}
+            if replaced or (is_below(value.key, key) and self.values[key].value != {}):
+                del self.values[key]
+        self.values[value.key] = value
+
+    def put_whole(self, part: str, other: Merged) -> None:
+        """`other` becomes the section `part`, of which nothing else remains."""
+        self.values = {k: v for k, v in self.values.items() if not covers(part, k)}
+        self.sources = {k: s for k, s in self.sources.items() if not covers(part, k)}
+        for old in other.values.values():
+            key = f"{part}.{old.key}"
+            self.values[key] = Value(key, old.value, old.file, old.order)
+        for source in other.sources.values():
+            key = f"{part}.{source.key}"
+            self.sources[key] = Source(key, source.kind, source.text, source.file, source.order)
+
+
+def is_below(key: str, prefix: str) -> bool:
+    return key.startswith(prefix + ".")
+
+
+def covers(prefix: str, key: str) -> bool:
+    return key == prefix or is_below(key, prefix)
+
+
+def configs() -> Path:
+    """The folder of models, clusters and experiments: in an installed package, or a checkout."""
+    inside = PACKAGE / "configs"
+    return inside if (inside / "experiments").is_dir() else PACKAGE.parent / "configs"
+
+
+def shown(file: Path) -> str:
+    """How messages name a file: those we ship from `configs/` on."""
+    root = configs().parent
+    return str(file.relative_to(root) if file.is_relative_to(root) else file)
+
+
+class Reader:
+    """Reads one experiment; `complaints` collects what need not stop it."""
+
+    def __init__(self) -> None:
+        self.complaints: list[Complaint] = []
+        self._order = 0
+
+    def read(self, file: Path, parts: Mapping[str, str], above: tuple[Path, ...] = ()) -> Merged:
+        """`file` upon its bases. `ExperimentError` where one is absent, no YAML, or in a cycle."""
+        file = file.resolve()
+        if file in above:
+            chain = " -> ".join(shown(f) for f in (*above, file))
+            raise _stop(above[-1], "base", f"inherits from itself: {chain}")
+        raw = parse(file)
+        base = raw.pop("base", None)
+        merged = Merged()
+        if isinstance(base, str):
+            merged = self.read(file.parent / base, parts, (*above, file))
+        elif base is not None:
+            self._complain(shown(file), "base", f"{base!r} given, the path of a file expected")
+        self._apply(merged, raw, shown(file), parts, file.parent)
+        return merged
+
+    def override(self, merged: Merged, overrides: Mapping[str, Any]) -> None:
+        """Put dotted `overrides` upon `merged`, as the caller's assumptions."""
+        self._apply(merged, dict(overrides), "--set", PARTS, Path())
+        for value in list(merged.values.values()):
+            if value.order == self._order:
+                self._source(merged, value.key, "assumed", BY_CALLER, "--set")
+
+    def _apply(
+        self, merged: Merged, raw: dict[str, Any], file: str, parts: Mapping[str, str], folder: Path
+    ) -> None:
+        wholes = {p: raw.pop(p) for p in parts if isinstance(raw.get(p), str)}
+        for part, name in wholes.items():
+            found = folder / name
+            if not name.endswith(".yaml"):
+                shipped = configs() / parts[part]
+                known = sorted(file.stem for file in shipped.glob("*.yaml"))
+                if name not in known:
+                    self._complain(file, part, f"{name!r} given, one of {known} or a file expected")
+                    continue
+                found = shipped / f"{name}.yaml"
+            merged.put_whole(part, self.read(found, {}))
+            merged.put(Value(f"{part}.name", Path(name).stem, file, self._order))
+        self._order += 1
+        for kind in ("stated", "assumed"):
+            for keys, text in self._mapping(raw, kind, file).items():
+                for key in str(keys).split():
+                    self._source(merged, key, kind, text, file)
+        for key, alternatives in self._mapping(raw, "sweep", file).items():
+            merged.sweep[key] = Value(key, alternatives, file, self._order)
+        merged.paper |= self._mapping(raw, "paper", file)
+        for key, value in flat(raw).items():
+            merged.put(Value(key, value, file, self._order))
+
+    def _mapping(self, raw: dict[str, Any], key: str, file: str) -> dict[str, Any]:
+        found = raw.pop(key, {})
+        if isinstance(found, dict):
+            return found
+        self._complain(file, key, f"a mapping expected, {found!r} given")
+        return {}
+
+    def _source(self, merged: Merged, key: str, kind: Any, text: Any, file: str) -> None:
+        if not isinstance(text, str) or not text.strip():
+            self._complain(file, f"{kind}.{key}", "expected where the value is from, or why it is")
+            return
+        known = merged.sources.get(key)
+        if known and known.order == self._order and known.kind != kind:
+            self._complain(file, key, "both stated and assumed")
+        merged.sources[key] = Source(key, kind, text.strip(), file, self._order)
+
+    def _complain(self, file: str, key: str, rule: str) -> None:
+        self.complaints.append(Complaint(file, key, rule))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings stay."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        here = tree
+        for section in sections:
+            here = here.setdefault(section, {})
+        if not (value == {} and name in here):
+            here[name] = value
+    return tree
+
+
+def parse(file: Path) -> dict[str, Any]:
+    """The mapping that a file holds. `ExperimentError` for all else."""
+    try:
+        raw = strict_yaml.loads(file.read_text())
+    except OSError as error:
+        raise _stop(file, "", str(error.strerror)) from None
+    except yaml.YAMLError as error:
+        raise _stop(file, "", f"not YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise _stop(file, "", f"a mapping expected, {type(raw).__name__} given")
+    return raw
+
+
+def _stop(file: Path, key: str, rule: str) -> ExperimentError:
+    return ExperimentError([Complaint(shown(file), key, rule)])
