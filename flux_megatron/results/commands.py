@@ -1,0 +1,53 @@
+"""`flux-megatron results`: what the arms of runs reached, beside the paper's figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or repeats")]
+
+
+def results(
+    runs: Runs,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures there")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
+    loss_bound: Annotated[
+        float | None, typer.Option(help="Nats that losses may differ; default by dtype")
+    ] = None,
+) -> None:
+    """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
+    from rich.console import Console
+
+    from flux_megatron.results import plot, tables
+    from flux_megatron.results.iterations import ResultsError
+    from flux_megatron.results.report import reports
+    from flux_megatron.results.run import read
+
+    try:
+        found = reports([read(run) for run in runs], loss_bound)
+    except ResultsError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for report in found:
+        console.rule(report.experiment.name)
+        for table in tables.tables(report):
+            console.print(tables.as_rich(table))
+        for remark in tables.remarks(report):
+            console.print(remark, soft_wrap=True, highlight=False, markup=False)
+    if json_ is not None:
+        json_.write_text(json.dumps([report.plain() for report in found], indent=2) + "\n")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        for index, report in enumerate(found, start=1):
+            name = report.experiment.name.replace("/", "_")
+            file = out / (f"{index}_{name}" if len(found) > 1 else name)
+            file.with_name(f"{file.name}.md").write_text(tables.as_markdown(report))
+            plot.draw(report, file.with_name(f"{file.name}.png"))
+            console.print(f"wrote {file}.md and {file}.png", soft_wrap=True, highlight=False)

@@ -1,0 +1,137 @@
+"""How sure a step time and a speedup are.
+
+Step times of one run are correlated: clocks, temperature, neighbours change slower than steps. So
+an interval rests on blocks of successive iterations, few and each long enough (twice the
+correlation time) for its median to be nearly independent of the next one's. The spread of four to
+six block medians gives the standard error, Student's t the interval. Several runs of all arms are
+better than one: between them lies what no single run shows (nodes, clocks), and their ratios are
+taken as they are, one a run. All is done in logarithms, where a ratio is a difference.
+
+Resampling such blocks instead (a percentile bootstrap) leaves the truth out in 5 to 20 % of runs of
+100 iterations, and in up to 40 % of runs of 40, at correlations up to 0.8: too few to resample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median, quantiles, stdev
+
+COVERAGE = 0.95
+# Student's t that is exceeded, up or down, with probability 0.05, by degrees of freedom from 1 on
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+           2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 6
+SHORTEST_BLOCK = 5  # so that its median bears a slow step
+CORRELATION_TIMES = 2  # of a block
+
+
+@dataclass(frozen=True)
+class Level:
+    """The median of correlated times; `error` is its logarithm's standard error.
+
+    `error` and `interval` are None where there are too few iterations for FEWEST_BLOCKS blocks.
+    `noise` is how much slower the slowest block was than the fastest, 0.02 for 2 %.
+    """
+
+    median: float
+    blocks: int
+    error: float | None
+    noise: float | None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        if self.error is None:
+            return None
+        half = student(self.blocks - 1) * self.error
+        return self.median * math.exp(-half), self.median * math.exp(half)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times faster; `interval` is None where nothing can be said of it.
+
+    `runs` is 1 where the interval rests on blocks of one run. Then `noise` is the larger one of
+    both arms, and an effect below it is not taken for one.
+    """
+
+    ratio: float
+    interval: tuple[float, float] | None
+    runs: int
+    noise: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.interval is None:
+            return "too few iterations for an interval"
+        if self.interval[0] <= 1 <= self.interval[1]:
+            return "not significant"
+        if self.noise is not None and abs(math.log(self.ratio)) <= math.log1p(self.noise):
+            return f"not significant: an arm differs from itself by {self.noise:.1%}"
+        return "faster" if self.ratio > 1 else "slower"
+
+    @property
+    def significant(self) -> bool:
+        return self.verdict in ("faster", "slower")
+
+
+def level(times: Sequence[float]) -> Level:
+    """`times` of successive iterations, at least one."""
+    length = max(SHORTEST_BLOCK, math.ceil(CORRELATION_TIMES * correlation_time(times)))
+    count = min(len(times) // length, MOST_BLOCKS)
+    if count < FEWEST_BLOCKS:
+        return Level(median(times), count, None, None)
+    edges = [round(i * len(times) / count) for i in range(count + 1)]
+    logs = [math.log(median(times[a:b])) for a, b in pairwise(edges)]
+    error = stdev(logs) / math.sqrt(count)
+    return Level(median(times), count, error, math.expm1(max(logs) - min(logs)))
+
+
+def speedup(baseline: Sequence[float], ours: Sequence[float]) -> Speedup:
+    """Of two independent runs of successive iterations: Welch's interval over their blocks."""
+    a, b = level(baseline), level(ours)
+    ratio = a.median / b.median
+    if a.error is None or b.error is None or a.noise is None or b.noise is None:
+        return Speedup(ratio, None, 1)
+    variance = a.error**2 + b.error**2
+    half = 0.0
+    if variance > 0:
+        terms = a.error**4 / (a.blocks - 1) + b.error**4 / (b.blocks - 1)
+        half = student(int(variance**2 / terms)) * math.sqrt(variance)
+    interval = ratio * math.exp(-half), ratio * math.exp(half)
+    return Speedup(ratio, interval, 1, max(a.noise, b.noise))
+
+
+def speedup_of_runs(ratios: Sequence[float]) -> Speedup:
+    """Of the ratios of several independent runs that had both arms: their geometric mean."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = fmean(logs)
+    half = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Speedup(math.exp(mean), (math.exp(mean - half), math.exp(mean + half)), len(logs))
+
+
+def student(freedom: int) -> float:
+    return STUDENT[min(max(freedom, 1), len(STUDENT)) - 1]
+
+
+def correlation_time(times: Sequence[float]) -> float:
+    """Iterations until the next independent one, as for a first-order autoregressive process.
+
+    Its correlation is estimated from successive times, single slow steps clipped, and raised by
+    what a short series hides of it (Kendall: (1 + 3 rho) / n).
+    """
+    n = len(times)
+    if n < FEWEST_BLOCKS * SHORTEST_BLOCK:
+        return 1.0
+    low, *_, high = quantiles(times, n=20)
+    clipped = [min(max(time, low), high) for time in times]
+    mean = fmean(clipped)
+    distances = [time - mean for time in clipped]
+    square = sum(d * d for d in distances)
+    if square == 0:
+        return 1.0
+    rho = sum(d * e for d, e in pairwise(distances)) / square
+    rho = min(max(rho + (1 + 3 * rho) / n, 0.0), 0.99)
+    return (1 + rho) / (1 - rho)

@@ -1,0 +1,143 @@
+"""Intervals hold what they promise, also where successive step times are correlated."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, median, stdev
+
+import pytest
+from written_runs import correlated
+
+from flux_megatron.results import statistics
+from flux_megatron.results.statistics import Speedup, level, speedup, speedup_of_runs
+
+REPEATS = 400
+ITERATIONS, CORRELATIONS = (40, 100, 300), (0.0, 0.5, 0.8)
+# 5 % is promised; beyond 7 % for one of nine settings of 400 repeats is 2 standard errors of chance
+MOST_WRONG, MOST_WRONG_OF_ONE = 0.07, 0.09
+
+
+def wrong_share(interval, n: int, rho: float) -> float:
+    """How often `interval` of two runs without any difference leaves 1 out."""
+    wrong = 0
+    for i in range(REPEATS):
+        found = interval(correlated(2 * i, n, rho), correlated(2 * i + 1, n, rho))
+        wrong += found is not None and not found[0] <= 1 <= found[1]
+    return wrong / REPEATS
+
+
+def naive(baseline, ours):
+    """As if all iterations were independent: the interval everybody would write first."""
+    logs = [[math.log(time) for time in times] for times in (baseline, ours)]
+    difference = fmean(logs[0]) - fmean(logs[1])
+    half = 1.96 * math.sqrt(sum(stdev(one) ** 2 / len(one) for one in logs))
+    return math.exp(difference - half), math.exp(difference + half)
+
+
+def test_intervals_without_an_effect_hold_one():
+    shares = [
+        wrong_share(lambda a, b: speedup(a, b).interval, n, rho)
+        for n in ITERATIONS
+        for rho in CORRELATIONS
+    ]
+    assert fmean(shares) <= MOST_WRONG, shares
+    assert max(shares) <= MOST_WRONG_OF_ONE, shares
+
+
+def test_an_interval_of_independent_iterations_would_be_caught():
+    assert wrong_share(naive, 100, 0.0) <= MOST_WRONG  # it is the correlation that breaks it
+    assert wrong_share(naive, 100, 0.5) > 2 * MOST_WRONG
+    assert wrong_share(naive, 100, 0.8) > 4 * MOST_WRONG
+
+
+def test_what_is_slower_than_the_run_is_not_taken_for_an_effect():
+    """Half of the noise wanders: no interval of one run sees that, what blocks differ by does."""
+
+    def wandering(seed: int) -> list[float]:
+        slow, white = correlated(seed, 100, 0.95), correlated(seed + 10_000, 100, 0.0, 1.0)
+        return [a * b for a, b in zip(slow, white, strict=True)]
+
+    found = [speedup(wandering(2 * i), wandering(2 * i + 1)) for i in range(REPEATS)]
+    assert sum(one.significant for one in found) <= 0.05 * REPEATS
+
+
+def test_an_effect_above_the_noise_is_found():
+    found = [
+        speedup(correlated(i, 100, 0.5, 0.22), correlated(i + 1000, 100, 0.5, 0.2))
+        for i in range(100)
+    ]
+    assert sum(one.verdict == "faster" for one in found) >= 95
+    assert sum(one.interval[0] <= 1.1 <= one.interval[1] for one in found) >= 90
+    slower = speedup(correlated(0, 100, 0.5, 0.2), correlated(1, 100, 0.5, 0.22))
+    assert slower.verdict == "slower"
+    assert slower.significant
+
+
+def test_an_effect_below_the_noise_is_not_significant():
+    """The interval alone would say faster, but each arm differs from itself by as much."""
+    found = Speedup(1.02, (1.005, 1.035), runs=1, noise=0.03)
+    assert found.verdict == "not significant: an arm differs from itself by 3.0%"
+    assert not found.significant
+    assert Speedup(1.02, (1.005, 1.035), runs=1, noise=0.01).significant
+    assert Speedup(1.02, (0.99, 1.05), runs=1, noise=0.01).verdict == "not significant"
+
+
+def test_a_run_that_grows_slower_tells_little():
+    """A trend is correlated as far as the run is long: no interval from so few blocks."""
+    drifting = [0.2 * (1 + 0.001 * i) for i in range(100)]
+    found = speedup(drifting, correlated(0, 100, 0.0))
+    assert found.interval is None
+    assert found.verdict == "too few iterations for an interval"
+    assert not found.significant
+
+
+def test_level_of_few_iterations_is_a_median_alone():
+    assert level([0.3, 0.1, 0.2]) == statistics.Level(0.2, 0, None, None)
+    assert level([0.3, 0.1, 0.2]).interval is None
+
+
+def test_one_slow_step_does_not_move_a_level():
+    times = correlated(3, 100, 0.3)
+    slow = [*times[:50], 60.0, *times[51:]]
+    assert level(slow).median == pytest.approx(level(times).median, rel=0.002)
+    assert level(slow).error == pytest.approx(level(times).error, rel=0.3)
+
+
+def test_level_holds_the_median_of_all():
+    times = correlated(5, 200, 0.5)
+    found = level(times)
+    assert found.median == median(times)
+    assert found.interval[0] < found.median < found.interval[1]
+    assert found.blocks == statistics.MOST_BLOCKS
+
+
+def test_equal_times_are_no_effect():
+    assert speedup([0.2] * 50, [0.2] * 50).interval == (1, 1)
+    assert not speedup([0.2] * 50, [0.2] * 50).significant
+
+
+def test_pairs_of_runs_hold_what_is_common_to_both_arms():
+    """Runs that differ by 20 % from each other still show 5 %, if both arms differ alike."""
+    found = speedup_of_runs([1.049, 1.051, 1.050])
+    assert found.runs == 3
+    assert found.significant
+    assert found.ratio == pytest.approx(1.05, rel=1e-5)
+    assert not speedup_of_runs([1.02, 1.08]).significant  # two runs are very few
+
+
+def test_students_t():
+    """Its density, integrated numerically between the two table values, is the coverage."""
+    for freedom, t in enumerate(statistics.STUDENT, start=1):
+        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+        scale /= math.sqrt(freedom * math.pi)
+        steps = 4000
+        at = [-t + (i + 0.5) * 2 * t / steps for i in range(steps)]
+        inside = sum((1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in at)
+        assert inside * scale * 2 * t / steps == pytest.approx(statistics.COVERAGE, abs=1e-4)
+
+
+def test_correlation_time():
+    """(1 + rho) / (1 - rho) of the process, and of white noise 1."""
+    for rho, low, high in ((0.0, 1.0, 1.3), (0.5, 2.5, 4.0), (0.8, 7.0, 13.0)):
+        estimates = [statistics.correlation_time(correlated(i, 300, rho)) for i in range(50)]
+        assert low <= median(estimates) <= high
