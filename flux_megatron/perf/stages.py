@@ -1,0 +1,73 @@
+"""What each pipeline stage holds: its layers, the embedding, the head, and their parameters.
+
+Megatron's partition: equal numbers of layers; the first stage has the embeddings, the last one the
+final norm and the LM head, with a copy of the table where it is tied and there are two stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux_megatron.perf.layer import padded_vocab
+from flux_megatron.perf.workload import Model, Parallel, Workload
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of one pipeline rank; with virtual stages `layers` are split into equal chunks."""
+
+    index: int
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def stages(workload: Workload) -> list[Stage]:
+    """By pipeline rank. `ValueError` if the layers cannot be shared out equally."""
+    pp, chunks = workload.parallel.pp, workload.parallel.virtual_stages
+    layers = workload.model.layers
+    if layers % (pp * chunks):
+        raise ValueError(
+            f"{layers} layers cannot be shared out to {pp} pipeline stages of {chunks} chunks"
+        )
+    return [Stage(i, layers // pp, i == 0, i == pp - 1) for i in range(pp)]
+
+
+def layer_parameters(model: Model, parallel: Parallel) -> int:
+    """Of one transformer layer, on one GPU. Norms and biases after a reduction are on every one."""
+    qkv = model.hidden + 2 * model.kv_heads * (model.hidden // model.heads)
+    fc1 = model.ffn * (2 if model.swiglu else 1)
+    shared = model.hidden * (qkv + model.hidden + fc1 + model.ffn)
+    whole = 2 * _norm_parameters(model)
+    if model.linear_bias:
+        shared += qkv + fc1
+        whole += 2 * model.hidden
+    return shared // parallel.tp + whole
+
+
+def table_parameters(workload: Workload) -> int:
+    """Of the embedding table, or of the LM head, on one GPU."""
+    return padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
+
+
+def parameters(workload: Workload, stage: Stage) -> int:
+    """Of one stage, on one GPU."""
+    return sum(parameters_by_chunk(workload, stage))
+
+
+def parameters_by_chunk(workload: Workload, stage: Stage) -> list[int]:
+    """The same, by chunk of layers."""
+    model, chunks = workload.model, workload.parallel.virtual_stages
+    counts = [stage.layers // chunks * layer_parameters(model, workload.parallel)] * chunks
+    if stage.has_embedding:
+        counts[0] += table_parameters(workload)
+        counts[0] += model.seq_length * model.hidden if model.position == "learned" else 0
+    if stage.has_head:
+        counts[-1] += _norm_parameters(model)
+        if not (model.tied_embeddings and stage.has_embedding):
+            counts[-1] += table_parameters(workload)
+    return counts
+
+
+def _norm_parameters(model: Model) -> int:
+    return model.hidden * (2 if model.norm == "LayerNorm" else 1)

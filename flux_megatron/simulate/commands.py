@@ -1,0 +1,81 @@
+"""The command `flux-megatron simulate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def simulate(
+    name: Annotated[
+        str, typer.Argument(metavar="EXPERIMENT", help="As paper/gpt3-175b_a100-pcie, or a YAML")
+    ],
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="gpus=A..B | assumed",
+            help="A, 2A, 4A ... B GPUs, each with its best split; or the experiment's other values "
+            "of what it assumes",
+        ),
+    ] = None,
+    nic_gbps: Annotated[
+        float | None, typer.Option(help="Gb/s of each network card, as between sites")
+    ] = None,
+    nic_latency_us: Annotated[float | None, typer.Option(help="Of a message between nodes")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the timeline, a PNG")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures there")] = None,
+) -> None:
+    """Predict what a step of an experiment's arms takes, and what of it is exposed.
+
+    docs/simulator.md has the model and how to read the output.
+    """
+    from rich.console import Console
+
+    from flux_megatron.launch.experiment import parse_override
+    from flux_megatron.perf import step, timeline
+    from flux_megatron.simulate import predictions, tables
+
+    try:
+        overrides = dict(map(parse_override, set_ or []))
+        gpus, alternatives = _sweeps(sweep or [])
+        network = predictions.Network(nic_gbps, nic_latency_us)
+        found = predictions.predict(name, overrides, arm or [], network, gpus, alternatives)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for item in (*tables.tables(found), *tables.remarks(found)):
+        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
+    if json_ is not None:
+        json_.write_text(json.dumps(tables.plain(found), indent=2) + "\n")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / f"{found.experiment.name.replace('/', '_')}.png"
+        costs = {arm: step.costs(workload) for arm, workload in found.workloads.items()}
+        timeline.draw(costs, file, found.experiment.name)
+        console.print(f"wrote {file}", soft_wrap=True, highlight=False)
+
+
+def _sweeps(texts: list[str]) -> tuple[list[int], bool]:
+    """(numbers of GPUs, whether other values are asked for). `ValueError` for anything else."""
+    gpus, alternatives = [], False
+    for text in texts:
+        bounds = re.fullmatch(r"gpus=(\d+)(?:\.\.(\d+))?", text)
+        if text == "assumed":
+            alternatives = True
+        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]):
+            first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+            gpus += [first << n for n in range((last // first).bit_length())]
+        else:
+            raise ValueError(f"--sweep {text}: gpus=8..16384 or assumed expected")
+    return gpus, alternatives

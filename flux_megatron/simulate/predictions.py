@@ -1,0 +1,124 @@
+"""What is predicted of an experiment: its arms, other values of what it assumes, more GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from flux_megatron.launch import experiment as experiments
+from flux_megatron.launch.experiment import Experiment, ExperimentError
+from flux_megatron.perf import step as steps
+from flux_megatron.perf import sweep
+from flux_megatron.perf.step import Step
+from flux_megatron.perf.sweep import Point
+from flux_megatron.perf.workload import Arm, Workload
+
+Steps = dict[Arm, Step]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What replaces the cluster's network cards: Gb/s of each and us of a message, where given."""
+
+    gbit: float | None = None
+    latency_us: float | None = None
+
+    def of(self, workload: Workload) -> Workload:
+        cluster = sweep.with_nics(workload.cluster, self.gbit, self.latency_us)
+        return replace(workload, cluster=cluster)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The arms with one other value; without steps where the experiment's rules refuse it."""
+
+    key: str
+    value: Any
+    steps: Steps
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """`baseline` is the arm that speedups are over."""
+
+    experiment: Experiment
+    workloads: dict[Arm, Workload]
+    steps: Steps
+    alternatives: list[Alternative]
+    points: dict[Arm, list[Point]]
+
+    @property
+    def baseline(self) -> Arm:
+        return "megatron" if "megatron" in self.steps else next(iter(self.steps))
+
+    def speedups(self, arm: Arm, of: Steps | None = None) -> float:
+        of = of or self.steps
+        return of[self.baseline].step_us / of[arm].step_us
+
+    def range(self, arm: Arm) -> tuple[float, float]:
+        """The least and the largest speedup of an arm, over all alternatives."""
+        found = [self.speedups(arm, a.steps) for a in self.alternatives if a.steps]
+        found.append(self.speedups(arm))
+        return min(found), max(found)
+
+
+def predict(
+    name: str, overrides: Mapping[str, Any], arms: Iterable[str], network: Network,
+    gpus: list[int], alternatives: bool,
+) -> Predictions:  # fmt: skip
+    """Of `arms`, or all without any; with a sweep over `gpus`, and with `alternatives`.
+
+    `ExperimentError` for what is wrong with the experiment, `ValueError` for an arm that it has
+    not and for a cluster that the cost model does not know.
+    """
+    experiment = experiments.load(name, overrides)
+    chosen = [*arms] or [*experiment.arms]
+    if unknown := [arm for arm in chosen if arm not in experiment.arms]:
+        raise ValueError(f"{name} has arms {[*experiment.arms]}, {unknown} given")
+    workloads = _workloads(experiment, chosen, network)
+    return Predictions(
+        experiment=experiment,
+        workloads=workloads,
+        steps=_steps(workloads),
+        alternatives=[
+            _alternative(name, {**overrides, key: value}, key, chosen, network)
+            for key, values in (experiment.sweep if alternatives else {}).items()
+            for value in values
+            if not _is_current(workloads, key, value)
+        ],
+        points={arm: sweep.points(w, gpus) for arm, w in workloads.items() if gpus},
+    )
+
+
+def _workloads(
+    experiment: Experiment, arms: Iterable[str], network: Network
+) -> dict[Arm, Workload]:
+    return {arm: network.of(w) for arm, w in experiment.arms.items() if arm in arms}
+
+
+def _steps(workloads: Mapping[Arm, Workload]) -> Steps:
+    return {arm: steps.predict(workload) for arm, workload in workloads.items()}
+
+
+def _alternative(
+    name: str, overrides: Mapping[str, Any], key: str, arms: list[str], network: Network
+) -> Alternative:
+    value = overrides[key]
+    try:
+        workloads = _workloads(experiments.load(name, overrides), arms, network)
+    except ExperimentError as error:
+        return Alternative(key, value, {}, error.rule)
+    return Alternative(key, value, _steps(workloads))
+
+
+def _is_current(workloads: Mapping[Arm, Workload], key: str, value: Any) -> bool:
+    """Whether all arms have this value of the dotted key already."""
+    found = []
+    for workload in workloads.values():
+        at: Any = asdict(workload)
+        for part in key.split("."):
+            at = at[part]
+        found.append(at)
+    return all(at == value for at in found)

@@ -1,0 +1,128 @@
+"""A whole predicted step: its parts, against hand-made layers, and what they must do."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from step_costs import A100, LLAMA, WORKLOAD, with_
+
+from flux_megatron.perf import flops, layer, schedule, stages, step
+from flux_megatron.perf.layer import Piece
+from flux_megatron.perf.workload import Cluster, Link, Nics, Parallel, Workload
+
+PCIE = Cluster(
+    "pcie", "A100-PCIE-80GB", nodes=16, gpus_per_node=8, numa_nodes=2, memory_gib=80.0,
+    link=Link("pcie", 32.0), nics=Nics(2, 12.5),
+)  # fmt: skip
+H800 = replace(
+    A100, name="h800", gpu="H800-SXM5", link=Link("nvlink", 200.0), nics=Nics(8, 50.0)
+)  # fmt: skip
+PAPER = [
+    replace(WORKLOAD, cluster=cluster, arm=arm, model=model)
+    for cluster in (A100, PCIE, H800)
+    for arm in ("megatron", "te", "flux")
+    for model in (WORKLOAD.model, LLAMA)
+]
+
+
+def name_of(workload: Workload) -> str:
+    return f"{workload.model.name}-{workload.cluster.name}-{workload.arm}"
+
+
+@pytest.fixture
+def plain_layers(monkeypatch):
+    """Layers of 10 us forward, 1 of it communication, and 20 backward, 4 of it; nothing else."""
+    both = [Piece("fc1", 6.0, 15.0, 1.0, 4.0), Piece("attention", 4.0, 5.0)]
+    monkeypatch.setattr(layer, "pieces", lambda workload: both)
+    for name in ("embedding", "head"):
+        monkeypatch.setattr(layer, name, lambda workload, name=name: Piece(name, 0.0, 0.0))
+    monkeypatch.setattr(layer, "optimizer_us", lambda workload, parameters: 1000.0)
+
+
+ALONE = replace(
+    with_(WORKLOAD, "training", global_batch=768),
+    parallel=Parallel(tp=8, pp=8),
+    cluster=replace(A100, nics=Nics(4, 1e12, 0.0)),
+)
+
+
+def test_a_step_by_hand(plain_layers):
+    """8 stages of 12 layers, 384 micro-batches: (384 + 7) x 12 x 30 us."""
+    found = step.predict(ALONE)
+    assert found.step_us == pytest.approx(391 * 12 * 30.0 + 1000.0)
+    exposed = {"tp": 384 * 12 * 5.0, "pp": 0.0, "dp": 0.0, "bubble": 7 * 12 * 30.0}
+    assert found.exposed == pytest.approx(exposed, abs=0.1)
+    assert found.parts["fc1"] == pytest.approx(384 * 12 * 16.0)
+    assert found.parts["attention"] == pytest.approx(384 * 12 * 9.0)
+    assert found.tokens_per_second == pytest.approx(768 * 2048 / found.step_us * 1e6)
+    assert found.mfu == flops.mfu(ALONE, found.step_us * 1e-6)
+
+
+def test_recomputation_is_backward_of_every_layer(plain_layers, monkeypatch):
+    monkeypatch.setattr(layer, "recompute_us", lambda workload: 7.0)
+    full = step.predict(with_(ALONE, "training", recompute="full"))
+    assert full.step_us == pytest.approx(391 * 12 * 37.0 + 1000.0)
+    assert full.parts["recomputation"] == pytest.approx(384 * 12 * 7.0)
+
+
+@pytest.mark.parametrize("workload", PAPER, ids=name_of)
+def test_parts_add_up_in_time(workload):
+    started = time.process_time()
+    found = step.predict(workload)
+    assert time.process_time() - started < 2
+    assert sum(found.parts.values()) == pytest.approx(found.step_us)
+    assert all(us >= -1e-6 for us in (*found.parts.values(), *found.exposed.values()))
+    assert found.mfu is not None
+    assert 0 < found.mfu < 1
+    closed = step.predict(workload, schedule.closed_form)
+    assert closed.step_us == pytest.approx(found.step_us, rel=1e-3)
+
+
+def test_a_long_interleaved_step_takes_less_than_two_seconds_to_predict():
+    finest = with_(WORKLOAD, "parallel", virtual_stages=6)
+    finest = with_(finest, "training", micro_batch=1)
+    assert finest.micro_batches == 768
+    started = time.process_time()
+    found = step.predict(finest)
+    assert time.process_time() - started < 2
+    assert found.exposed["bubble"] < step.predict(WORKLOAD).exposed["bubble"] / 3
+
+
+@pytest.mark.parametrize("cluster", [A100, PCIE, H800], ids=lambda cluster: cluster.name)
+def test_ours_is_never_slower_than_megatron(cluster):
+    stock, ours = (step.predict(replace(WORKLOAD, cluster=cluster, arm=arm))
+                   for arm in ("megatron", "flux"))  # fmt: skip
+    assert ours.step_us < stock.step_us
+    difference = stock.step_us - ours.step_us
+    hidden = stock.exposed["tp"] - ours.exposed["tp"]
+    waits = stock.exposed["bubble"] - ours.exposed["bubble"]  # of which stages have as much less
+    assert difference == pytest.approx(hidden + waits, rel=0.02)
+
+
+def test_overlap_hides_data_parallel_communication():
+    plain = step.predict(WORKLOAD).exposed["dp"]
+    reduced = with_(WORKLOAD, "training", overlap_grad_reduce=True)
+    both = with_(reduced, "training", overlap_param_gather=True)
+    hidden = [step.predict(workload).exposed["dp"] for workload in (reduced, both)]
+    assert plain > hidden[0] > hidden[1] >= 0
+
+
+def test_buckets_are_those_of_megatron():
+    """40 million parameters each on the first stage; the others are not the last to end."""
+    overlapped = with_(WORKLOAD, "training", overlap_grad_reduce=True)
+    first = stages.parameters(WORKLOAD, stages.stages(WORKLOAD)[0])
+    counts = [len(rank[0]) for rank in step.costs(overlapped).reduce_us]
+    assert counts == [math.ceil(first / 40e6)] + [1] * 7
+    assert [len(rank[0]) for rank in step.costs(WORKLOAD).reduce_us] == [1] * 8
+
+
+def test_what_cannot_be_predicted():
+    with pytest.raises(ValueError, match="a global batch of 2 is no micro-batch of 2 for each"):
+        step.predict(with_(WORKLOAD, "training", global_batch=2))
+    with pytest.raises(ValueError, match="16 tensor-parallel ranks given"):
+        step.predict(with_(WORKLOAD, "parallel", tp=16))
+    with pytest.raises(ValueError, match="96 layers cannot be shared out"):
+        step.predict(with_(WORKLOAD, "parallel", pp=5))
