@@ -9,10 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron.doctor import doctor
+from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
+from flux_megatron.results.commands import results
+from flux_megatron.simulate.commands import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
+for command in (launch, results, simulate, doctor):
+    app.command()(command)
 
 
 @app.callback()

@@ -40,9 +40,12 @@ TABLE = {
     "settings": room(),
     "errors": room(),
     "problem": room(),
-    "perf": room("errors problem"),
+    "perf": room("errors problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
-    "launch": room("errors problem integration.door train.cpu_pretrain", "jinja2 pydantic yaml"),
+    "launch": room(
+        "errors problem perf __init__ integration.door train.cpu_pretrain",
+        "jinja2 pydantic typer yaml",
+    ),
     "reference": room("errors problem", "torch"),
     "symm": room("errors problem settings", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
@@ -66,17 +69,26 @@ TABLE |= {
     "": Room(BELOW - {"train"}),
     "bench": Room(BELOW, ANY),
     "doctor": Room(BELOW, ANY),
+    # what runs have logged, and what they were to be: read and predicted where they are submitted
+    "results": room("launch perf", "typer", lazily="matplotlib rich"),
+    "simulate": room("launch perf", "typer", lazily="rich"),
     # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
     "patching": room("errors", "typer"),
-    "cli": Room(BELOW | {"bench", "doctor", "patching"}, ANY),
+    "cli": Room(BELOW | {"bench", "doctor", "patching", "results", "simulate"}, ANY),
 }
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
 AT_IMPORT = {
     "": Room(BASE),
-    "launch": Room(frozenset({"errors", "problem"}), frozenset({"jinja2", "pydantic", "yaml"})),
+    "launch": Room(
+        frozenset({"__init__", "errors", "problem", "perf"}),
+        frozenset({"jinja2", "pydantic", "typer", "yaml"}),
+    ),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),
-    "cli": Room(BASE | {"patching"}, frozenset({"rich", "typer"})),
+    "cli": Room(
+        BASE | {"doctor", "launch.commands", "patching", "results.commands", "simulate.commands"},
+        frozenset({"rich", "typer"}),
+    ),
 }
 
 

@@ -1,0 +1,275 @@
+"""`flux-megatron doctor`: what this machine has of that which a training run needs.
+
+Every probe is guarded: where one fails, the others still speak. It works without torch, and says
+that it is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+OLDEST_TORCH = (2, 9)
+COLOURS = {"ok": typer.colors.GREEN, "note": typer.colors.YELLOW, "missing": typer.colors.RED}
+# apex builds this beside itself; the package `apex` on PyPI is another project
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`missing` keeps a training run from starting, a `note` does not; `remedy` is what to do."""
+
+    subject: str
+    status: Literal["ok", "note", "missing"]
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run on this machine is to have; `gpus` None: what there is, 0: the CPU."""
+
+    gpus: int | None = None
+    checkout: Path | None = None
+    packages: tuple[str, ...] = ()
+
+
+def doctor(
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs that this node must have; 0: it runs on the CPU")
+    ] = None,
+    megatron_lm: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The checkout that is to run")
+    ] = None,
+    need: Annotated[
+        list[str] | None, typer.Option(help="transformer_engine or apex: must be there")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is missing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+) -> None:
+    """Say what this machine has of what a training run needs; fails if none could start."""
+    findings = examine(Wanted(gpus, megatron_lm, tuple(need or ())))
+    shown = [f for f in findings if f.status == "missing" or not quiet]
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
+    else:
+        for finding in shown:
+            typer.echo(_line(finding))
+    raise typer.Exit(1 if any(finding.status == "missing" for finding in findings) else 0)
+
+
+def examine(wanted: Wanted) -> list[Finding]:
+    """The findings of all probes, in the order in which one would repair."""
+    findings = []
+    for probe in PROBES:
+        try:
+            findings += probe(wanted)
+        except Exception as error:  # noqa: PERF203, the other probes are to speak
+            subject = probe.__name__.strip("_").replace("_", " ")
+            findings.append(Finding(subject, "note", f"not examined: {error!r}"))
+    return findings
+
+
+def _line(finding: Finding) -> str:
+    status = typer.style(f"{finding.status:8}", fg=COLOURS[finding.status])
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    return f"{status}{finding.subject:22}{finding.text}{remedy}"
+
+
+def _python(wanted: Wanted) -> Iterator[Finding]:
+    yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
+
+
+def _torch(wanted: Wanted) -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("torch", "missing", "not installed", "install the build for your driver")
+        return
+    try:
+        import torch
+    except Exception as error:  # its libraries, or those of the driver
+        yield Finding("torch", "missing", f"cannot be imported: {error!r}", "reinstall it")
+        return
+    version = torch.__version__
+    new = tuple(map(int, version.split("+")[0].split(".")[:2])) >= OLDEST_TORCH
+    text = f"{version}, CUDA {torch.version.cuda or 'none'}"
+    if new:
+        yield Finding("torch", "ok", text)
+    else:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        yield Finding("torch", "missing", text, f"{oldest} or newer has symmetric memory")
+
+
+def _triton(wanted: Wanted) -> Iterator[Finding]:
+    version = _version("triton")
+    if version is None:
+        yield Finding("triton", "missing", "not installed", "pip install triton")
+    else:
+        yield Finding("triton", "ok", version)
+    if not _gpus_seen():
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler:
+        yield Finding("compiler", "ok", f"{compiler}; nvcc is not needed")
+    else:
+        remedy = "Triton builds its launchers with gcc or clang; nvcc is not needed"
+        yield Finding("compiler", "missing", "no C compiler on PATH", remedy)
+
+
+def _gpus(wanted: Wanted) -> Iterator[Finding]:
+    if find_spec("torch") is None or wanted.gpus == 0:
+        return
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(_gpus_seen())]
+    text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+    if wanted.gpus is not None and len(names) < wanted.gpus:
+        remedy = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and what Slurm was asked for"
+        yield Finding("GPUs", "missing", f"{text}; {wanted.gpus} expected", remedy)
+    elif not names:
+        yield Finding("GPUs", "note", text, "kernels are interpreted on the CPU: for small trials")
+    else:
+        yield Finding("GPUs", "ok" if len(set(names)) == 1 else "note", text)
+    if len(names) > 1:
+        yield from _links(len(names))
+
+
+def _links(count: int) -> Iterator[Finding]:
+    import torch
+
+    from flux_megatron.overlap import environment
+
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    closed = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if closed:
+        text = f"not between {', '.join(f'{i} and {j}' for i, j in closed if i < j)}"
+        remedy = "calls run on NCCL, without overlap; look at nvidia-smi topo -p2p r"
+        yield Finding("peer access", "note", text, remedy)
+    else:
+        yield Finding("peer access", "ok", f"between all {count} GPUs")
+    yield Finding("link", "ok", environment.of(torch.device("cuda", 0)).link)
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.empty(1 << 21, dtype=torch.uint8, device=torch.device("cuda", 0))
+    yield Finding("symmetric memory", "ok", "torch allocates it")
+
+
+def _shared_memory(wanted: Wanted) -> Iterator[Finding]:
+    """On the CPU ranks open each other's memory through /proc."""
+    if wanted.gpus or (wanted.gpus is None and _gpus_seen()):
+        return
+    descriptor = os.memfd_create("flux_megatron_doctor")
+    try:
+        file = f"/proc/{os.getpid()}/fd/{descriptor}"
+        opened = subprocess.run(["sh", "-c", f": <{file}"], capture_output=True, timeout=30)
+    finally:
+        os.close(descriptor)
+    if opened.returncode == 0:
+        yield Finding("shared memory", "ok", "processes open each other's memory files")
+    else:
+        text = opened.stderr.decode().strip()
+        remedy = "run all ranks as one user, in one container"
+        yield Finding("shared memory", "missing", text, remedy)
+
+
+def _megatron(wanted: Wanted) -> Iterator[Finding]:
+    from flux_megatron.launch import parser_signature, preparation
+
+    releases = parser_signature.releases()
+    known = [name.removeprefix("core_v") for name in releases if name.startswith("core_v")]
+    if wanted.checkout is not None:
+        subject, there = "Megatron-LM", (wanted.checkout / "pretrain_gpt.py").is_file()
+        version = preparation.version(wanted.checkout) if there else None
+        text, remedy = f"{version} in {wanted.checkout}", "is the checkout on a shared file system?"
+    else:
+        subject, version = "megatron-core", _version("megatron-core")
+        text, remedy = str(version), "pip install megatron-core"
+    if version is None:
+        yield Finding(subject, "missing", f"not in {wanted.checkout or 'this Python'}", remedy)
+    elif ".".join(version.split(".")[:2]) in {".".join(v.split(".")[:2]) for v in known}:
+        yield Finding(subject, "ok", text)
+    else:
+        yield Finding(subject, "note", text, f"not tried; known: {', '.join(known)}")
+
+
+def _other_packages(wanted: Wanted) -> Iterator[Finding]:
+    """What Megatron-LM's stock layers need, and what serves ours where it is there."""
+    version = _version("transformer-engine")
+    if version is not None:
+        yield Finding("TransformerEngine", "ok", version)
+    elif "transformer_engine" in wanted.packages:
+        yield Finding("TransformerEngine", "missing", "not installed", "this arm is built of it")
+    else:
+        remedy = "attention is torch's; Megatron wants --no-masked-softmax-fusion --no-rope-fusion"
+        yield Finding("TransformerEngine", "note", "not installed", remedy)
+    if find_spec(APEX) is not None:
+        yield Finding("apex", "ok", "fuses weight gradients")
+    elif "apex" in wanted.packages:
+        remedy = "build it, or launch with --set arguments=[--no-gradient-accumulation-fusion]"
+        yield Finding("apex", "missing", f"no {APEX}, which Megatron's LM head wants", remedy)
+    else:
+        yield Finding("apex", "note", "not installed", "with --flux-overlap our kernel stands in")
+    if wanted.checkout is None:
+        for name in ("numpy", "psutil", "pydantic", "yaml", "rich", "matplotlib"):
+            if find_spec(name) is None:
+                yield Finding(name, "missing", "not installed", "pip install flux-megatron[train]")
+
+
+def _connections(wanted: Wanted) -> Iterator[Finding]:
+    if not _gpus_seen():
+        return
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
+    remedy = "" if given == "1" else "export 1: Megatron demands it up to Hopper"
+    yield Finding("CUDA connections", "note" if remedy else "ok", given, remedy)
+
+
+def _plans(wanted: Wanted) -> Iterator[Finding]:
+    if not _gpus_seen():
+        return
+    import torch
+
+    from flux_megatron import settings
+    from flux_megatron.overlap import environment, plan_cache
+
+    machine = environment.of(torch.device("cuda", 0))
+    cache = plan_cache.PlanCache([settings.get().cache, plan_cache.shipped()], machine)
+    fitting = sum(entry.environment == machine for entry in cache.entries)
+    text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
+    remedy = "" if fitting else "the nearest or the cost model choose; flux-megatron tune measures"
+    yield Finding("measured plans", "note" if remedy else "ok", text, remedy)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus_seen() -> int:
+    if find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+PROBES: tuple[Callable[[Wanted], Any], ...] = (
+    _python, _torch, _triton, _gpus, _shared_memory, _megatron, _other_packages, _connections,
+    _plans,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    typer.run(doctor)

@@ -1,0 +1,164 @@
+"""What the nodes run for an arm: RUN/ARM/command.sh, which starts its ranks through torchrun."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+from flux_megatron.launch import environment, megatron_arguments, train_arguments
+from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.site import Site
+from flux_megatron.perf.workload import Arm, Workload
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a launch adds to an experiment.
+
+    `run` is the run's folder, `checkout` that of Megatron-LM. `data` is a folder of text for
+    program train, else prefixes of indexed data sets. `save_interval` 0: no checkpoints.
+    """
+
+    run: Path
+    site: Site
+    checkout: Path | None = None
+    data: tuple[str, ...] = ()
+    save_interval: int = 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """An arm as its nodes run it.
+
+    `program` follows torchrun's own options, and `on_resume` the program's when it goes on from a
+    checkpoint. `progress` is a file, below `folder`, that changes with every checkpoint. `files`
+    are written into `folder` first.
+    """
+
+    arm: Arm
+    workload: Workload
+    folder: Path
+    site: Site
+    program: list[str]
+    arguments: list[str]
+    on_resume: list[str]
+    environment: dict[str, str]
+    directory: Path
+    progress: str
+    speaker: Literal["first", "last"]  # rank of a node whose output is shown too, not only kept
+    doctor: list[str]
+    files: dict[str, str] = field(default_factory=dict)
+
+    def script(self) -> str:
+        """The text of command.sh."""
+        return render("command.sh.j2", command=self)
+
+    def torchrun(self) -> str:
+        """The line that starts the ranks, in the words of command.sh, less the arguments."""
+        return " ".join([*render("torchrun.j2", command=self).split(), shlex.join(self.program)])
+
+
+def of(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
+    """The command of one arm."""
+    make = _train if experiment.program == "train" else _pretrain_gpt
+    return make(experiment, arm, settings)
+
+
+def _train(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
+    workload, folder = experiment.arms[arm], settings.run / arm
+    data = Path(settings.data[0]) if settings.data else None
+    config = train_arguments.render(workload, data=data, save_interval=settings.save_interval)
+    return Command(
+        arm=arm,
+        workload=workload,
+        folder=folder,
+        site=settings.site,
+        program=["-m", "flux_megatron.cli", "train"],
+        arguments=["--config", str(folder / "train.yaml"), "--out", str(folder / "train")],
+        on_resume=["--resume"],
+        environment=environment.variables(workload) | settings.site.environment,
+        directory=folder,
+        progress="train/checkpoints/latest",
+        speaker="first",
+        doctor=_doctor(workload),
+        files={"train.yaml": config},
+    )
+
+
+def _pretrain_gpt(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
+    workload, folder = experiment.arms[arm], settings.run / arm
+    checkout = settings.checkout or Path("Megatron-LM")
+    program = [str(checkout / "pretrain_gpt.py")]
+    if megatron_arguments.starts_through_door(workload):
+        device = ["--device", "cpu"] if workload.cluster.gpu == "cpu" else []
+        program = ["-m", "flux_megatron.launch", *device, *program]
+    arguments = megatron_arguments.render(
+        workload,
+        data=settings.data,
+        cache=folder / "data",
+        save=folder / "checkpoints",
+        save_interval=settings.save_interval,
+    )
+    arguments += experiment.extra_arguments[arm]
+    resume = megatron_arguments.resume(folder / "checkpoints") if settings.save_interval else []
+    return Command(
+        arm=arm,
+        workload=workload,
+        folder=folder,
+        site=settings.site,
+        program=program,
+        arguments=arguments,
+        on_resume=resume,
+        environment=environment.variables(workload) | settings.site.environment,
+        directory=checkout,
+        progress="checkpoints/latest_checkpointed_iteration.txt",
+        speaker="last",  # Megatron logs on the last rank of all
+        doctor=[*_doctor(workload), "--megatron-lm", str(checkout), *_needs(workload, arguments)],
+    )
+
+
+def _doctor(workload: Workload) -> list[str]:
+    """What `flux-megatron doctor` is to expect of a node."""
+    gpus = 0 if workload.cluster.gpu == "cpu" else workload.cluster.gpus_per_node
+    return ["--gpus", str(gpus), "--quiet"]
+
+
+def _needs(workload: Workload, arguments: list[str]) -> list[str]:
+    """Packages without which Megatron's own layers cannot be built."""
+    if megatron_arguments.starts_through_door(workload):
+        return []
+    te = ["--need", "transformer_engine"] if "transformer_engine" in arguments else []
+    fusion = "--no-gradient-accumulation-fusion" not in arguments
+    return [*te, *(["--need", "apex"] if fusion else [])]
+
+
+def render(template: str, **values: object) -> str:
+    """A template of this package with `values`; its filters `sh` and `lines` quote for bash."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"sh": _quoted, "lines": option_lines}
+    return environment.get_template(template).render(**values)
+
+
+def _quoted(words: str | Path | Sequence[str]) -> str:
+    return shlex.quote(str(words)) if isinstance(words, str | Path) else shlex.join(words)
+
+
+def option_lines(arguments: Sequence[str]) -> list[str]:
+    """Each option with its values as one line for bash."""
+    lines: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(argument)
+    return [shlex.join(line) for line in lines]

@@ -1,0 +1,75 @@
+"""`flux-megatron launch`: an experiment as jobs of Slurm, on this machine, or on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def launch(
+    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="As cpu/tiny, or a YAML")],
+    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/EXPERIMENT")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
+    ] = None,
+    megatron_lm: Annotated[
+        Path | None,
+        typer.Option(envvar="FLUX_MEGATRON_LM", metavar="DIR", help="Checkout of Megatron-LM"),
+    ] = None,
+    data_path: Annotated[
+        list[str] | None, typer.Option(help="Instead of mock data, or of Python's sources")
+    ] = None,
+    save_interval: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 0: none, a requeue starts anew")
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="YAML of what is special here")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Such as partition=a100")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Variables of the ranks")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in RUN_DIR")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print all, write nothing")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to Slurm")] = False,
+    here: Annotated[bool, typer.Option("--local", help="Run it on this machine")] = False,
+) -> None:
+    """Run an experiment of configs/experiments: print it, write its scripts, submit or run them.
+
+    docs/launching.md has the whole story.
+    """
+    if dry_run + submit + here > 1:
+        raise typer.BadParameter("one of --dry-run, --submit and --local expected")
+    from flux_megatron.launch import launching
+    from flux_megatron.launch.experiment import ExperimentError
+    from flux_megatron.launch.site import LaunchError
+
+    request = launching.Request(
+        experiment=experiment,
+        run=run_dir,
+        arms=tuple(arm or ()),
+        overrides=tuple(set_ or ()),
+        checkout=megatron_lm,
+        data=tuple(data_path or ()),
+        save_interval=save_interval,
+        site=site,
+        sbatch=tuple(sbatch or ()),
+        environment=tuple(env or ()),
+        resume=resume,
+    )
+    try:
+        prepared = launching.prepare(request)
+        if dry_run:
+            typer.echo(prepared.shown())
+        elif submit:
+            typer.echo(prepared.submit())
+        elif here:
+            raise typer.Exit(prepared.run_here(typer.echo))
+        else:
+            typer.echo(f"wrote {prepared.write()}: start it with sbatch")
+    except (ExperimentError, LaunchError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,21 @@
+"""Variables that must stand in the environment before a rank starts."""
+
+from __future__ import annotations
+
+from flux_megatron.perf.workload import Workload
+
+
+def variables(workload: Workload) -> dict[str, str]:
+    """What every arm of an experiment sets alike; a site's own variables are added to them."""
+    common = {
+        # One hardware queue: kernels run in the order of their launches, communication first.
+        # Megatron demands it for tensor parallelism up to Hopper.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
+    }
+    if workload.cluster.gpu != "cpu":
+        return common
+    # to be known before torch and triton are imported
+    cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return common | cpu

@@ -1,0 +1,133 @@
+"""From what the user asked for to a run that is written, submitted or going on here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from flux_megatron.launch import (
+    command_line,
+    experiment,
+    local,
+    preparation,
+    run_folder,
+    sbatch,
+    site,
+)
+from flux_megatron.launch.command_line import Command, Settings
+from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.site import LaunchError
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `flux-megatron launch`, as given."""
+
+    experiment: str
+    run: Path | None = None
+    arms: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    checkout: Path | None = None
+    data: tuple[str, ...] = ()
+    save_interval: int | None = None
+    site: Path | None = None
+    sbatch: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch of which nothing is written yet.
+
+    `commands` are all arms of the run, `started` those that this launch starts.
+    """
+
+    request: Request
+    experiment: Experiment
+    settings: Settings
+    commands: tuple[Command, ...]
+    started: tuple[Command, ...]
+
+    @property
+    def job(self) -> str:
+        """The text of job.sbatch."""
+        name, run = self.experiment.name, self.settings.run
+        return sbatch.script(name, run, self.started, self.request.resume)
+
+    def shown(self) -> str:
+        """All of it in print."""
+        return preparation.shown(self.experiment, self.started, self.job)
+
+    def write(self) -> Path:
+        """Write the run folder, and return its job.sbatch. No run is overwritten."""
+        run = self.settings.run
+        for remark in preparation.check_checkout(self.experiment, self.settings.checkout):
+            print(remark, file=sys.stderr)
+        if not self.request.resume:
+            run_folder.refuse_used(run)
+        how = {"command": sys.argv, "request": asdict(self.request)}
+        run_folder.write(run, self.experiment, self.commands, self.job, how)
+        return run / "job.sbatch"
+
+    def submit(self) -> str:
+        """Write it and hand it to Slurm; the job's id."""
+        sbatch.check_there()
+        return sbatch.submit(self.write())
+
+    def run_here(self, say: Callable[[str], None]) -> int:
+        """Write it and run the arms one after the other; the first exit code that is not 0."""
+        local.check_gpus(self.started[0].workload)
+        self.write()
+        return local.run(self.started, self.request.resume, say)
+
+
+def prepare(request: Request) -> Prepared:
+    """`ExperimentError` or `LaunchError` says what cannot be launched so."""
+    overrides = dict(map(experiment.parse_override, request.overrides))
+    loaded = experiment.load(request.experiment, overrides)
+    run = (request.run or Path("runs") / loaded.name).resolve()
+    if request.resume:
+        kept = _with_arms(loaded, tuple(run_folder.read(run).arms))
+        run_folder.refuse_other(run, kept)
+    else:
+        kept = _with_arms(loaded, request.arms or tuple(loaded.arms))
+    settings = Settings(
+        run=run,
+        site=site.load(request.site, request.sbatch, request.environment),
+        checkout=request.checkout.resolve() if request.checkout else None,
+        data=tuple(map(_absolute, request.data)),
+        save_interval=_save_interval(loaded, request.save_interval),
+    )
+    commands = tuple(command_line.of(kept, arm, settings) for arm in kept.arms)
+    preparation.check_arguments(kept, commands)
+    wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
+    started = tuple(command for command in commands if command.arm in wanted)
+    return Prepared(request, kept, settings, commands, started)
+
+
+def _with_arms(whole: Experiment, arms: tuple[str, ...]) -> Experiment:
+    """The experiment with these of its arms alone."""
+    if unknown := [arm for arm in arms if arm not in whole.arms]:
+        raise LaunchError(f"arms {unknown} given, some of {[*whole.arms]} expected")
+    return replace(
+        whole,
+        arms={arm: workload for arm, workload in whole.arms.items() if arm in arms},
+        extra_arguments={arm: more for arm, more in whole.extra_arguments.items() if arm in arms},
+    )
+
+
+def _absolute(word: str) -> str:
+    """Ranks run in another folder. Among the prefixes of data sets may stand their weights."""
+    there = Path(word).exists() or Path(f"{word}.idx").exists()
+    return str(Path(word).resolve()) if there else word
+
+
+def _save_interval(loaded: Experiment, given: int | None) -> int:
+    """Ten checkpoints in a run of our own; none of Megatron's, which may be terabytes."""
+    if given is not None:
+        return given
+    steps = next(iter(loaded.arms.values())).training.steps
+    return max(1, steps // 10) if loaded.program == "train" else 0

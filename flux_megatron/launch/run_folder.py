@@ -1,0 +1,112 @@
+"""The folder of a launched experiment; whoever reads results begins with its `experiment.json`.
+
+RUN/experiment.json          the experiment as it was resolved, and how it was launched
+RUN/job.sbatch               the arms as a job array
+RUN/ARM/command.sh           what every node runs for an arm
+RUN/ARM/logs/node-N/JOB-RESTART_*/attempt_0/RANK/{stdout,stderr}.log     torchrun's
+RUN/ARM/train/               program train: the folder of `flux-megatron train`
+RUN/ARM/checkpoints/         program pretrain_gpt, with --save-interval
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import flux_megatron
+from flux_megatron.launch.command_line import Command
+from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.inheritance import flat
+from flux_megatron.launch.site import LaunchError
+from flux_megatron.perf.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
+
+FORMAT = 1
+MAY_CHANGE = ("training.steps",)  # when a run is resumed
+
+
+def refuse_used(run: Path) -> None:
+    """`LaunchError` if anything is in `run`: no run is ever overwritten."""
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise LaunchError(
+            f"{run} exists and is not empty: --resume continues it, --run-dir names another"
+        )
+
+
+def refuse_other(run: Path, experiment: Experiment) -> None:
+    """`LaunchError` unless `run` holds this experiment, with the same values of each arm."""
+    old, new = _values(read(run)), _values(experiment)
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old | new)
+        if old.get(key) != new.get(key) and not key.endswith(MAY_CHANGE)
+    ]
+    if changed:
+        raise LaunchError(f"{run} cannot be resumed with other values: {'; '.join(changed)}")
+
+
+def _values(experiment: Experiment) -> dict[str, Any]:
+    arms = {str(arm): asdict(workload) for arm, workload in experiment.arms.items()}
+    return {"name": experiment.name, "program": experiment.program} | flat(arms)
+
+
+def write(
+    run: Path, experiment: Experiment, commands: Sequence[Command], job: str, how: dict[str, Any]
+) -> None:
+    """Fill `run`. `how`: what was given on the command line, for the record."""
+    run.mkdir(parents=True, exist_ok=True)
+    record = {
+        "format": FORMAT,
+        "flux_megatron": flux_megatron.__version__,
+        **how,
+        "experiment": asdict(experiment),
+        "arguments": {command.arm: command.arguments for command in commands},
+        "environment": {command.arm: command.environment for command in commands},
+    }
+    _replace(run / "experiment.json", json.dumps(record, indent=2, default=str) + "\n")
+    for command in commands:
+        command.folder.mkdir(exist_ok=True)
+        for name, text in command.files.items():
+            _replace(command.folder / name, text)
+        _replace(command.folder / "command.sh", command.script())
+    _replace(run / "job.sbatch", job)
+
+
+def read(run: Path) -> Experiment:
+    """The experiment of a run folder; `LaunchError` if it is none."""
+    file = run / "experiment.json"
+    try:
+        record = json.loads(file.read_text())
+    except OSError:
+        raise LaunchError(f"{run} is no run folder: it has no experiment.json") from None
+    except ValueError as error:
+        raise LaunchError(f"{file}: {error}") from None
+    if record.get("format") != FORMAT:
+        raise LaunchError(f"{file}: format {record.get('format')} given, {FORMAT} expected")
+    raw = record["experiment"]
+    arms = {arm: _workload(workload) for arm, workload in raw["arms"].items()}
+    return Experiment(**raw | {"file": Path(raw["file"]), "arms": arms})
+
+
+def _workload(raw: dict[str, Any]) -> Workload:
+    cluster = raw["cluster"]
+    nics = cluster["nics"]
+    return Workload(
+        model=Model(**raw["model"]),
+        cluster=Cluster(
+            **cluster | {"link": Link(**cluster["link"]), "nics": Nics(**nics) if nics else None}
+        ),
+        parallel=Parallel(**raw["parallel"]),
+        training=Training(**raw["training"]),
+        arm=raw["arm"],
+    )
+
+
+def _replace(file: Path, text: str) -> None:
+    """Atomically: a job that reads meanwhile sees the old file or the new one."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)

@@ -1,0 +1,133 @@
+"""`flux-megatron doctor`: what it finds here, what elsewhere, and what stops a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flux_megatron import doctor as module
+from flux_megatron.doctor import Finding, Wanted, examine
+
+app = typer.Typer()
+app.command()(module.doctor)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def found(subject: str, wanted: Wanted = Wanted()) -> Finding:  # noqa: B008, it is frozen
+    (one,) = (finding for finding in examine(wanted) if finding.subject == subject)
+    return one
+
+
+def test_this_machine_can_run_the_tests():
+    findings = {finding.subject: finding for finding in examine(Wanted(gpus=0))}
+    assert {"Python", "torch", "triton", "shared memory"} <= findings.keys()
+    assert findings["shared memory"].status == "ok"
+    assert "GPUs" not in findings
+
+
+def test_missing_torch_is_said_and_stops_a_run():
+    blocked = "; ".join(f"sys.modules[{m!r}] = None" for m in ("torch", "triton", "numpy"))
+    code = f"import sys; {blocked}; import typer; from flux_megatron import doctor; "
+    code += "typer.run(doctor.doctor)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--json"], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    missing = {row["subject"]: row["text"] for row in json.loads(done.stdout)
+               if row["status"] == "missing"}  # fmt: skip
+    assert missing["torch"] == "not installed"
+    assert "numpy" in missing
+
+
+def test_missing_gpus_stop_a_run(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    assert "2 x NVIDIA H200; 4 expected" in run("--gpus", "4", code=1)
+    assert "4 expected" not in run("--gpus", "2")
+
+
+def test_gpus_that_cannot_reach_each_other_are_told(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one + other != 3)
+    first = next(module._links(3))
+    assert (first.subject, first.status) == ("peer access", "note")
+    assert first.text == "not between 1 and 2"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert next(module._links(3)).status == "ok"
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.8.1+cu126", "missing"), ("2.9.0", "ok")])
+def test_old_torch_stops_a_run(monkeypatch, version, status):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "__version__", version)
+    assert found("torch").status == status
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.13.0", "note"), ("0.14.0", "ok"), ("0.19.2", "ok"), ("0.21.0", "note"), (None, "missing")],
+)
+def test_megatron_core_is_held_against_the_releases_we_know(monkeypatch, version, status):
+    monkeypatch.setattr(module, "_version", lambda name: version)
+    finding = found("megatron-core")
+    assert finding.status == status
+    assert "0.16.1" in finding.remedy or status != "note"
+
+
+def test_checkout_is_looked_at_in_its_place(tmp_path):
+    assert found("Megatron-LM", Wanted(checkout=tmp_path)).status == "missing"
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "pretrain_gpt.py").touch()
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
+    finding = found("Megatron-LM", Wanted(checkout=tmp_path))
+    assert (finding.status, finding.text) == ("ok", f"0.18.2 in {tmp_path}")
+
+
+def test_what_an_arm_is_built_of_must_be_there(monkeypatch):
+    monkeypatch.setattr(module, "_version", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    for subject, need in (("TransformerEngine", "transformer_engine"), ("apex", "apex")):
+        assert found(subject).status == "note"
+        assert found(subject, Wanted(packages=(need,))).status == "missing"
+
+
+def test_failing_probe_does_not_silence_the_others(monkeypatch):
+    def broken(wanted: Wanted) -> list[Finding]:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(module, "PROBES", (module._python, broken, module._triton))
+    python, failed, triton = examine(Wanted())
+    assert (python.status, triton.subject) == ("ok", "triton")
+    assert (failed.status, failed.text) == ("note", "not examined: OSError('no such device')")
+
+
+def test_ranks_that_cannot_open_each_others_memory_are_told(monkeypatch):
+    """Each in a container of its own, for example."""
+    monkeypatch.setattr(module.os, "getpid", lambda: 2**22 + 1)
+    finding = found("shared memory", Wanted(gpus=0))
+    assert finding.status == "missing"
+    assert "/proc/4194305/fd/" in finding.text
+
+
+def test_only_what_is_missing_is_said_when_asked_to_be_quiet(monkeypatch):
+    monkeypatch.setattr(
+        module, "PROBES", (lambda wanted: [Finding("a", "ok", "b"), Finding("c", "note", "d")],)
+    )
+    assert run("--quiet") == ""
+    assert run().split() == ["ok", "a", "b", "note", "c", "d"]
+    assert [row["status"] for row in json.loads(run("--json"))] == ["ok", "note"]
