@@ -4,6 +4,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh || exit
+scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 
 status=0
 step() {

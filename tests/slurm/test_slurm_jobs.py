@@ -1,0 +1,152 @@
+"""A real Slurm takes the jobs of `flux-megatron launch`, runs one, and requeues it halfway.
+
+docs/slurm_testing.md tells what is real here and what is pretended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2", reason="needs the extra `launch`")
+
+from slurm_cluster import SlurmCluster, why_unavailable
+from typer.testing import CliRunner
+
+from flux_megatron.cli import app
+from flux_megatron.launch import experiment
+from flux_megatron.train.run_folder import metrics
+
+STEPS, SAVE_INTERVAL, REQUEUED_AT = 8, 4, 6
+GOING_WELL = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "COMPLETED"}
+COMMAND = (sys.executable, "-m", "flux_megatron.cli")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_slurm_accepts_every_experiment(slurm, tmp_path, name):
+    """On as many nodes as its cluster has, and not on one fewer."""
+    job = written(name, tmp_path)
+    cluster = next(iter(experiment.load(name).arms.values())).cluster
+    partition = "cpu" if cluster.gpu == "cpu" else "gpu"
+    accepted, nodes = planned(slurm, partition, job)
+    assert accepted, nodes
+    assert len(slurm.run("scontrol", "show", "hostnames", nodes).split()) == cluster.nodes
+    all_but_too_few = f"{partition}[{cluster.nodes}-{slurm.nodes[partition]}]"
+    accepted, reason = planned(slurm, partition, job, f"--exclude={all_but_too_few}")
+    assert not accepted
+    assert "Requested node configuration is not available" in reason
+
+
+def test_slurm_refuses_more_gpus_than_a_node_has(slurm, tmp_path):
+    job = written("paper/gpt3-175b_h800-nvlink", tmp_path, "--sbatch", "gpus-per-node=9")
+    accepted, reason = planned(slurm, "gpu", job)
+    assert not accepted, reason
+
+
+def written(name: str, folder: Path, *options: str) -> Path:
+    """The job script of an experiment."""
+    checkout, run = folder / "Megatron-LM", folder / "run"
+    checkout.mkdir()
+    (checkout / "pretrain_gpt.py").touch()
+    where = ["--run-dir", str(run), "--megatron-lm", str(checkout)]
+    done = CliRunner().invoke(app, ["launch", name, *where, *options])
+    assert done.exit_code == 0, done.output
+    return run / "job.sbatch"
+
+
+def planned(slurm: SlurmCluster, partition: str, job: Path, *options: str) -> tuple[bool, str]:
+    """Whether Slurm would run the job, and the nodes that it chose or the reason against it."""
+    done = slurm.call("sbatch", "--test-only", f"--partition={partition}", *options, str(job))
+    found = re.search(r"to start at \S+ using \d+ processors on nodes (\S+)", done.stderr)
+    return done.returncode == 0, found[1] if found else done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
+    """Two nodes, two arms one after the other; the second one is interrupted after step 6.
+
+    Its first start has done the steps after the checkpoint without interruption: the second start
+    repeats them to the last bit, and does not repeat the others.
+    """
+    pytest.importorskip("megatron.core", reason="needs the extra `train`")
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    (text / "words.txt").write_text(" ".join(f"{i} is {i * i}." for i in range(3000)))
+    job = slurm.run(
+        *COMMAND, "launch", "cpu/tiny", "--submit", "--run-dir", str(run),
+        "--set", f"training.steps={STEPS}", "--set", "model.layers=1",
+        "--save-interval", str(SAVE_INTERVAL),
+        "--data-path", str(text), "--env", "GLOO_SOCKET_IFNAME=lo",
+    ).strip()  # fmt: skip
+    requeued = f"{job}_1"
+    flux = run / "flux" / "train"
+    try:
+        slurm.wait_for(
+            lambda: going_on(slurm, job) and len(metrics(flux)) >= REQUEUED_AT, 240, "steps"
+        )
+        slurm.run("scontrol", "requeue", requeued)
+        slurm.wait_for(lambda: states(slurm, job)[requeued] == "PENDING", 60, "the requeue")
+        first_start = metrics(flux)
+        assert REQUEUED_AT <= len(first_start) < STEPS, "it was not halfway"
+        # Slurm would let two minutes pass
+        slurm.run("scontrol", "update", f"JobId={requeued}", "StartTime=now")
+        slurm.wait_for(lambda: not going_on(slurm, job), 240, "the end")
+        restarts = {task: fields["Restarts"] for task, fields in slurm.jobs(job).items()}
+        assert restarts == {f"{job}_0": "0", requeued: "1"}
+        assert_continued(first_start, metrics(flux))
+        summary = json.loads((flux / "summary.json").read_text())
+        assert (summary["first_step"], summary["last_step"]) == (SAVE_INTERVAL + 1, STEPS)
+        assert summary["overlapped"] == summary["eligible"] > 0
+        assert len(metrics(run / "megatron" / "train")) == STEPS
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{logs_of(run)}") from error
+
+    shown = slurm.run(*COMMAND, "results", str(run))
+    assert "cpu/tiny" in shown
+    assert "megatron" in shown
+    assert "flux" in shown
+
+
+def states(slurm: SlurmCluster, job: str) -> dict[str, str]:
+    return {task: fields["JobState"] for task, fields in slurm.jobs(job).items()}
+
+
+def going_on(slurm: SlurmCluster, job: str) -> bool:
+    """Whether a task is to run or runs; `AssertionError` as soon as one has failed."""
+    found = states(slurm, job)
+    assert set(found.values()) <= GOING_WELL, found
+    return set(found.values()) != {"COMPLETED"}
+
+
+def assert_continued(first: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """`whole`, the rows after both starts, begins with those of the `first` start up to the
+    checkpoint, times of the clock included, and repeats what the steps after it computed.
+    """
+    assert [row["step"] for row in whole] == list(range(1, STEPS + 1))
+    assert whole[:SAVE_INTERVAL] == first[:SAVE_INTERVAL], "steps before the checkpoint were redone"
+    for before, after in zip(first, whole, strict=False):
+        for key in ("loss", "grad_norm", "lr"):
+            assert before[key] == after[key], f"step {before['step']}, {key}"
+    again = [row["seconds"] for row in whole[SAVE_INTERVAL : len(first)]]
+    assert again != [row["seconds"] for row in first[SAVE_INTERVAL:]], "nothing was done again"
+
+
+def logs_of(run: Path) -> str:
+    """The ends of what the job and its ranks wrote."""
+    files = [*run.glob("slurm-*.out"), *sorted(run.glob("*/logs/**/*.log"))]
+    texts = {file: file.read_text(errors="replace")[-3000:] for file in files}
+    return "\n".join(f"{file.relative_to(run)}:\n{text}" for file, text in texts.items() if text)
