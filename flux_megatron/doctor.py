@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -204,6 +205,30 @@ def _megatron(wanted: Wanted) -> Iterator[Finding]:
         yield Finding(subject, "note", text, f"not tried; known: {', '.join(known)}")
 
 
+def _data_set_helper(wanted: Wanted) -> Iterator[Finding]:
+    """Megatron compiles it at the first start, for the Python whose python3-config is on PATH:
+    outside a virtual environment that may be another one's.
+    """
+    folder = wanted.checkout and wanted.checkout / "megatron" / "core" / "datasets"
+    if folder is None or not folder.is_dir():
+        return
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if (folder / f"helpers_cpp{suffix}").is_file():
+        yield Finding("data set helper", "ok", "compiled")
+        return
+    lacking = [name for name in ("make", "g++", "python3-config") if shutil.which(name) is None]
+    if not lacking:
+        command = ["python3-config", "--extension-suffix"]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        if built != suffix:
+            lacking = [f"this Python's python3-config: that on PATH is of {built}"]
+    if not lacking:
+        yield Finding("data set helper", "ok", "not compiled yet, Megatron does so at its start")
+        return
+    remedy = f"pip install -e {wanted.checkout} compiles it"
+    yield Finding("data set helper", "missing", f"no {', '.join(lacking)}", remedy)
+
+
 def _other_packages(wanted: Wanted) -> Iterator[Finding]:
     """What Megatron-LM's stock layers need, and what serves ours where it is there."""
     version = _version("transformer-engine")
@@ -267,8 +292,8 @@ def _gpus_seen() -> int:
 
 
 PROBES: tuple[Callable[[Wanted], Any], ...] = (
-    _python, _torch, _triton, _gpus, _shared_memory, _megatron, _other_packages, _connections,
-    _plans,
+    _python, _torch, _triton, _gpus, _shared_memory, _megatron, _data_set_helper,
+    _other_packages, _connections, _plans,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,28 @@ def test_only_what_is_missing_is_said_when_asked_to_be_quiet(monkeypatch):
     assert run("--quiet") == ""
     assert run().split() == ["ok", "a", "b", "note", "c", "d"]
     assert [row["status"] for row in json.loads(run("--json"))] == ["ok", "note"]
+
+
+def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
+    """Megatron would compile one that this Python cannot load, and fail while it builds data."""
+    programs, checkout = tmp_path / "bin", tmp_path / "Megatron-LM"
+    datasets = checkout / "megatron" / "core" / "datasets"
+    datasets.mkdir(parents=True)
+    programs.mkdir()
+    for name in ("make", "g++", "python3-config"):
+        (programs / name).write_text("#!/bin/sh\necho .cpython-27-other.so\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    helper = found("data set helper", Wanted(checkout=checkout))
+    assert helper.status == "missing"
+    assert ".cpython-27-other.so" in helper.text
+    assert f"pip install -e {checkout}" in helper.remedy
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (programs / "python3-config").write_text(f"#!/bin/sh\necho {suffix}\n")
+    assert found("data set helper", Wanted(checkout=checkout)).status == "ok"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    helper = found("data set helper", Wanted(checkout=checkout))
+    assert helper.text == "no make, g++, python3-config"
+    (datasets / f"helpers_cpp{suffix}").touch()
+    assert found("data set helper", Wanted(checkout=checkout)).text == "compiled"
