@@ -1,56 +1,40 @@
 """Iterations from the folder of `flux-megatron train`: metrics.jsonl, a row for each step.
 
-A resumed training drops the rows that it does again, so repeated steps are not seen here. Where the
-last attempt began stands in summary.json, which a training writes when it ends.
+A resumed training drops the rows that it does again, so repeated steps are not seen here; each row
+tells with which step its process began.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 
-from flux_megatron.results.iterations import Iteration, ResultsError, Series, join, split
+from flux_megatron.results.iterations import Iteration, ResultsError, Series, join
 
 
 def read(folder: Path) -> Series:
     """`ResultsError` for a row that is none; an empty series where there are no rows."""
-    iterations, torn = rows(folder / "metrics.jsonl")
-    began = _last_start(folder / "summary.json")
-    attempts = [
-        part
-        for attempt in split(iterations, lambda iteration: iteration.number)
-        for part in (
-            [i for i in attempt if i.number < began],
-            [i for i in attempt if i.number >= began],
-        )
-    ]
-    return join(attempts, torn)
+    found, torn = rows(folder / "metrics.jsonl")
+    attempts = groupby(found, key=lambda row: row[0])
+    return join([[iteration for _, iteration in attempt] for _, attempt in attempts], torn)
 
 
-def rows(file: Path) -> tuple[list[Iteration], int]:
-    """The rows of a file, and whether its last line is torn."""
+def rows(file: Path) -> tuple[list[tuple[int, Iteration]], int]:
+    """The rows of a file, each with its process's first step, and whether the last line is torn."""
     if not file.exists():
         return [], 0
-    found: list[Iteration] = []
+    found: list[tuple[int, Iteration]] = []
     lines = file.read_text().splitlines(keepends=True)
     for at, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             return found, 1
         try:
             row = json.loads(line)
-            found.append(
-                Iteration(int(row["step"]), int(row["step"]), float(row["seconds"]), row["loss"])
-            )
+            step = int(row["step"])
+            iteration = Iteration(step, step, float(row["seconds"]), row["loss"])
+            found.append((int(row.get("first_step", 1)), iteration))
         except (ValueError, KeyError, TypeError) as error:
             what = f"not a row of step, loss and seconds ({error!r}): {line.strip()[:200]!r}"
             raise ResultsError(f"{file}:{at}: {what}") from None
     return found, 0
-
-
-def _last_start(file: Path) -> int:
-    if not file.exists():
-        return 0
-    try:
-        return int(json.loads(file.read_text())["first_step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{file}: not the summary of a training: {error!r}") from None

@@ -81,7 +81,7 @@ class Loop:
         flux_megatron.reset_report()
         with StepDisplay(console, self.config, self.step) if console else nullcontext() as display:
             while self.step < loop.steps and not stopped:
-                row = self._one_step(batches)
+                row = {**self._one_step(batches), "first_step": first}
                 if display is not None:
                     run_folder.append_metrics(self.out, row)
                     display.show(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -152,13 +153,15 @@ def test_a_training_killed_in_the_middle_of_a_row(tmp_path):
     assert series.torn == 1
 
 
-def test_where_a_resumed_training_began_is_in_its_summary(tmp_path):
-    write(tmp_path / "metrics.jsonl", ROWS.read_text())
-    write(tmp_path / "summary.json", '{"first_step": 101, "last_step": 200}')
+def test_where_a_resumed_training_began_is_in_its_rows(tmp_path):
+    began = {**dict.fromkeys(range(1, 61), 1), **dict.fromkeys(range(61, 101), 61)}
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    told = [{**row, "first_step": began.get(row["step"], 101)} for row in rows]
+    write(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in told))
     series = train_log.read(tmp_path)
-    assert series.restarts == (101,)
+    assert series.restarts == (61, 101)
     warm = [i.number for i in series.warm(10)]
-    assert warm == [*range(11, 101), *range(111, 201)]
+    assert warm == [*range(11, 61), *range(71, 101), *range(111, 201)]
 
 
 @pytest.mark.parametrize("bad", ["{}", "not JSON", '{"step": 2, "loss": 1.0}', "[1]"])
