@@ -266,11 +266,10 @@ def _plans(wanted: Wanted) -> Iterator[Finding]:
     import torch
 
     from flux_megatron import settings
-    from flux_megatron.overlap import environment, plan_cache
+    from flux_megatron.overlap import choice
 
-    machine = environment.of(torch.device("cuda", 0))
-    cache = plan_cache.PlanCache([settings.get().cache, plan_cache.shipped()], machine)
-    fitting = sum(entry.environment == machine for entry in cache.entries)
+    cache = choice.opened(settings.get().cache, torch.device("cuda", 0))
+    fitting = sum(entry.environment == cache.environment for entry in cache.entries)
     text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
     remedy = "" if fitting else "the nearest or the cost model choose; flux-megatron tune measures"
     yield Finding("measured plans", "note" if remedy else "ok", text, remedy)

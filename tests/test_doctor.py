@@ -14,7 +14,12 @@ import typer
 from typer.testing import CliRunner
 
 from flux_megatron import doctor as module
+from flux_megatron import settings
 from flux_megatron.doctor import Finding, Wanted, examine
+from flux_megatron.overlap import choice, environment
+from flux_megatron.overlap.environment import Environment
+from flux_megatron.overlap.plan_cache import Entry, Measured
+from flux_megatron.problem import Pattern, Plan, Problem
 
 app = typer.Typer()
 app.command()(module.doctor)
@@ -157,3 +162,25 @@ def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
     assert helper.text == "no make, g++, python3-config"
     (datasets / f"helpers_cpp{suffix}").touch()
     assert found("data set helper", Wanted(checkout=checkout)).text == "compiled"
+
+
+def test_plans_that_the_user_has_measured_are_counted(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    here = Environment("NVIDIA H200", "nvlink", "0", "0", "0", "0", "1", "these sources")
+    plan = Plan("sequential")
+    problem = Problem(Pattern.AG_GEMM, 512, 512, 512, "bfloat16", 4)
+    entry = Entry(problem, here, plan, (Measured(plan, 1.0),), (), 0, 0.1, 12, "2026-01-31")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(environment, "of", lambda device: here)
+    monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
+    settings.reload()
+    try:
+        assert "0 of just this software" in found("measured plans").text
+        choice.keep(entry, tmp_path, torch.device("cuda", 0))
+        choice._opened.cache_clear()
+        plans = found("measured plans")
+        assert (plans.status, plans.text.split(", ")[1]) == ("ok", "1 of just this software")
+    finally:
+        monkeypatch.delenv("FLUX_MEGATRON_CACHE")
+        settings.reload()
+        choice._opened.cache_clear()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from flux_megatron.perf.flops import PEAK_TFLOPS
 from flux_megatron.perf.workload import Cluster, Link
 
 
@@ -58,7 +59,7 @@ H200 = Hardware(
     store_gbps=1350.0,
     launch_us=4.0,
     source="measured on 4 x H200",
-    peak_tflops=989.0,
+    peak_tflops=PEAK_TFLOPS["H200"]["bfloat16"],
     flash_forward=0.35,
     flash_backward=0.3,
 )
@@ -74,19 +75,19 @@ PCIE_RING_SHARE = 0.5
 
 
 def _like_h200(
-    name: str, multiprocessors: int, peak_tflops: float, fp32_tflops: float, memory_gbps: float,
-    link: Link, source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
+    name: str, multiprocessors: int, peaks: Mapping[str, float], memory_gbps: float, link: Link,
+    source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
     clock: float = 1.0,
 ) -> Hardware:  # fmt: skip
     """A GPU of a data sheet's numbers at the H200's ratios; its cores reach `clock` of them."""
-    tflops = peak_tflops * clock * H200.tflops["bfloat16"] / H200.peak_tflops
+    tflops = peaks["bfloat16"] * clock * H200.tflops["bfloat16"] / H200.peak_tflops
     hardware = replace(
         H200,
         name=name,
         multiprocessors=multiprocessors,
-        tflops={"bfloat16": tflops, "float16": tflops, "float32": 0.8 * fp32_tflops * clock},
+        tflops={"bfloat16": tflops, "float16": tflops, "float32": 0.8 * peaks["float32"] * clock},
         memory_gbps=memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
-        peak_tflops=peak_tflops,
+        peak_tflops=peaks["bfloat16"],
         flash_forward=flash[0] * clock,
         flash_backward=flash[1] * clock,
         hopper=hopper,
@@ -106,23 +107,23 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
 
 # Of the H100's multiprocessors and links the H200 differs in nothing but memory: HBM3 of 3.35 TB/s
 # instead of HBM3e of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
-H100 = _like_h200("H100", 132, 989.0, 67.0, 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
+H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
 H800 = _like_h200(
-    "H800", 132, 989.0, 67.0, 3350.0, Link("nvlink", 200.0),
+    "H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0),
     "NVIDIA H100 SXM data sheet with the FLUX paper's 400 GB/s NVLink of H800",
 )  # fmt: skip
 
 # FlashAttention-2 on A100 (arXiv 2307.08691): 50 to 73 % of the peak, backward the lower end.
 _FLASH_A100 = (0.6, 0.5)
 A100 = _like_h200(
-    "A100", 108, 312.0, 19.5, 2039.0, Link("nvlink", 300.0), "NVIDIA A100 SXM 80 GB data sheet",
-    flash=_FLASH_A100, hopper=False,
+    "A100", 108, PEAK_TFLOPS["A100"], 2039.0, Link("nvlink", 300.0),
+    "NVIDIA A100 SXM 80 GB data sheet", flash=_FLASH_A100, hopper=False,
 )  # fmt: skip
 # The card has 300 instead of 400 W. 90 % of the SXM module is what NVIDIA announced in June 2020 of
 # the first A100 card, of 250 W.
 A100_PCIE = _like_h200(
-    "A100-PCIE", 108, 312.0, 19.5, 1935.0, Link("pcie", 32.0), "NVIDIA A100 80 GB PCIe data sheet",
-    flash=_FLASH_A100, hopper=False, clock=0.9,
+    "A100-PCIE", 108, PEAK_TFLOPS["A100"], 1935.0, Link("pcie", 32.0),
+    "NVIDIA A100 80 GB PCIe data sheet", flash=_FLASH_A100, hopper=False, clock=0.9,
 )  # fmt: skip
 
 GPUS = (H200, H100, H800, A100)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch import inheritance
+from flux_megatron.launch import inheritance, rules
 from flux_megatron.launch.experiment import ExperimentError, load, names, parse_override
 from flux_megatron.perf import memory
 
@@ -339,3 +339,10 @@ def test_the_example_of_the_page_is_an_experiment(tmp_path):
     assert found.arms["flux"].training.recompute == "selective"
     assert found.stated["parallel.pp"].startswith("our cluster's job")
     assert found.extra_arguments["megatron"] == ["--log-params-norm"]
+
+
+def test_our_loop_reads_as_many_tokens_as_the_rule_says():
+    """The rule cannot ask the loop: neither may import the other."""
+    from flux_megatron.train.config import BYTE_VOCAB
+
+    assert rules.BYTE_VOCAB == BYTE_VOCAB

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from flux_megatron.overlap import tuner
 from flux_megatron.perf import calibration, gemm, operator_cost, published
 from flux_megatron.perf.calibration import Prediction, fit, holdout, predictions, renew, table
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.rows import CANDIDATES, cell, load, of_layer
+from flux_megatron.problem import Plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEASURED = DOCS / "results" / "h200x4"
@@ -147,3 +149,41 @@ def test_published_ranges_and_predicted_ones_meet(one):
         assert ours.low <= paper.high
         assert paper.low <= ours.high
     assert published.predicted(one)[0].high < 1
+
+
+def pruned(rows, predict_us) -> tuple[int, list[str]]:
+    """How many operations were measured with several plans, and those of which the tuner would
+    leave out the fastest.
+    """
+    times: dict = {}
+    for row in rows:
+        plans = {"hopper": "hopper", "pipelined": "pipelined", "serial": "sequential"}
+        if row.backward:  # what `sequential` does there is Megatron's way
+            plans |= {"megatron": "sequential"}
+            plans.pop("serial")
+        if row.candidate in plans:
+            of_plan = times.setdefault((row.problem, row.connections), {})
+            of_plan[Plan(plans[row.candidate])] = row.median_us
+    times = {key: of_plan for key, of_plan in times.items() if len(of_plan) > 1}
+    lost = []
+    for (problem, connections), measured in times.items():
+        predicted = {plan: predict_us(problem, plan, H200) for plan in measured}
+        best = min(measured, key=measured.__getitem__)
+        if predicted[best] > tuner.HOPELESS * min(predicted.values()):
+            lost.append(f"{problem}, connections {connections}: {best.strategy}")
+    return len(times), lost
+
+
+def test_the_tuner_measures_the_plans_that_won(rows):
+    """It drops what the model says is hopeless: never the fastest of a measured operation."""
+    count, lost = pruned(rows, operator_cost.predict_us)
+    assert count >= 64
+    assert lost == []
+
+
+def test_a_model_that_drops_winners_is_seen(rows):
+    def too_kind_to_sequential(problem, plan, hardware):
+        us = operator_cost.predict_us(problem, plan, hardware)
+        return us / 2 if plan.strategy == "sequential" else us
+
+    assert pruned(rows, too_kind_to_sequential)[1]
