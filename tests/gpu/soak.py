@@ -41,13 +41,13 @@ class Soak:
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, count: int, seed: int, graphs: float,
-        small: bool,
+        small: bool, portable: bool,
     ) -> None:  # fmt: skip
         self._group, self._device = group, device
         self._order = random.Random(seed)  # the same on all ranks
         self._lateness = random.Random(f"{seed} {group.rank()}")
         self._graph_share = graphs if device.type == "cuda" else 0.0
-        self.kinds = kinds(count, seed, group.size(), device.type, small)
+        self.kinds = kinds(count, seed, group.size(), device.type, small, portable)
         self.wrong = torch.zeros(count, dtype=torch.int64, device=device)
         self._operands = [Operands(kind, seed, group, device) for kind in self.kinds]
         for number in range(count):  # memory grows here, and kernels are compiled
@@ -104,10 +104,11 @@ class Soak:
 def soak(
     group: ProcessGroup, device: torch.device, *, calls: int, seconds: float = 3600.0,
     seed: int = 0, graphs: float = 0.1, count: int = 64, small: bool = False,
+    portable: bool = False,
 ) -> dict:  # fmt: skip
     """A row of `calls` calls of `count` kinds; of fewer if time is up or a result was wrong."""
     began = time.monotonic()
-    run = Soak(group, device, count, seed, graphs, small)
+    run = Soak(group, device, count, seed, graphs, small, portable)
     failures, setup_seconds = run.look(began)
     started, made, taken = time.monotonic(), 0, 0.0
     while made < calls and taken < seconds and not failures:
@@ -128,7 +129,7 @@ def soak(
 
 def main(
     calls: int = 100_000, seconds: float = 3600.0, seed: int = 0, graphs: float = 0.1,
-    kinds: int = 64, small: bool = False,
+    kinds: int = 64, small: bool = False, portable: bool = False,
 ) -> None:  # fmt: skip
     """Run on the ranks of torchrun. Each kind is called once before the random calls begin."""
     on_gpu = torch.cuda.is_available()
@@ -143,7 +144,7 @@ def main(
     assert group is not None
     row = soak(
         group, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs, count=kinds,
-        small=small,
+        small=small, portable=portable,
     )  # fmt: skip
     if group.rank() == 0:
         print(json.dumps(row), flush=True)

@@ -55,18 +55,24 @@ class Kind:
         )
 
 
-def kinds(count: int, seed: int, world_size: int, device: str, small: bool) -> list[Kind]:
-    """`count` kinds, of every strategy that this machine has; `small`: none has many tiles."""
+def kinds(
+    count: int, seed: int, world_size: int, device: str, small: bool, portable: bool
+) -> list[Kind]:
+    """`count` kinds, of every strategy that this machine has; `small`: none has many tiles;
+    `portable`: none runs a kernel for Hopper alone.
+    """
     draws = ((number, random.Random(f"{seed} {number}")) for number in range(count))
-    return [_kind(number, draw, world_size, device, small) for number, draw in draws]
+    return [_kind(number, draw, world_size, device, small, portable) for number, draw in draws]
 
 
-def _kind(number: int, draw: random.Random, world_size: int, device: str, small: bool) -> Kind:
+def _kind(
+    number: int, draw: random.Random, world_size: int, device: str, small: bool, portable: bool
+) -> Kind:
     (piece,) = draw.choices([*PIECES], [*PIECES.values()])
     layout = {"row backward": "nn", "column backward": "nn"}.get(piece) or draw.choice(["nt", "nn"])
     common = {"number": number, "piece": piece, "layout": layout}
     common["bias"] = piece == "ag_gemm" and draw.random() < 0.5
-    if device == "cuda" and number % 2:
+    if device == "cuda" and number % 2 and not portable:
         hopper_kind = _hopper_kind(draw, world_size, common, small)
         if hopper.supports(hopper_kind.problem(world_size, device)) is None:
             return hopper_kind
@@ -80,7 +86,9 @@ def _kind(number: int, draw: random.Random, world_size: int, device: str, small:
         dtype=draw.choice([*EXACT]),
         plan=None,
     )
-    return replace(kind, plan=draw.choice([*_plans(draw, kind.M_shard), None]))
+    return replace(
+        kind, plan=draw.choice([*_plans(draw, kind.M_shard), *([] if portable else [None])])
+    )
 
 
 def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:

@@ -296,7 +296,7 @@ def test_unmodified_pretrain_gpt_compares_and_keeps_its_losses():
     """The script compares the losses of both arms with those of a run on stock layers."""
     flux = "--flux-overlap --flux-strict --flux-compare 2"
     done = subprocess.run(
-        [REPOSITORY / "scripts" / "pretrain_cpu.sh", "--train-iters", "22"], text=True,
+        [REPOSITORY / "scripts" / "pretrain.sh", "--train-iters", "22"], text=True,
         env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
         capture_output=True, timeout=880,
     )  # fmt: skip

@@ -356,7 +356,7 @@ def test_command_starts_torchrun(monkeypatch):
 )
 def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux):
     done = subprocess.run(
-        [REPOSITORY / "scripts" / "pretrain_cpu.sh"], capture_output=True, text=True, timeout=880,
+        [REPOSITORY / "scripts" / "pretrain.sh"], capture_output=True, text=True, timeout=880,
         env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

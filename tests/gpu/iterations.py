@@ -1,0 +1,232 @@
+"""Whole training iterations of Megatron-LM's unedited pretrain_gpt.py: stock, ours, userbuffers.
+
+    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 4
+
+The models of `configs/experiments/node` at several M, one micro-batch a step. For each model and M
+two processes a rank run, one after the other on the same GPUs:
+- `--flux-compare`: stock iterations and ours in turn, blocks of `BLOCK`. The first pair of blocks
+  and the first iteration of every block warm up; times of the others are compared pair by pair.
+- `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, after `WARM_UP` iterations.
+
+All run with TransformerEngine's attention and optimizer where it is installed, and with our kernel
+for fused weight gradients where apex is not. A process imports Megatron while the one before it
+measures, and touches no GPU until that has ended: it saves ten seconds a process.
+
+Prints a line a row, and appends the rows to the file. Measure plans before: `flux-megatron tune`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flux_megatron.launch import megatron_arguments
+from flux_megatron.launch.experiment import load
+from flux_megatron.perf.workload import Workload
+from flux_megatron.results import megatron_log
+
+EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
+BLOCK, PAIRS = 8, 5  # 35 timed iterations of each arm
+WARM_UP, TIMED = 10, 30  # of userbuffers
+LIMIT_S = 150
+RANK = __file__
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process a rank."""
+
+    name: str
+    workload: Workload
+    arguments: list[str]
+
+    @property
+    def M(self) -> int:
+        return self.workload.model.seq_length * self.workload.training.micro_batch
+
+
+def jobs(experiment: str, M: int, tp: int, more: Sequence[str]) -> Iterator[Job]:
+    """Stock and ours; userbuffers. Sequences are the model's, or M where that is shorter."""
+    sequence = load(experiment).arms["flux"].model.seq_length
+    micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
+    assert not left, f"M {M} is no multiple of {sequence}"
+    overrides = {
+        "parallel.tp": tp, "cluster.gpus_per_node": tp, "training.micro_batch": micro_batch,
+        "training.global_batch": micro_batch, "training.steps": 2 * BLOCK * (PAIRS + 1),
+        "training.warmup_steps": 2 * BLOCK, "model.seq_length": min(M, sequence),
+    }  # fmt: skip
+    found = load(experiment, overrides)
+    both = [*more, "--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
+    flux, te = found.arms["flux"], found.arms["te"]
+    yield Job("compare", flux, [*both, "--flux-compare", str(BLOCK)])
+    training = replace(te.training, steps=WARM_UP + TIMED, warmup_steps=WARM_UP)
+    yield Job("tp_comm_overlap", replace(te, training=training), both)
+
+
+class Process:
+    """All ranks of a job, which import and wait until `begin`."""
+
+    def __init__(self, job: Job, checkout: Path, folder: Path) -> None:
+        self.job, self.log, self.gate = job, folder / "log", folder / "begin"
+        rendered = megatron_arguments.render(job.workload, cache=folder.parent / "cache")
+        tp = job.workload.parallel.tp
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+        command += [RANK, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        folder.mkdir()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, *job.arguments],
+                cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def begin(self) -> None:
+        self.gate.touch()
+
+    def times_ms(self) -> dict[int, float]:
+        """Of every iteration, by its number, when it has ended. `RuntimeError` if it failed."""
+        try:
+            code = self.process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            code = f"stopped after {LIMIT_S} s"
+        if code != 0:
+            raise RuntimeError(f"{self.job.name}: {code}\n{self.log.read_text()[-6000:]}")
+        folder = self.log.parent
+        series = megatron_log.read(folder, self.job.workload.training.global_batch)
+        return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=60)
+
+
+def rank(gate: Path, script: str, arguments: list[str]) -> None:
+    """One rank: everything that touches no GPU, then the script."""
+    from flux_megatron.integration import door
+
+    door.enter(script, arguments)
+    import megatron.training  # noqa: F401  most of the time of a start
+
+    from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
+
+    provide_wgrad_kernels()
+    while not gate.exists():
+        time.sleep(0.02)
+    door.run()
+
+
+def compared(times: dict[int, float]) -> tuple[dict[str, list[float]], str, list[float]]:
+    """Times of each arm, and their ratio: `Speedup` in words, and low, middle, high in numbers."""
+    from flux_megatron.integration.comparison import WARM_UP as COLD
+    from flux_megatron.integration.comparison import speedup
+
+    blocks = [
+        [times[1 + BLOCK * index + at] for at in range(COLD, BLOCK)]
+        for index in range(2, 2 * (PAIRS + 1))
+    ]
+    stock, flux = blocks[::2], blocks[1::2]
+    found = speedup(list(zip(stock, flux, strict=True)))
+    assert found.interval is not None
+    ratio = [round(value, 4) for value in (found.interval[0], found.ratio, found.interval[1])]
+    arms = {"stock": [*chain(*stock)], "flux": [*chain(*flux)]}
+    return arms, str(found), ratio
+
+
+def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
+    arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
+    told: dict[str, object] = {}
+    if job.name == "compare":
+        arms, words, ratio = compared(times)
+        told = {"speedup_low_middle_high": ratio, "speedup": words}
+    for arm, milliseconds in arms.items():
+        yield {
+            "what": "iteration", "arm": arm, "model": job.workload.model.name,
+            "layers": job.workload.model.layers, "M": job.M, "tp": job.workload.parallel.tp,
+            "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
+            "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
+            **(told if arm == "flux" else {}), **machine,
+        }  # fmt: skip
+
+
+def machine_of(checkout: Path, commit: str) -> dict:
+    import torch
+
+    from flux_megatron.overlap import environment
+
+    try:
+        from transformer_engine import __version__ as te
+    except ImportError:
+        te = None
+    known = asdict(environment.of(torch.device("cuda", 0)))
+    known["max_connections"] = "1"
+    return {
+        **known, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "transformer_engine": te,
+        "megatron_lm": checkout.name, "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
+        "commit": commit, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def main(
+    checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
+    M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
+    seconds: float = 3600,
+) -> None:  # fmt: skip
+    """Measure every model at every M, as long as `seconds` allow to begin another one."""
+    machine, end = machine_of(checkout, commit), time.monotonic() + seconds
+    wanted = [
+        job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS
+        for job in jobs(experiment, rows, tp, more.split())
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        processes = _one_ahead(wanted, checkout, Path(folder))
+        for process in processes:
+            try:
+                found = list(rows(process.job, process.times_ms(), machine))
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                continue
+            with out.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found)
+            print("\n".join(map(_line, found)), flush=True)
+            if time.monotonic() > end:
+                print("no time for the others")
+                processes.close()
+
+
+def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator[Process]:
+    """Each when it is its turn; the one after it has been started by then."""
+    started: list[Process] = []
+    try:
+        for turn in range(len(wanted)):
+            for index in range(len(started), min(turn + 2, len(wanted))):
+                started += [Process(wanted[index], checkout, folder / str(index))]
+            started[turn].begin()
+            yield started[turn]
+    finally:
+        for process in started:
+            process.stop()
+
+
+def _line(row: dict) -> str:
+    said = row.get("speedup", "")
+    return f"{row['model']:24} M {row['M']:5} {row['arm']:16} {row['median_ms']:8.2f} ms {said}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        typer.run(main)

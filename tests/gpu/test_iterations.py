@@ -1,0 +1,65 @@
+"""The measurement of whole iterations, with ranks that only print what Megatron would."""
+
+from __future__ import annotations
+
+import json
+
+import iterations
+import pytest
+
+RANK = """
+import os, pathlib, sys, time
+
+gate, words = pathlib.Path(sys.argv[2]), sys.argv[3:]
+steps, batch, block = (
+    int(words[words.index(name) + 1]) if name in words else 0
+    for name in ("--train-iters", "--global-batch-size", "--flux-compare")
+)
+while not gate.exists():
+    time.sleep(0.01)
+for i in range(1, steps + 1):
+    stock = block and (i - 1) // block % 2 == 0
+    milliseconds = (120 if stock else 100) + i % 3
+    if os.environ["RANK"] == "1":
+        print(f" [2026-11-21 18:00:{i % 60:02}] iteration {i}/ {steps} | "
+              f"elapsed time per iteration (ms): {milliseconds} | global batch size: {batch} | "
+              "lm loss: 1.0 | number of skipped iterations: 0 | number of nan iterations: 0 |")
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """The script that stands for a rank."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    monkeypatch.setattr(iterations, "RANK", str(script))
+    monkeypatch.setattr(iterations, "machine_of", lambda *_: {"gpu": "none"})
+    monkeypatch.setattr(iterations, "EXPERIMENTS", iterations.EXPERIMENTS[:1])
+    return script
+
+
+def test_jobs_have_the_rows_that_were_asked_for():
+    for experiment in iterations.EXPERIMENTS:
+        for M in (8192, 2048):
+            compare, userbuffers = iterations.jobs(experiment, M, 2, ["--more"])
+            assert compare.M == userbuffers.M == M
+            assert {compare.workload.parallel.tp, compare.workload.cluster.gpus_per_node} == {2}
+            assert compare.arguments[0] == userbuffers.arguments[0] == "--more"
+
+
+def test_rows_of_all_arms(ranks, tmp_path):
+    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["arm"]: len(row["times_ms"]) for row in rows} == {
+        "stock": 35, "flux": 35, "tp_comm_overlap": 30,
+    }  # fmt: skip
+    stock, flux = (row["median_ms"] for row in rows[:2])
+    assert (stock, flux) == (121, 101)
+    assert rows[1]["speedup_low_middle_high"][1] == pytest.approx(121 / 101, abs=1e-3)
+
+
+def test_a_failed_process_is_told_and_leaves_no_row(ranks, tmp_path, capsys):
+    ranks.write_text("raise SystemExit('no such thing')")
+    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048")
+    assert not (tmp_path / "rows.jsonl").exists()
+    assert "no such thing" in capsys.readouterr().err
