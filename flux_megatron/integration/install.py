@@ -70,12 +70,11 @@ def build_from(provider: type[StockSpecProvider]) -> None:
 
 
 def _instead_of(transformer_impl: str) -> str:
-    others = (
-        "attention and norms TransformerEngine's"
-        if transformer_engine.HAVE_TE
-        else "norms ours, attention torch's"
+    attention = "TransformerEngine's" if transformer_engine.HAVE_TE else "torch's"
+    return (
+        f"--transformer-impl local, not {transformer_impl}: linear layers and norms are ours, "
+        f"attention is {attention}"
     )
-    return f"--transformer-impl local, not {transformer_impl}: linear layers are ours, {others}"
 
 
 @functools.cache
