@@ -36,6 +36,7 @@ from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf.workload import Workload
 from flux_megatron.results import megatron_log
+from flux_megatron.results.iterations import ResultsError
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
 BLOCK, PAIRS = 8, 5  # 35 timed iterations of each arm
@@ -79,33 +80,34 @@ class Process:
     """All ranks of a job, which import and wait until `begin`."""
 
     def __init__(self, job: Job, checkout: Path, folder: Path) -> None:
-        self.job, self.log, self.gate = job, folder / "log", folder / "begin"
+        self.job, self.logs, self.gate = job, folder / "logs", folder / "begin"
         rendered = megatron_arguments.render(job.workload, cache=folder.parent / "cache")
         tp = job.workload.parallel.tp
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+        # ranks that share a file cut each other's lines
+        command += ["--redirects", "3", "--log-dir", str(self.logs)]
         command += [RANK, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         folder.mkdir()
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, *job.arguments],
-                cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, *command, *job.arguments],
+            cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def begin(self) -> None:
         self.gate.touch()
 
     def times_ms(self) -> dict[int, float]:
-        """Of every iteration, by its number, when it has ended. `RuntimeError` if it failed."""
+        """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
         try:
             code = self.process.wait(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             self.stop()
             code = f"stopped after {LIMIT_S} s"
         if code != 0:
-            raise RuntimeError(f"{self.job.name}: {code}\n{self.log.read_text()[-6000:]}")
-        folder = self.log.parent
-        series = megatron_log.read(folder, self.job.workload.training.global_batch)
+            said = [file.read_text()[-3000:] for file in sorted(self.logs.rglob("stderr.log"))]
+            raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
+        series = megatron_log.read(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
 
     def stop(self) -> None:
@@ -195,7 +197,7 @@ def main(
         for process in processes:
             try:
                 found = list(rows(process.job, process.times_ms(), machine))
-            except RuntimeError as error:
+            except ResultsError as error:
                 print(error, file=sys.stderr, flush=True)
                 continue
             with out.open("a") as file:

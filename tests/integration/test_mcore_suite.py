@@ -23,7 +23,8 @@ def test_what_passes_with_stock_passes_with_ours(tmp_path):
     assert len(stock) == len(ours) == RANKS
     for with_stock, with_ours in zip(stock, ours, strict=True):
         passing = {test for test, outcome in with_stock.items() if outcome == "passed"}
-        assert any("test_initialization" in test for test in passing)
+        # they want a tensor-parallel size of 4
+        assert RANKS < 4 or any("test_initialization" in test for test in passing)
         assert not {
             test: with_ours.get(test) for test in passing if with_ours.get(test) != "passed"
         }
