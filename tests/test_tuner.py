@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,26 @@ def test_sequential_wins_ties_and_what_is_within_its_noise():
 
 def test_one_lucky_round_does_not_win():
     assert settled([100] * 5, [100] * 5, [10, 101, 101, 101, 10])[0] == "sequential"
+
+
+def test_what_is_faster_in_nearly_every_round_wins_in_spite_of_noise():
+    """Clocks change from turn to turn by more than the plans differ."""
+    plain, again = [100, 120, 110, 90] * 3, [115, 100, 95, 110] * 3
+    other = [a - 1 for a in map(min, plain, again)]
+    assert settled(plain, again, other) == ("fused", 17.5)
+    slower_in = [*other[:8], *([200] * 4)]
+    assert settled(plain, again, slower_in)[0] == "sequential", "8 of 12 rounds may be chance"
+    assert settled(plain[:4], again[:4], other[:4])[0] == "sequential", "4 rounds are too few"
+
+
+def test_plans_that_are_as_fast_rarely_win():
+    draw = random.Random(0)
+
+    def turns() -> list[float]:
+        return [draw.gauss(100, 5) for _ in range(tuner.ROUNDS)]
+
+    won = sum(settled(turns(), turns(), turns())[0] == "fused" for _ in range(2000))
+    assert won / 2000 < 3 * tuner.CHANCE  # by either rule
 
 
 def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
