@@ -19,11 +19,12 @@ def case_of(pattern="ag_gemm", op="fc1", M=8192):
 
 
 def outcomes(rows, case, connections="unset"):
-    """Verdicts of one case by the beginning of what they are about."""
+    """Verdicts of one case by what they are about: "bound", "host time", or a peer."""
     found = {}
     for verdict in check(rows):
         if (verdict.case, verdict.connections) == (case, connections):
-            about = [word for word in ("ahead", "host time") if word in verdict.target]
+            about = [peer for peer in targets.PEERS[case.pattern] if verdict.target.endswith(peer)]
+            about += ["host time"] if "host time" in verdict.target else []
             found[about[0] if about else "bound"] = verdict.outcome.verdict
     return found
 
@@ -35,7 +36,7 @@ GOOD = {"gemm": 3000.0, "serial": 3500.0, "serial_again": 3500.0, "auto": 3020.0
 def test_good_rows_meet_everything():
     case = case_of()
     found = outcomes(rows_of(case, GOOD), case)
-    assert found == {"bound": MET, "ahead": MET, "host time": MET}
+    assert found == dict.fromkeys(("bound", "async_tp", "te_ring", "xformers", "host time"), MET)
 
 
 def test_a_good_case_says_nothing_of_others():
@@ -51,8 +52,8 @@ def test_a_good_case_says_nothing_of_others():
     [
         ({"auto": 3026.0}, {"bound": MISSED}),  # E = .948
         ({"auto": 3025.0}, {"bound": MET}),
-        ({"async_tp": 3020.0}, {"ahead": MISSED}),  # a tie
-        ({"xformers": 3019.9}, {"ahead": MISSED}),
+        ({"async_tp": 3020.0}, {"async_tp": MISSED, "xformers": MET}),  # a tie
+        ({"xformers": 3019.9}, {"xformers": MISSED, "te_ring": MET}),
     ],
 )
 def test_one_time_too_many(changed, expected):
@@ -67,9 +68,10 @@ def test_one_time_too_many(changed, expected):
 def test_a_peer_without_times(status, ahead):
     case = case_of()
     rows = [row for row in rows_of(case, GOOD) if row.candidate != "xformers"]
-    assert outcomes(rows, case)["ahead"] == MISSING
+    assert outcomes(rows, case)["xformers"] == MISSING
+    assert outcomes(rows, case)["te_ring"] == MET, "it is judged without the other"
     rows.append(row_of(case, "xformers", status=status))
-    assert outcomes(rows, case)["ahead"] == ahead
+    assert outcomes(rows, case)["xformers"] == ahead
 
 
 @pytest.mark.parametrize("status", ["failed", "wrong"])
@@ -176,6 +178,16 @@ def test_backward_against_its_gemms(M, auto, expected):
 def test_gemm_alone(M, ours, expected):
     case = case_of("gemm", M=M)
     assert outcomes(rows_of(case, {"gemm": 100.0, "ours_gemm": ours}), case)["bound"] == expected
+
+
+def test_gemm_alone_is_also_taken_from_the_rows_of_a_pattern():
+    times = {"gemm": 100.0, "ours_gemm": 101.1, "serial": 150.0, "auto": 110.0}
+    beside = rows_of(case_of("gemm_rs", "qkv dgrad", 4096), times)
+    gemm = case_of("gemm", "qkv dgrad", 4096)
+    assert outcomes(beside, gemm)["bound"] == MISSED
+    alone = rows_of(gemm, {"gemm": 100.0, "ours_gemm": 100.0})
+    assert outcomes(beside + alone, gemm)["bound"] == MET, "its own rows come first"
+    assert outcomes(beside, case_of("gemm", "qkv", 4096))["bound"] == MISSING
 
 
 def test_nothing_measured_is_all_missing():
