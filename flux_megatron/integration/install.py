@@ -12,6 +12,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 import flux_megatron
 from flux_megatron import settings
@@ -20,7 +21,8 @@ from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
+from flux_megatron.integration.norm_places import LayerOfTE, with_norms_alone
+from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider, te_can_run
 from flux_megatron.integration.selection import provider_of
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
@@ -38,7 +40,9 @@ def install_from(args: Any) -> None:
     if options is None:
         return
     requirements.check(args)
-    install(options)
+    # an earlier call may have left "local" in these arguments
+    of_te = gpt_layer_specs.TransformerLayerSubmodules is LayerOfTE
+    install(options, of_te or args.transformer_impl == "transformer_engine")
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
     if args.transformer_impl != "local":
@@ -46,12 +50,20 @@ def install_from(args: Any) -> None:
         args.transformer_impl = "local"
 
 
-def install(options: FluxOptions) -> None:
-    """Settings, and our linears in the layers that were chosen, for models built after this."""
+def install(options: FluxOptions, instead_of_te: bool = False) -> None:
+    """Settings, and our linears in the layers that were chosen, for models built after this.
+
+    Checkpoints have the keys of TransformerEngine's layers if ours stand for those and it can run,
+    else those of Megatron's local layers.
+    """
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
-    build_from(provider_of(options.layers) if options.layers else FluxSpecProvider)
+    provider = provider_of(options.layers) if options.layers else FluxSpecProvider
+    if instead_of_te and te_can_run():
+        build_from(with_norms_alone(provider), LayerOfTE)
+    else:
+        build_from(provider)
     effect.install(options.compare)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
@@ -59,22 +71,30 @@ def install(options: FluxOptions) -> None:
     _tell_at_exit()
 
 
-def build_from(provider: type[StockSpecProvider]) -> None:
-    """Make Megatron's local specifications of this provider's classes and of `FluxNorm`.
+def build_from(
+    provider: type[StockSpecProvider],
+    layer: type[TransformerLayerSubmodules] = TransformerLayerSubmodules,
+) -> None:
+    """Make Megatron's local specifications of this provider's classes, final norms too.
 
     Linear layers that stay stock can then fuse their weight gradients without apex.
     """
     backends.LocalSpecProvider = gpt_layer_specs.LocalSpecProvider = provider
-    gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = FluxNorm
+    gpt_layer_specs.TransformerLayerSubmodules = layer
+    gpt_layer_specs.LNImpl = provider().layer_norm()
+    # the final norm where all layers are alike: in Megatron it does not depend on their kind
+    transformer_block.LayerNormImpl = transformer_engine.TENorm if te_can_run() else FluxNorm
     provide_wgrad_kernels()
 
 
 def _instead_of(transformer_impl: str) -> str:
-    attention = "TransformerEngine's" if transformer_engine.HAVE_TE else "torch's"
-    return (
-        f"--transformer-impl local, not {transformer_impl}: linear layers and norms are ours, "
-        f"attention is {attention}"
-    )
+    parts = "linear layers and norms are ours, attention is torch's"
+    if te_can_run():
+        parts = (
+            "linear layers and the norms before them are ours, attention and other norms are "
+            "TransformerEngine's"
+        )
+    return f"--transformer-impl local, not {transformer_impl}: {parts}"
 
 
 @functools.cache

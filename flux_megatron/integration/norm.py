@@ -65,9 +65,9 @@ NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 class FluxNorm:
     """Builds the norm of `config.normalization`: [..., hidden_size] -> the same.
 
-    Also where Transformer Engine is installed: its norms took 1.03 to 2.9 times as long (decision
-    0015). Names of parameters are torch's and its own: weight, and bias for LayerNorm. `ValueError`
-    for another normalization.
+    Before linear layers also where Transformer Engine is installed: its norms took 1.03 to 2.9
+    times as long (decision 0015). Names of parameters are torch's and its own: weight, and bias for
+    LayerNorm. `ValueError` for another normalization.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:

@@ -25,7 +25,7 @@ class StockSpecProvider(LocalSpecProvider):
         """Transformer Engine's attention where it can run, which alone does context parallelism;
         else torch's, which keeps no [s, s] scores.
         """
-        return transformer_engine.TEDotProductAttention if _te_can_run() else FluxCoreAttention
+        return transformer_engine.TEDotProductAttention if te_can_run() else FluxCoreAttention
 
 
 class FluxSpecProvider(StockSpecProvider):
@@ -42,7 +42,7 @@ class FluxSpecProvider(StockSpecProvider):
         return FluxRowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
-        if moe_use_grouped_gemm and _te_can_run():
+        if moe_use_grouped_gemm and te_can_run():
             theirs = transformer_engine_spec_provider.TESpecProvider()
             return theirs.grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         experts = super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
@@ -53,7 +53,8 @@ class FluxSpecProvider(StockSpecProvider):
         return experts, submodules and _ours(submodules)
 
 
-def _te_can_run() -> bool:
+def te_can_run() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU."""
     return transformer_engine.HAVE_TE and torch.cuda.is_available()
 
 

@@ -58,6 +58,12 @@ def complaints(args: Any) -> list[str]:
         found.append("--transformer-impl inference_optimized: it does not train")
     if value("cuda_graph_impl") == "transformer_engine":
         found.append(f"--cuda-graph-impl transformer_engine: {_TE_ALONE}")
+    layers = value("flux_layers")
+    if value("multi_latent_attention") and (not layers or "qkv" in layers):
+        found.append(
+            "--multi-latent-attention: its projections take listed classes only; "
+            "--flux-layers without qkv can go with it"
+        )
     if value("position_embedding_type") == "relative":
         found.append(f"--position-embedding-type relative: {_TE_ALONE}")
     if value("spec") not in (None, OUR_SPEC):

@@ -21,9 +21,9 @@ OPTIONS = (
 def layer_spec_of_this_run() -> ModuleSpec:
     """One layer of the model that Megatron's global arguments describe, built of ours.
 
-    The norms and the LM head become ours too, as with `--flux-overlap`; knobs are FLUX_MEGATRON_*
-    variables. `ValueError` for what such a specification cannot say, `RuntimeError` before Megatron
-    has parsed its arguments.
+    The norms and the LM head become ours too, as `--flux-overlap` does it to local layers; knobs
+    are FLUX_MEGATRON_* variables. `ValueError` for what such a specification cannot say,
+    `RuntimeError` before Megatron has parsed its arguments.
     """
     args = _parsed_arguments()
     requirements.check(args)

@@ -28,7 +28,7 @@ from flux_megatron.integration import install as door
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
-from flux_megatron.integration.requirements import OUR_SPEC, REFUSED, attribute
+from flux_megatron.integration.requirements import OUR_SPEC, REFUSED, attribute, complaints
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
 
@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 SUBSTITUTED = (
     (backends, "LocalSpecProvider"),
     (gpt_layer_specs, "LocalSpecProvider"),
+    (gpt_layer_specs, "TransformerLayerSubmodules"),
     (gpt_layer_specs, "LNImpl"),
     (transformer_block, "LayerNormImpl"),
     (gpt_model, "tensor_parallel"),
@@ -113,6 +114,7 @@ COMBINATIONS = [(attribute(flag), True, flag) for flag in REFUSED] + [
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
     ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
     ("context_parallel_size", 2, "--context-parallel-size"),
+    ("multi_latent_attention", True, "--multi-latent-attention"),
 ]
 
 
@@ -124,6 +126,12 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     with pytest.raises(ValueError, match=f"cannot go with:\n  {flag}: "):
         door.install_from(args)
     assert gpt_layer_specs.LocalSpecProvider is before
+
+
+def test_latent_attention_goes_where_its_projections_stay_stock():
+    args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
+    args.multi_latent_attention = True
+    assert not complaints(args)
 
 
 @pytest.mark.usefixtures("_restored")
@@ -150,6 +158,13 @@ def test_installing_twice_is_installing_once(capsys):
     assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
     door.install(FluxOptions(layers=("fc1",)))
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
+
+
+def test_what_stands_in_for_transformer_engine_is_said(monkeypatch):
+    monkeypatch.setattr(door, "te_can_run", lambda: True)
+    said = door._instead_of("transformer_engine")
+    assert said.endswith("the norms before them are ours, attention and other norms are "
+                         "TransformerEngine's")  # fmt: skip
 
 
 OURS = {
@@ -308,6 +323,7 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert done.returncode == 0, done.stderr
     said, ran, told = done.stdout.splitlines()
     assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
+    assert "linear layers and norms are ours" in said
     assert ran == "__main__ --flux-overlap local False"
     assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
 

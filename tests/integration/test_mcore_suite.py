@@ -34,6 +34,8 @@ def _outcomes(layers: str, folder: Path) -> list[dict[str, str]]:
     folder.mkdir()
     here = Path(__file__).parent
     path = [str(here), str(here.parents[1]), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS),
         "--standalone", "--redirects", "3", "--log-dir", str(folder / "log"),
@@ -41,7 +43,6 @@ def _outcomes(layers: str, folder: Path) -> list[dict[str, str]]:
         "-o", "addopts=", "-p", "no:cacheprovider", "--timeout", "120", "-q", "-W", "ignore",
         "tests/unit_tests/tensor_parallel",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
     with (folder / "torchrun.log").open("w") as log:
         run = subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log)
         try:

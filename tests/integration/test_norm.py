@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -95,12 +94,3 @@ def test_other_norms_are_refused():
     settings.normalization = "BatchNorm"
     with pytest.raises(ValueError, match=r"'BatchNorm', one of \['LayerNorm', 'RMSNorm'\]"):
         FluxNorm(settings, H)
-
-
-def test_transformer_engine_is_for_parameters_made_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    monkeypatch.setattr(transformer_engine, "TENorm", lambda **given: given)
-    settings = config()
-    assert isinstance(FluxNorm(settings, H), torch.nn.Module)
-    settings.use_cpu_initialization = False
-    assert FluxNorm(settings, H, eps=0.5) == {"config": settings, "hidden_size": H, "eps": 0.5}
