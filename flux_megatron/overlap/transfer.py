@@ -87,7 +87,7 @@ class Gather:
     comm_rows: int
     engine: CopyEngine
     own_rows: int = 0  # the address that `complete` has to copy them to, if it has to
-    behind_pushes: bool = False  # the engine copies them
+    behind_pushes: bool = False  # by the engine
     joined: bool = False
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
@@ -110,8 +110,9 @@ class Gather:
     def complete(self) -> Tensor:
         """All rows, ready on the current stream; valid until `close`."""
         if self.own_rows:
+            copy = self.engine.copy if self.behind_pushes else self.engine.copy_here
             with phase("own rows"):
-                self.engine.copy_here(self.own_rows, self.x.data_ptr(), self.x.nbytes)
+                copy(self.own_rows, self.x.data_ptr(), self.x.nbytes)
         if self.behind_pushes:
             self._join()
         self.wait_for(self.call.rank + 1, self.call.world_size - 1)
@@ -135,24 +136,22 @@ def start_gather(
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
     [A].
 
-    `own_rows` says who copies x to the own rows: "engine", behind the pushes; "later", the caller's
-    stream in `complete`; "nobody" here. A copy within one GPU needs multiprocessors, so what a
-    full-grid kernel waits for must never be pushed behind one: "engine" is for calls whose pushes
-    are complete with it.
+    `own_rows` says who copies x to the own rows in `complete`: "engine", behind the pushes;
+    "later", the caller's stream; or "nobody". A copy within one GPU needs multiprocessors, so what
+    a full-grid kernel waits for must never be pushed behind one: "engine" is for calls whose pushes
+    are complete with it. Nor may it be enqueued before the caller's GEMMs: where
+    CUDA_DEVICE_MAX_CONNECTIONS is 1 all streams share a queue, in which they would wait for the
+    copy, and it for all pushes.
     """
     engine = copy_engine(x.device)
-    size_bytes = x.nbytes
-    call = workspace.gather.begin(workspace.world_size * size_bytes)
+    call = workspace.gather.begin(workspace.world_size * x.nbytes)
     route: Route = call.part.prepared(_route, x.shape, x.dtype, comm_rows)
     with phase("gather push"):
         engine.fork()
         engine.send(route.pushes, x.data_ptr(), call.epoch)
-    if own_rows == "engine":
-        with phase("own rows"):
-            engine.copy(route.own_rows, x.data_ptr(), size_bytes)
-    later = route.own_rows if own_rows == "later" else 0
+    address = 0 if own_rows == "nobody" else route.own_rows
     return Gather(
-        workspace, call, x, route.gathered, route.comm_rows, engine, later, own_rows == "engine"
+        workspace, call, x, route.gathered, route.comm_rows, engine, address, own_rows == "engine"
     )
 
 

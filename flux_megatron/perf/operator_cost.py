@@ -20,6 +20,8 @@ from flux_megatron.problem import Pattern, Plan, Problem
 
 # The tile of the kernels that wait, inside one GEMM, for what arrives.
 TILE_M, TILE_N = 128, 256
+# What is smaller takes a copy engine, with its signal, as long (13.7 us on H200, latency included).
+SMALLEST_COPY_BYTES = 2**20
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -159,7 +161,7 @@ class _Prediction(NamedTuple):
         for part in self._scattering():
             ready += part.time_us
             pushed = max(pushed, ready if left else 0.0)
-            pushed += min(part.shards, left) * shard
+            pushed += min(part.shards, left) * max(shard, self._operations_us())
             left -= min(part.shards, left)
         arrived = pushed + self._latency_us()
         if self.plan.strategy == "fused":  # its stores are the GEMM's own: wgrad waits for them
@@ -167,6 +169,14 @@ class _Prediction(NamedTuple):
         if self.plan.strategy == "hopper":  # its kernel adds up: wgrad begins when all has come
             return max(ready, arrived) + wgrad
         return max(max(ready, gathered) + wgrad, arrived)
+
+    def _operations_us(self) -> float:
+        """What the copy engine takes at least for the pushes of a shard, one after another."""
+        if self.plan.strategy == "fused" or self.plan.transport == "sm":
+            return 0.0
+        pushes = math.ceil(self.problem.M_shard / (self.plan.comm_rows or self.problem.M_shard))
+        smallest = SMALLEST_COPY_BYTES / self.hardware.copy_gbps * 1e-3
+        return pushes * (self.hardware.copy_latency_us + smallest)
 
     def _scattering(self) -> Sequence[Part]:
         """Library GEMMs of whole shards, or shares of one kernel."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import tuner
+from flux_megatron.overlap import plan_cache, tuner
 from flux_megatron.perf import calibration, gemm, operator_cost, published
 from flux_megatron.perf.calibration import Prediction, fit, holdout, predictions, renew, table
 from flux_megatron.perf.constants import FITTED
@@ -16,7 +17,8 @@ from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.rows import CANDIDATES, cell, load, of_layer
 from flux_megatron.problem import Plan
 
-DOCS = Path(__file__).parents[2] / "docs"
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
 MEASURED = DOCS / "results" / "h200x4"
 BOUND = 0.05
 
@@ -187,3 +189,39 @@ def test_a_model_that_drops_winners_is_seen(rows):
         return us / 2 if plan.strategy == "sequential" else us
 
     assert pruned(rows, too_kind_to_sequential)[1]
+
+
+def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
+    """How many times the fastest plan's time the plan takes that would be used unmeasured, by
+    pattern, layout, ranks and connections: of all operations whose plans are shipped.
+    """
+    entries, complaints = plan_cache.read_folder(REPOSITORY / "configs" / "tuned" / "h200")
+    assert not complaints
+    found: dict[tuple[str, str, int, str], list[float]] = {}
+    for entry in entries:
+        problem, where = entry.problem, entry.environment
+        if problem.M_shard >= tuner.FEWEST_ROWS:
+            times = {one.plan: one.median_us for one in entry.measured}
+            plan = min(times, key=lambda plan: predict_us(problem, plan, H200))
+            key = (problem.pattern, problem.layout, problem.world_size, where.max_connections)
+            found.setdefault(key, []).append(times[plan] / min(times.values()))
+    return found
+
+
+# measured when own rows were copied in front of the GEMMs (docs/memory_model.md, "Progress")
+HELD_UP = [("ag_gemm", "nn", 4, "1"), ("ag_gemm", "nn", 2, "1")]
+
+
+def test_what_is_chosen_unmeasured_is_nearly_the_fastest():
+    """Also with two ranks, of which the model has seen no row."""
+    found = chosen(operator_cost.predict_us)
+    assert {key[2:] for key in found} == {(2, "1"), (4, "1"), (4, "unset")}
+    means = {key: statistics.mean(over) for key, over in found.items() if key not in HELD_UP}
+    assert len(means) == 10
+    assert max(means.values()) < 1.02
+    assert max(max(over) for key, over in found.items() if key not in HELD_UP) < 1.16
+
+
+def test_a_model_without_the_copy_engine_s_operations_is_seen(monkeypatch):
+    monkeypatch.setattr(operator_cost._Prediction, "_operations_us", lambda self: 0.0)
+    assert statistics.mean(chosen(operator_cost.predict_us)["gemm_rs", "nt", 4, "1"]) > 1.03
