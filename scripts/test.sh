@@ -14,5 +14,11 @@ step() {
 step ruff check .
 step ruff format --check .
 step mypy
-step pytest -q --durations=15 "$@"
+if [ $# -gt 0 ]; then
+    step pytest -q --durations=15 "$@"
+else # those that compute in one process share the cores; the others start ranks, and watch clocks
+    alone=(tests/protocol tests/perf tests/results)
+    step pytest -q -n 2 --dist loadfile "${alone[@]}"
+    step pytest -q --durations=15 "${alone[@]/#/--ignore=}"
+fi
 exit $status
