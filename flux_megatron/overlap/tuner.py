@@ -139,9 +139,9 @@ def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, 
     """The winner, and the noise in microseconds: the median difference of `plain` to itself.
 
     `times_us` holds one time a round for the text of each plan and for `AGAIN`. A plan wins by its
-    median, and against `plain` only by more than the noise or round by round: clocks that fall and
-    recover make long calls noisy, but all calls of a round alike (GEMMs of 13 ms at the power limit
-    differed by 6 % from round to round: 2 x H200, 2026-11-21).
+    median, and against `plain` only by more than the noise, or by being faster in nearly every
+    round: at the power limit the two turns of `plain`, of 14 ms, differed by 6 %, which hid a gain
+    of 4 % (2 x H200, 2026-11-21).
     """
     first, second = times_us[plain.dumps()], times_us[AGAIN]
     noise_us = statistics.median(abs(a - b) for a, b in zip(first, second, strict=True))
