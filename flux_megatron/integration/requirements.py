@@ -23,7 +23,9 @@ REFUSED = {
     "--kitchen-config-file": "Kitchen replaces the same layers",
     "--kitchen-recipe-number": "Kitchen replaces the same layers",
     "--delay-wgrad-compute": _TE_ALONE,
-    "--fine-grained-activation-offloading": _TE_ALONE,
+    "--fine-grained-activation-offloading": (
+        "Megatron wants --transformer-impl transformer_engine with it"
+    ),
     "--use-te-activation-func": _TE_ALONE,
     "--use-transformer-engine-op-fuser": _TE_ALONE,
     "--use-grouped-gemm-for-dense-mlp": _TE_ALONE,

@@ -8,6 +8,9 @@ two processes a rank run, one after the other on the same GPUs:
   and the first iteration of every block warm up; times of the others are compared pair by pair.
 - `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, after `WARM_UP` iterations.
 
+With `--graphs` layers are captured in CUDA graphs, where the host takes no time. One process cannot
+switch between arms then: stock Megatron's (TransformerEngine's layers) and ours take turns, twice.
+
 All run with TransformerEngine's attention and optimizer where it is installed, and with our kernel
 for fused weight gradients where apex is not. A process imports Megatron while the one before it
 measures, and touches no GPU until that has ended: it saves ten seconds a process.
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,7 +43,9 @@ from flux_megatron.results.iterations import ResultsError
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
-WARM_UP, TIMED = 10, 30  # of userbuffers
+WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
+UNFUSED = ["--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
+GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
 LIMIT_S = 150
 RANK = __file__
 
@@ -59,34 +64,46 @@ class Job:
 
 
 def jobs(experiment: str, M: int, tp: int, more: Sequence[str]) -> Iterator[Job]:
-    """Stock and ours; userbuffers. Sequences are the model's, or M where that is shorter."""
+    """Stock and ours; userbuffers."""
+    found = _arms(experiment, M, tp)
+    compared = replace(found["flux"].training, steps=2 * BLOCK * (PAIRS + 1))
+    flux = replace(found["flux"], training=compared)
+    yield Job("compare", flux, [*more, *UNFUSED, "--flux-compare", str(BLOCK)])
+    yield Job("tp_comm_overlap", found["te"], [*more, *UNFUSED])
+
+
+def jobs_in_graphs(experiment: str, M: int, tp: int, more: Sequence[str]) -> Iterator[Job]:
+    """Stock and ours in CUDA graphs, twice."""
+    found = _arms(experiment, M, tp)
+    for _ in range(2):
+        yield Job("stock_graphs", found["megatron"], [*more, *UNFUSED, *GRAPHS])
+        yield Job("flux_graphs", found["flux"], [*more, *UNFUSED, *GRAPHS])
+
+
+def _arms(experiment: str, M: int, tp: int) -> Mapping[str, Workload]:
+    """Sequences are the model's, or M where that is shorter; one micro-batch a step."""
     sequence = load(experiment).arms["flux"].model.seq_length
     micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
     assert not left, f"M {M} is no multiple of {sequence}"
     overrides = {
         "parallel.tp": tp, "cluster.gpus_per_node": tp, "training.micro_batch": micro_batch,
-        "training.global_batch": micro_batch, "training.steps": 2 * BLOCK * (PAIRS + 1),
-        "training.warmup_steps": 2 * BLOCK, "model.seq_length": min(M, sequence),
+        "training.global_batch": micro_batch, "training.steps": WARM_UP + TIMED,
+        "training.warmup_steps": WARM_UP, "model.seq_length": min(M, sequence),
     }  # fmt: skip
-    found = load(experiment, overrides)
-    both = [*more, "--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
-    flux, te = found.arms["flux"], found.arms["te"]
-    yield Job("compare", flux, [*both, "--flux-compare", str(BLOCK)])
-    training = replace(te.training, steps=WARM_UP + TIMED, warmup_steps=WARM_UP)
-    yield Job("tp_comm_overlap", replace(te, training=training), both)
+    return load(experiment, overrides).arms
 
 
 class Process:
-    """All ranks of a job, which import and wait until `begin`."""
+    """All ranks of a job, each runs `script`; they import and wait until `begin`."""
 
-    def __init__(self, job: Job, checkout: Path, folder: Path) -> None:
+    def __init__(self, job: Job, checkout: Path, folder: Path, script: str) -> None:
         self.job, self.logs, self.gate = job, folder / "logs", folder / "begin"
         rendered = megatron_arguments.render(job.workload, cache=folder.parent / "cache")
         tp = job.workload.parallel.tp
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
         # ranks that share a file cut each other's lines
         command += ["--redirects", "3", "--log-dir", str(self.logs)]
-        command += [RANK, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
+        command += [script, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         folder.mkdir()
         self.process = subprocess.Popen(
@@ -115,8 +132,10 @@ class Process:
         self.process.wait(timeout=60)
 
 
-def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    """One rank: everything that touches no GPU, then the script."""
+def rank(
+    gate: Path, script: str, arguments: list[str], prepare: Callable[[], None] = lambda: None
+) -> None:
+    """One rank: everything that touches no GPU, and `prepare`, then the script."""
     from flux_megatron.integration import door
 
     door.enter(script, arguments)
@@ -125,6 +144,7 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
     provide_wgrad_kernels()
+    prepare()
     while not gate.exists():
         time.sleep(0.02)
     door.run()
@@ -184,13 +204,13 @@ def machine_of(checkout: Path, commit: str) -> dict:
 def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
-    seconds: float = 3600,
+    seconds: float = 3600, graphs: bool = False,
 ) -> None:  # fmt: skip
     """Measure every model at every M, as long as `seconds` allow to begin another one."""
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS
-        for job in jobs(experiment, rows, tp, more.split())
+        for job in (jobs_in_graphs if graphs else jobs)(experiment, rows, tp, more.split())
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         processes = _one_ahead(wanted, checkout, Path(folder))
@@ -214,7 +234,7 @@ def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator
     try:
         for turn in range(len(wanted)):
             for index in range(len(started), min(turn + 2, len(wanted))):
-                started += [Process(wanted[index], checkout, folder / str(index))]
+                started += [Process(wanted[index], checkout, folder / str(index), RANK)]
             started[turn].begin()
             yield started[turn]
     finally:

@@ -47,6 +47,20 @@ def test_jobs_have_the_rows_that_were_asked_for():
             assert compare.arguments[0] == userbuffers.arguments[0] == "--more"
 
 
+def test_arms_in_graphs_take_turns():
+    stock, flux, *again = iterations.jobs_in_graphs(iterations.EXPERIMENTS[0], 2048, 2, [])
+    assert [job.name for job in again] == [stock.name, flux.name] == ["stock_graphs", "flux_graphs"]
+    assert (stock.workload.arm, flux.workload.arm) == ("megatron", "flux")
+    assert stock.arguments == flux.arguments
+
+
+def test_rows_of_an_arm_in_graphs(ranks, tmp_path):
+    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048", graphs=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["arm"] for row in rows] == ["stock_graphs", "flux_graphs"] * 2
+    assert {len(row["times_ms"]) for row in rows} == {30}
+
+
 def test_rows_of_all_arms(ranks, tmp_path):
     iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
