@@ -41,7 +41,7 @@ KINDS = {
     "collective": r"nccl",
     "wait": r"wait_sources|meet_ranks|announce",
     "attention": r"sdpa|flash|fmha|attention",
-    "optimizer": r"multi_tensor|adam|l2norm",
+    "optimizer": r"multi_tensor|adam|l2norm|normtwo",  # the last looks for NaN in gradients
     "norm": r"norm",
     "linear": r"gemm|nvjet|xmma|cutlass|cublas",
     "sum of parts": r"reduce_slots",
@@ -87,7 +87,8 @@ def covered_us(some: Iterable[Activity]) -> float:
 
 def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
     """Times of an iteration in us. Kinds that run at once both count in `by_kind`; `idle_before`
-    is how long nothing ran before activities of a name began.
+    is how long nothing ran before activities of a name began; `in_turn` has each product and each
+    collective as it came.
     """
     by_kind: dict[str, float] = defaultdict(float)
     by_name: dict[str, float] = defaultdict(float)
@@ -106,6 +107,10 @@ def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
         "communication_alone_us": round(busy - computing),
         "by_kind_us": {kind: round(us) for kind, us in sorted(by_kind.items())},
         "longest_us": _most(by_name), "idle_before_us": _most(idle_before),
+        "in_turn_us": [
+            (one.name[:40], round(one.end - one.begin))
+            for one in recorded if one.kind in ("linear", "collective")
+        ],
     }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def test_time_in_which_only_communication_runs(tmp_path):
     assert found["communication_alone_us"] == 35
     assert found["idle_before_us"]["hopper_gemm_rs_kernel"] == sum(found["idle_before_us"].values())
     assert found["by_kind_us"] == {"linear": 150, "collective": 40, "copy": 15}
+    assert [us for _, us in found["in_turn_us"]] == [50, 40, 100]
     assert next(iter(found["longest_us"].items())) == ("hopper_gemm_rs_kernel", 100)
 
 
@@ -66,6 +67,7 @@ def test_time_in_which_only_communication_runs(tmp_path):
         ("void cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
         ("void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctorMaster<", "optimizer"),
         ("void multi_tensor_apply_kernel<TensorListMetadata<1>, L2NormFunctor<float>", "optimizer"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, NormTwo", "optimizer"),
         ("norm_backward_kernel", "norm"),
         ("void transformer_engine::normalization::rmsnorm_fwd_general_kernel<", "norm"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add", "other"),

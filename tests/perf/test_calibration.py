@@ -209,7 +209,7 @@ def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
 
 
 # measured when own rows were copied in front of the GEMMs (docs/memory_model.md, "Progress")
-HELD_UP = [("ag_gemm", "nn", 4, "1"), ("ag_gemm", "nn", 2, "1")]
+HELD_UP = [("ag_gemm", "nn", 4, "1")]
 
 
 def test_what_is_chosen_unmeasured_is_nearly_the_fastest():
@@ -217,7 +217,7 @@ def test_what_is_chosen_unmeasured_is_nearly_the_fastest():
     found = chosen(operator_cost.predict_us)
     assert {key[2:] for key in found} == {(2, "1"), (4, "1"), (4, "unset")}
     means = {key: statistics.mean(over) for key, over in found.items() if key not in HELD_UP}
-    assert len(means) == 10
+    assert len(means) == 11
     assert max(means.values()) < 1.02
     assert max(max(over) for key, over in found.items() if key not in HELD_UP) < 1.16
 
