@@ -113,6 +113,50 @@ def test_clocks_that_differ_give_one_plan():
     assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
 
 
+class NoisyClock:
+    """`sequential`'s turns differ by 20 %; fused takes 96 or 105 us, `later` in a run-off."""
+
+    def __init__(self, later: float) -> None:
+        self.turns: list[tuple[int, int]] = []
+        self._later = later
+
+    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+        fast = self._later if rounds == tuner.RUN_OFF_ROUNDS else 96.0
+        times: dict[str, list[float]] = {}
+        for text in candidates:
+            shift = 2 * (text == tuner.AGAIN)
+            if text in ("", tuner.AGAIN) or Plan.loads(text) == PLAIN:
+                times[text] = [120.0 if (n + shift) % 3 == 0 else 100.0 for n in range(rounds)]
+            else:
+                times[text] = [fast + 9 * (n % 5 in (0, 2)) for n in range(rounds)]
+        if rounds > 1:
+            self.turns.append((len(candidates), rounds))
+        return Race(times, {})
+
+
+def noisy(rank: int, later: float, seconds: float) -> tuple[Entry, list[tuple[int, int]]]:
+    tuner.race = NoisyClock(later)
+    problem = some_problem("ag_gemm")
+    plans = defaults(problem, "sequential", "fused", "pipelined")
+    return measured(problem, plans, seconds=seconds), tuner.race.turns
+
+
+def test_two_plans_that_noise_cannot_tell_apart_run_off():
+    for entry, races in on_device(noisy, 2, 96.0, 1e9):
+        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
+        assert (entry.plan.strategy, entry.rounds) == ("fused", tuner.ROUNDS)
+        assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
+
+
+def test_a_run_off_may_be_lost_and_takes_time():
+    for entry, races in on_device(noisy, 2, 110.0, 1e9):
+        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
+        assert entry.plan.strategy == "sequential"
+    for entry, races in on_device(noisy, 2, 96.0, 0.0):
+        assert [rounds for _, rounds in races] == [tuner.FEWEST_ROUNDS]
+        assert entry.plan.strategy == "sequential"
+
+
 def one_rank_fails(rank: int) -> Entry:
     if rank == 1:
         fused.ag_gemm = refuse

@@ -3,7 +3,7 @@
 Collective: all ranks time the same plans in the same order, a failure on one rank fails the plan on
 all, the slowest rank of a round counts, and the group's leader, rank 0, decides for all.
 `sequential` is always among the plans and keeps its place unless another one beats it by more than
-its own noise, or in nearly every round.
+its own noise, or in nearly every round; if the fastest does neither, the two run off alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 
-ROUNDS, FEWEST_ROUNDS = 12, 4
+ROUNDS, FEWEST_ROUNDS, RUN_OFF_ROUNDS = 12, 4, 48
 # Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
 # lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.
 FEWEST_ROWS = 256
@@ -106,11 +106,21 @@ def _measure(
             tried[plan] = statistics.median(warm.times_us[""])
         if not tried:
             return None
-    rounds = leaders(group, _rounds(seconds - (time.monotonic() - started), tried.values()))
+
+    def rounds_in_time(most: int, times_us: Iterable[float]) -> int:
+        left = seconds - (time.monotonic() - started)
+        return int(leaders(group, _rounds(left, times_us, most)))
+
+    rounds = rounds_in_time(ROUNDS, tried.values())
     times_us = _final(trial, [*tried], failed, group, device, rounds)
     if not times_us:
         return None
-    entry = _entry(problem, device, plans, failed, times_us, rounds)
+    settled, pair = settle(times_us, plans[0]), leaders(group, _undecided(times_us, plans[0]))
+    if pair:
+        more = rounds_in_time(RUN_OFF_ROUNDS, [tried[plan] for plan in pair])
+        again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
+        settled = settle(again, plans[0]) if again else settled
+    entry = _entry(problem, device, plans, failed, times_us, rounds, settled)
     return Entry.loads(leaders(group, entry.dumps()))
 
 
@@ -152,6 +162,13 @@ def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, 
     return (Plan.loads(winner) if faster else plain), noise_us
 
 
+def _undecided(times_us: Mapping[str, Sequence[float]], plain: Plan) -> list[Plan]:
+    """`plain` and the plan with the least median, if that does not win; else nothing."""
+    medians = {text: statistics.median(times) for text, times in times_us.items() if text != AGAIN}
+    fastest = Plan.loads(min(medians, key=medians.__getitem__))
+    return [] if fastest == settle(times_us, plain)[0] else [plain, fastest]
+
+
 def _nearly_always(
     times_us: Sequence[float], first: Sequence[float], second: Sequence[float]
 ) -> bool:
@@ -184,21 +201,22 @@ def leaders(group: ProcessGroup, value: Any) -> Any:
     return said[0]
 
 
-def _rounds(seconds: float, times_us: Iterable[float]) -> int:
+def _rounds(seconds: float, times_us: Iterable[float], most: int) -> int:
     """As many rounds as fit, within reason."""
     one = sum(time_us * 1e-6 + ROUND_OVERHEAD_S for time_us in times_us)
-    return int(max(FEWEST_ROUNDS, min(ROUNDS, seconds / one)))
+    return int(max(FEWEST_ROUNDS, min(most, seconds / one)))
 
 
 def _entry(
     problem: Problem, device: torch.device, plans: Sequence[Plan], failed: Sequence[Failed],
-    times_us: Mapping[str, Sequence[float]], rounds: int,
+    times_us: Mapping[str, Sequence[float]], rounds: int, settled: tuple[Plan, float],
 ) -> Entry:  # fmt: skip
-    winner, noise_us = settle(times_us, plans[0])
+    winner, noise_us = settled
+    lost = [one.plan for one in failed]
     measured = [
         Measured(plan, statistics.median(times_us[plan.dumps()]))
         for plan in plans
-        if plan.dumps() in times_us
+        if plan.dumps() in times_us and plan not in lost
     ]
     return Entry(
         problem=problem,
