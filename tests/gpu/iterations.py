@@ -2,8 +2,9 @@
 
     python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 4
 
-The models of `configs/experiments/node` at several M, one micro-batch a step. For each model and M
-two processes a rank run, one after the other on the same GPUs:
+The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
+one: the optimizer's share is largest then. For each model and M two processes a rank run, one after
+the other on the same GPUs:
 - `--flux-compare`: stock iterations and ours in turn, blocks of `BLOCK`. The first pair of blocks
   and the first iteration of every block warm up; times of the others are compared pair by pair.
 - `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, after `WARM_UP` iterations.
@@ -63,32 +64,33 @@ class Job:
         return self.workload.model.seq_length * self.workload.training.micro_batch
 
 
-def jobs(experiment: str, M: int, tp: int, more: Sequence[str]) -> Iterator[Job]:
-    """Stock and ours; userbuffers."""
-    found = _arms(experiment, M, tp)
+def jobs(
+    experiment: str, M: int, tp: int, more: Sequence[str], micro_batches: int = 1,
+    graphs: bool = False,
+) -> Iterator[Job]:  # fmt: skip
+    """Stock and ours in one, then userbuffers; in graphs stock, ours, stock, ours."""
+    found = _arms(experiment, M, tp, micro_batches)
+    arguments = [*more, *UNFUSED]
+    if graphs:
+        stock = Job("stock_graphs", found["megatron"], [*arguments, *GRAPHS])
+        yield from 2 * [stock, Job("flux_graphs", found["flux"], [*arguments, *GRAPHS])]
+        return
     compared = replace(found["flux"].training, steps=2 * BLOCK * (PAIRS + 1))
     flux = replace(found["flux"], training=compared)
-    yield Job("compare", flux, [*more, *UNFUSED, "--flux-compare", str(BLOCK)])
-    yield Job("tp_comm_overlap", found["te"], [*more, *UNFUSED])
+    yield Job("compare", flux, [*arguments, "--flux-compare", str(BLOCK)])
+    yield Job("tp_comm_overlap", found["te"], arguments)
 
 
-def jobs_in_graphs(experiment: str, M: int, tp: int, more: Sequence[str]) -> Iterator[Job]:
-    """Stock and ours in CUDA graphs, twice."""
-    found = _arms(experiment, M, tp)
-    for _ in range(2):
-        yield Job("stock_graphs", found["megatron"], [*more, *UNFUSED, *GRAPHS])
-        yield Job("flux_graphs", found["flux"], [*more, *UNFUSED, *GRAPHS])
-
-
-def _arms(experiment: str, M: int, tp: int) -> Mapping[str, Workload]:
-    """Sequences are the model's, or M where that is shorter; one micro-batch a step."""
+def _arms(experiment: str, M: int, tp: int, micro_batches: int) -> Mapping[str, Workload]:
+    """Sequences are the model's, or M where that is shorter."""
     sequence = load(experiment).arms["flux"].model.seq_length
     micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
     assert not left, f"M {M} is no multiple of {sequence}"
     overrides = {
         "parallel.tp": tp, "cluster.gpus_per_node": tp, "training.micro_batch": micro_batch,
-        "training.global_batch": micro_batch, "training.steps": WARM_UP + TIMED,
-        "training.warmup_steps": WARM_UP, "model.seq_length": min(M, sequence),
+        "training.global_batch": micro_batch * micro_batches,
+        "training.steps": WARM_UP + TIMED, "training.warmup_steps": WARM_UP,
+        "model.seq_length": min(M, sequence),
     }  # fmt: skip
     return load(experiment, overrides).arms
 
@@ -177,6 +179,7 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
         yield {
             "what": "iteration", "arm": arm, "model": job.workload.model.name,
             "layers": job.workload.model.layers, "M": job.M, "tp": job.workload.parallel.tp,
+            "micro_batches": job.workload.micro_batches,
             "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
             **(told if arm == "flux" else {}), **machine,
@@ -204,13 +207,13 @@ def machine_of(checkout: Path, commit: str) -> dict:
 def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
-    seconds: float = 3600, graphs: bool = False,
+    seconds: float = 3600, graphs: bool = False, micro_batches: int = 1,
 ) -> None:  # fmt: skip
     """Measure every model at every M, as long as `seconds` allow to begin another one."""
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS
-        for job in (jobs_in_graphs if graphs else jobs)(experiment, rows, tp, more.split())
+        for job in jobs(experiment, rows, tp, more.split(), micro_batches, graphs)
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         processes = _one_ahead(wanted, checkout, Path(folder))

@@ -47,8 +47,13 @@ def test_jobs_have_the_rows_that_were_asked_for():
             assert compare.arguments[0] == userbuffers.arguments[0] == "--more"
 
 
+def test_a_step_of_several_micro_batches():
+    for job in iterations.jobs(iterations.EXPERIMENTS[1], 8192, 4, [], micro_batches=8):
+        assert (job.M, job.workload.micro_batches) == (8192, 8)
+
+
 def test_arms_in_graphs_take_turns():
-    stock, flux, *again = iterations.jobs_in_graphs(iterations.EXPERIMENTS[0], 2048, 2, [])
+    stock, flux, *again = iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], graphs=True)
     assert [job.name for job in again] == [stock.name, flux.name] == ["stock_graphs", "flux_graphs"]
     assert (stock.workload.arm, flux.workload.arm) == ("megatron", "flux")
     assert stock.arguments == flux.arguments
