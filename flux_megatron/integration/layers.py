@@ -101,6 +101,10 @@ class FluxRowParallelLinear(RowParallelLinear):
         scatters = self.sequence_parallel and self._communicates()
         if arm.stock_now() or not scatters or _left_to_megatron(self, input_, options):
             return super().forward(input_)
+        offloading = self.config._cpu_offloading_context
+        if offloading is not None and offloading.inside_context:
+            # as the forward that this one replaces: older hooks of TransformerEngine look for it
+            input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
         wgrad = into_main_grad(self.weight) if self.gradient_accumulation_fusion else None
         output = functions.row_parallel_linear(
             input_, self.weight, group=self.tp_group, wgrad=wgrad
@@ -170,7 +174,4 @@ def _left_to_megatron(layer: Any, input: Tensor, options: dict[str, Any]) -> str
             return f"{name}={value} is computed by megatron-core"
     if torch.is_autocast_enabled(input.device.type):
         return "autocast chooses the dtype of the GEMM"
-    offloading = layer.config._cpu_offloading_context
-    if offloading is not None and offloading.inside_context:
-        return "what backward needs is offloaded to the CPU by megatron-core"
     return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,9 +104,22 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
+def _to_keep(x: Tensor, rows: Tensor) -> Tensor:
+    """What backward gets of x: itself if its rows lie as they are, because hooks that move saved
+    tensors to the host look for attributes of it.
+    """
+    return x if x.is_contiguous() else rows
+
+
 def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     with ops.phase("wgrad"):
         return wgrad(w, dy, x)
+
+
+def _saved(ctx) -> tuple[Any, Tensor]:
+    """The rows of x, if they were kept, and the weight."""
+    x, w = ctx.saved_tensors
+    return x if x is None else _rows(x), w
 
 
 def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
@@ -139,13 +152,13 @@ class _ColumnParallel(torch.autograd.Function):
                 rows, w, bias, options.group,
                 consume=(lambda gathered: kept.append(gathered.clone())) if keep else None,
             )  # fmt: skip
-        ctx.save_for_backward(kept[0] if keep else rows if needs_x else None, w)
+        ctx.save_for_backward(kept[0] if keep else _to_keep(x, rows) if needs_x else None, w)
         ctx.options, ctx.shape = options, x.shape
         return _like(y, x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, w = ctx.saved_tensors
+        x, w = _saved(ctx)
         options: _Options = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dy = _rows(dy)
@@ -176,13 +189,13 @@ class _RowParallel(torch.autograd.Function):
         rows = _rows(x)
         with ops.phase("fprop"):
             y = ops.start_gemm_rs(rows, w, options.group).finish()
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, w)
+        ctx.save_for_backward(_to_keep(x, rows) if ctx.needs_input_grad[1] else None, w)
         ctx.options, ctx.shape = options, x.shape
         return _like(y, x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, w = ctx.saved_tensors
+        x, w = _saved(ctx)
         options: _Options = ctx.options
         dw: list[Tensor | None] = [None]
 
@@ -208,7 +221,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _LocalOptions) -> Tensor:
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
         rows = _rows(x)
-        ctx.save_for_backward(rows if needs_x else None, w)
+        ctx.save_for_backward(_to_keep(x, rows) if needs_x else None, w)
         ctx.options, ctx.shape = options, x.shape
         with ops.phase("fprop"):
             y = rows @ w.t()
@@ -217,7 +230,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, w = ctx.saved_tensors
+        x, w = _saved(ctx)
         options: _LocalOptions = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dy = _rows(dy)

@@ -67,6 +67,35 @@ def _keeps_gathered_input(rank) -> None:
     assert sorted(saved_sizes(layer, x)) == sorted([2 * x.numel(), layer.weight.numel()])
 
 
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_can_be_offloaded(kind, sp):
+    """TransformerEngine's hooks offload what has an attribute, older ones, or is no parameter."""
+    run_ranks(_saves_what_it_was_given, 2, kind, sp)
+
+
+def _saves_what_it_was_given(rank, kind, sp) -> None:
+    sbs.start(2)
+    layer, x, _ = layer_of(kind, sp, bias=False)
+    x.activation_offloading = True  # by megatron-core, in the layer's own forward for "row"
+    if kind == "row" and sp:
+        del x.activation_offloading
+        layer.config._cpu_offloading_context = types.SimpleNamespace(inside_context=True)
+        layer.config.cpu_offloading_activations = True
+    saved = []
+
+    def pack(tensor):
+        offloads = getattr(tensor, "activation_offloading", False)
+        saved.append((tensor.shape, offloads, isinstance(tensor, torch.nn.Parameter)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    assert (x.shape, True, False) in saved
+    assert (layer.weight.shape, False, True) in saved
+    assert len(saved) == 2
+
+
 def test_bias_beside_a_frozen_weight_learns():
     """Stock gives it no gradient."""
     run_ranks(_bias_learns, 2)
@@ -119,7 +148,7 @@ def _strict(rank) -> None:
         layer(x)  # communicates nothing, so nothing falls back
 
 
-@pytest.mark.parametrize("why", ["autocast", "offloading", "a newer option"])
+@pytest.mark.parametrize("why", ["autocast", "a newer option"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_left_to_megatron_with_a_reason(kind, why):
     run_ranks(_left_to_megatron, 2, kind, why)
@@ -134,8 +163,6 @@ def _left_to_megatron(rank, kind, why) -> None:
     results = []
     for layer in (theirs, ours):
         x.grad = None
-        if why == "offloading":
-            layer.config._cpu_offloading_context = types.SimpleNamespace(inside_context=True)
         if why == "a newer option" and layer is ours:
             _pass_newer_option(layer)
         with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
@@ -147,7 +174,6 @@ def _left_to_megatron(rank, kind, why) -> None:
         assert got is wanted is None or torch.equal(got, wanted)
     reasons = {
         "autocast": "autocast",
-        "offloading": "offloaded",
         "a newer option": "gtp_remat_size=2",
     }
     ((pattern, reason),) = flux_megatron.report().fallbacks

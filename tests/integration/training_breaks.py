@@ -141,7 +141,6 @@ BREAKS: dict[str, Break] = {
     "wgrad fusion, tied": dummy_not_zero,
     "selective recompute": last_microbatch_alone,
     "dropout": random_numbers_drawn,
-    "activation offload by layers": silent,
     "LoRA": no_dx_beside_a_frozen_weight,
     "variable sequence lengths": first_length_for_all,
     "tensor parallel over nodes": silent,

@@ -163,9 +163,7 @@ FEATURES: dict[str, Feature] = {
     "selective recompute": Feature(
         config={**SELECTIVE, **FUSION}, microbatches=2, around=names_of_te, quick=True
     ),
-    "activation offload by layers": Feature(
-        prepare=offload_layers, runs="offloaded to the CPU by megatron-core"
-    ),
+    "activation offload by layers": Feature(prepare=offload_layers),
     "activation offload by tensors": Feature(prepare=offload_tensors),
     "frozen weights": Feature(prepare=freeze_most, quick=True),
     "LoRA": Feature(prepare=add_lora, quick=True),
