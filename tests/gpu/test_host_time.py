@@ -28,7 +28,7 @@ class Layer(Base):
 def clock(monkeypatch):
     monkeypatch.setattr(Layer, "forward", Base.forward, raising=False)  # put back at the end
     monkeypatch.setattr(Layer, "backward", vars(Layer)["backward"])
-    clock = host_time.Clock(running=True)
+    clock = host_time.Clock()
     clock.around(Layer, "forward", "layer")
     clock.around(Layer, "backward", "backward")
     return clock
@@ -47,13 +47,14 @@ def test_calls_keep_results_and_errors(clock):
 def test_only_timed_iterations_have_rows(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(host_time, "TIMED", [2, 3])
     out = tmp_path / "rows.jsonl"
-    step = host_time.time_iterations(lambda: Layer().forward(0.0), clock, out)
+    seconds = iter([0.5, 0.0, 0.0, 0.5])
+    step = host_time.time_iterations(lambda: Layer().forward(next(seconds)), clock, out)
     for stock in (True, True, False, False):
         with arm.use(stock):
             step()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["arm"], row["iteration"]) for row in rows] == [("stock", 2), ("flux", 3)]
-    assert all([*row["mean_us"]] == ["layer"] for row in rows)
+    assert all(row["mean_us"]["layer"] < 2e5 for row in rows), "of its own iteration"
 
 
 def test_every_part_is_there():
