@@ -65,6 +65,27 @@ def test_plans_that_are_as_fast_rarely_win():
     assert won / 2000 < 3 * tuner.CHANCE  # by either rule
 
 
+def test_plans_that_are_as_fast_rarely_win_a_run_off():
+    """Nearly every race ends in one then: the luckiest of three runs off with `sequential`."""
+    draw = random.Random(0)
+
+    def race_of(plans: list[Plan], rounds: int) -> dict[str, list[float]]:
+        names = [*(plan.dumps() for plan in plans), tuner.AGAIN]
+        return {name: [draw.gauss(100, 5) for _ in range(rounds)] for name in names}
+
+    run_off, won = 0, 0
+    for _ in range(2000):
+        times = race_of([PLAIN, FUSED, PIPELINED, Plan("hopper")], tuner.ROUNDS)
+        fastest = tuner._fastest(times)
+        if fastest != tuner.settle(times, PLAIN)[0]:
+            run_off += 1
+            won += (
+                tuner.settle(race_of([PLAIN, fastest], tuner.RUN_OFF_ROUNDS), PLAIN)[0] == fastest
+            )
+    assert run_off > 1000
+    assert won / run_off < 2 * tuner.CHANCE
+
+
 def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
     return Problem(Pattern(pattern), M, 24, 36, dtype, dist.get_world_size(), layout, DEVICE)
 

@@ -115,8 +115,10 @@ def _measure(
     times_us = _final(trial, [*tried], failed, group, device, rounds)
     if not times_us:
         return None
-    settled, pair = settle(times_us, plans[0]), leaders(group, _undecided(times_us, plans[0]))
-    if pair:
+    settled = settle(times_us, plans[0])
+    fastest, won = leaders(group, (_fastest(times_us), settled[0]))
+    if fastest != won:
+        pair = [plans[0], fastest]
         more = rounds_in_time(RUN_OFF_ROUNDS, [tried[plan] for plan in pair])
         again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
         settled = settle(again, plans[0]) if again else settled
@@ -156,17 +158,16 @@ def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, 
     first, second = times_us[plain.dumps()], times_us[AGAIN]
     noise_us = statistics.median(abs(a - b) for a, b in zip(first, second, strict=True))
     to_beat = min(statistics.median(first), statistics.median(second)) - noise_us
-    medians = {text: statistics.median(times) for text, times in times_us.items() if text != AGAIN}
-    winner = min(medians, key=medians.__getitem__)
-    faster = medians[winner] < to_beat or _nearly_always(times_us[winner], first, second)
-    return (Plan.loads(winner) if faster else plain), noise_us
+    winner = _fastest(times_us)
+    times = times_us[winner.dumps()]
+    faster = statistics.median(times) < to_beat or _nearly_always(times, first, second)
+    return (winner if faster else plain), noise_us
 
 
-def _undecided(times_us: Mapping[str, Sequence[float]], plain: Plan) -> list[Plan]:
-    """`plain` and the plan with the least median, if that does not win; else nothing."""
+def _fastest(times_us: Mapping[str, Sequence[float]]) -> Plan:
+    """The plan with the least median."""
     medians = {text: statistics.median(times) for text, times in times_us.items() if text != AGAIN}
-    fastest = Plan.loads(min(medians, key=medians.__getitem__))
-    return [] if fastest == settle(times_us, plain)[0] else [plain, fastest]
+    return Plan.loads(min(medians, key=medians.__getitem__))
 
 
 def _nearly_always(
