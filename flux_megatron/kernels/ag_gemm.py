@@ -3,8 +3,8 @@
     copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A] in slot
                  (s, communication tile)
     this kernel  takes the tiles of the own shard first, read from x itself, then those of
-                 rank+1, rank+2, ...: waits [A], then loads. A CTA draws its next tile when it
-                 has stored the last one
+                 rank+1, rank+2, ...: waits [A], then loads. CTAs draw tiles from a work
+                 counter
 
 The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any
 sizes.
@@ -20,13 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
+    begin_draw,
+    close_draws,
     deadline_after,
-    draw,
-    end_draws,
+    end_draw,
     wait_rows,
 )
 from flux_megatron.kernels.sizes import cdiv
@@ -46,14 +47,17 @@ def ag_gemm_kernel(
     comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_shard = tiles_m * tiles_n
     tiles = WORLD_SIZE * tiles_shard
-    tile = draw(work_counter)
+    right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    tile = end_draw(begin_draw(work_counter, NUM_WARPS))
     while tile < tiles:
+        ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
         source = (rank + tile // tiles_shard) % WORLD_SIZE
         row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         rows = x
@@ -65,14 +69,16 @@ def ag_gemm_kernel(
             if TMA:
                 acquire_for_tma_loads()
             rows = gathered + source.to(tl.int64) * M_shard * K
-        acc = gemm_tile(rows, w, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+        acc = gemm_tile(
+            rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
+        )
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         out = y + source.to(tl.int64) * M_shard * N
         store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
-        tile = draw(work_counter)
-    end_draws(work_counter, tile, tiles)
+        tile = end_draw(ticket)
+    close_draws(work_counter, tile, tiles)
 
 
 @lru_cache(maxsize=1024)

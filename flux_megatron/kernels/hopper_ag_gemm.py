@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     end_draw,
+    here,
     time_ns,
     wait_acquire_sys,
     wait_begins,
@@ -32,6 +33,7 @@ from flux_megatron.kernels.hopper_scheduler import (
     first_item,
     hand_out,
     item_exchange,
+    settle,
     take_item,
     tile_of_work,
 )
@@ -85,21 +87,22 @@ def ag_tile(
 def ag_loader(
     x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty,
     work_counter, pad, status, waits, rank, epoch, timeout_ns, comm_rows, M_shard, N, K,
-    cut_tiles, works, split_first, BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    cut_tiles, works, split_first, by_id, BN: gl.constexpr, WORLD_SIZE: gl.constexpr,
+    GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws this CTA's items and loads the operands of their tiles."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
     BK: gl.constexpr = x_desc.block_type.shape[1]
     deadline = time_ns() + timeout_ns
-    tiles_shard = gl.cdiv(M_shard, BM)
-    tiles_n = gl.cdiv(N, BN)
-    steps = gl.cdiv(K, BK)
+    tiles_shard = gl.cdiv(here(M_shard), BM)
+    tiles_n = gl.cdiv(here(N), BN)
+    steps = gl.cdiv(here(K), BK)
     comm_tiles = gl.cdiv(M_shard, comm_rows)
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     loaded = 0
     phase = 0
-    item = first_item(work_counter)
+    item = first_item(work_counter, by_id)
     while item < works:
         phase = hand_out(item, item_buf, item_full, item_empty, phase)
         tile, first, last, _, _, _ = tile_of_work(
@@ -127,9 +130,9 @@ def ag_loader(
                 gathered_desc, w_desc, source * M_shard + m * BM, n * BN, first, last,
                 x_bufs, w_bufs, ready, free, loaded, work_counter, LAYOUT_NN,
             )  # fmt: skip
-        item = end_draw(ticket)
+        item = settle(end_draw(ticket), work_counter, by_id)
     hand_out(item, item_buf, item_full, item_empty, phase)
-    close_draws(item, works, work_counter, NUM_PROGRAMS)
+    close_draws(item, works, work_counter, by_id, NUM_PROGRAMS)
 
 
 @gluon.jit
@@ -211,11 +214,13 @@ def ag_multiplier(
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows", "works", "split_first"])
+@gluon.jit(
+    do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows", "works", "split_first", "by_id"]
+)
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, bias, x, own_rows, partials, pad, status, waits,
     counters, work_counter, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, cut_tiles,
-    works, split_first,
+    works, split_first, by_id,
     WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
     HAS_BIAS: gl.constexpr, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
@@ -235,13 +240,14 @@ def hopper_ag_gemm_kernel(
         [
             (ag_multiplier, (
                 y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, item_buf,
-                item_full, item_empty, rank, timeout_ns, M_shard, N, K, cut_tiles, works, split_first,
+                item_full, item_empty, rank, timeout_ns, M_shard, N, K, cut_tiles, works,
+                split_first,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
             )),
             (ag_loader, (
                 x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full,
                 item_empty, work_counter, pad, status, waits, rank, epoch, timeout_ns, comm_rows,
-                M_shard, N, K, cut_tiles, works, split_first, BN,
+                M_shard, N, K, cut_tiles, works, split_first, by_id, BN,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (ag_copier, (

@@ -44,6 +44,7 @@ from flux_megatron.kernels.hopper_scheduler import (
     first_item,
     hand_out,
     item_exchange,
+    settle,
     take_item,
     tile_of_work,
 )
@@ -79,10 +80,10 @@ def rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE: gl.constexpr, GROUP_M:
 
 @gluon.jit
 def rs_loader(
-    x_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty, work_counter, rank,
-    M_shard, N, K, cut_first, cut_last, works, split_first, BN: gl.constexpr, WORLD_SIZE: gl.constexpr,
-    GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    x_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty, work_counter,
+    rank, M_shard, N, K, cut_first, cut_last, works, split_first, by_id, BN: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """One warp: draws this CTA's items and loads the operands of their tiles."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
@@ -92,7 +93,7 @@ def rs_loader(
     steps = gl.cdiv(here(K), BK)
     loaded = 0
     phase = 0
-    item = first_item(work_counter)
+    item = first_item(work_counter, by_id)
     while item < works:
         phase = hand_out(item, item_buf, item_full, item_empty, phase)
         tile, first, last, _, _, _ = tile_of_work(
@@ -103,9 +104,9 @@ def rs_loader(
             x_desc, w_desc, owner * M_shard + m * BM, n * BN, first, last, x_bufs, w_bufs,
             ready, free, loaded, work_counter, LAYOUT_NN,
         )  # fmt: skip
-        item = end_draw(ticket)
+        item = settle(end_draw(ticket), work_counter, by_id)
     hand_out(item, item_buf, item_full, item_empty, phase)
-    close_draws(item, works, work_counter, NUM_PROGRAMS)
+    close_draws(item, works, work_counter, by_id, NUM_PROGRAMS)
 
 
 @gluon.jit
@@ -124,8 +125,9 @@ def store_at_owner(slots_desc, pointer, place, y_buf, places):
 def rs_mover(
     parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free, part_ready,
     part_added, item_buf, item_full, item_empty, pad, status, waits, counters, rank, epoch,
-    timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last, works, split_first, WORLD_SIZE: gl.constexpr,
-    GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr, BY_SM: gl.constexpr,
+    timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last, works, split_first,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    BY_SM: gl.constexpr,
 ):  # fmt: skip
     """One warp: fetches into `y_buf` what the other ranks have made of an own tile, one rank after
     another, and stores each finished tile from it.
@@ -206,8 +208,9 @@ def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
 def rs_multiplier(
     y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free,
     part_ready, part_added, item_buf, item_full, item_empty, rank, timeout_ns, M_shard, N, K,
-    cut_first, cut_last, works, split_first, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr, NUM_WARPS: gl.constexpr,
+    cut_first, cut_last, works, split_first, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr,
+    CUT: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, and add the other ranks' tiles to own ones."""
     BM: gl.constexpr = y_desc.block_type.shape[0]
@@ -274,12 +277,15 @@ def rs_multiplier(
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm", "works", "split_first"])
+@gluon.jit(
+    do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm", "works", "split_first", "by_id"]
+)
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, slots_desc, y_desc, partials, slot_pointers, pad_pointers, pad,
-    status, waits, counters, joined, work_counter, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
-    cut_first, cut_last, works, split_first, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    status, waits, counters, joined, work_counter, rank, epoch, timeout_ns: gl.int64, tiles_comm,
+    M_shard, N, K, cut_first, cut_last, works, split_first, by_id,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
     BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
@@ -312,13 +318,15 @@ def hopper_gemm_rs_kernel(
             )),
             (rs_loader, (
                 x_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty,
-                work_counter, rank, M_shard, N, K, cut_first, cut_last, works, split_first, BN,
+                work_counter, rank, M_shard, N, K, cut_first, cut_last, works, split_first,
+                by_id, BN,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (rs_mover, (
                 parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free,
-                part_ready, part_added, item_buf, item_full, item_empty, pad, status, waits, counters,
-                rank, epoch, timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last, works, split_first,
+                part_ready, part_added, item_buf, item_full, item_empty, pad, status, waits,
+                counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last,
+                works, split_first,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, BY_SM,
             )),
         ],

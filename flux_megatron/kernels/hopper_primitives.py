@@ -7,7 +7,7 @@
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
-| `begin_draw`, `end_draw` | none: an atomic number that no data goes with |
+| `begin_draw`, `end_draw`, `claim` | none: which CTA makes which tile |
 | `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
 
@@ -116,9 +116,20 @@ def end_draw(ticket):
 
 
 @gluon.jit
-def clear_relaxed_gpu(counter):
-    """Set a counter to 0; the end of the kernel orders it before the next launch."""
-    gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+def claim(word):
+    """Whether this partition of one warp is the first to claim the word."""
+    ticket = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.exch.b32 $0, [$1], 1;
+        }""",
+        "=&r,l", [word.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return end_draw(ticket) == 0
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 An item is a tile, or one of the parts along K of a tile. No item belongs to a CTA: the producer
 warp draws the next one from a work counter in device memory while it loads the last k-tiles of the
-one before, and hands it to the other warps through shared memory. So a CTA that gets no SM, because another kernel holds it, holds up nothing, and one resident CTA makes all items.
+one before, and hands it to the other warps through shared memory. So a CTA that gets no SM, because
+another kernel holds it, holds up nothing, and one resident CTA makes all items.
 
 What an item waits for, at other ranks or at [F], was drawn before it by a CTA that runs
 (`docs/memory_model.md`, "Progress").
@@ -17,10 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from flux_megatron.kernels.hopper_primitives import (
     barrier,
     begin_draw,
-    clear_relaxed_gpu,
+    claim,
     end_draw,
     uniform,
 )
+from flux_megatron.symm import signals
+
+WORK_CLAIMS = gl.constexpr(signals.WORK_CLAIMS)
+WORK_WORDS = gl.constexpr(signals.WORK_WORDS)
+
 
 @gluon.jit
 def steps_of_part(steps, part, PARTS: gl.constexpr):
@@ -95,18 +101,45 @@ def item_exchange(takers: gl.constexpr):
 
 
 @gluon.jit
-def first_item(work_counter):
-    """Draw in the producer warp; later items are drawn with `begin_draw` ahead of time."""
-    return end_draw(begin_draw(work_counter))
+def first_item(work, by_id):
+    """The first item of a CTA: that of its own number, if it is below `by_id` and nobody else has
+    come to it, else the next one. Neighbours of SMs then begin with neighbours of tiles, which
+    share operands: drawn at random, GEMM+RS 2048 x 12288 x 12288 took 0.8 % longer (H200,
+    2026-11-22, torch 2.11, triton 3.6).
+    """
+    item = gl.program_id(0)
+    mine = item < by_id
+    if mine:
+        mine = claim(work + WORK_CLAIMS + item)
+    if not mine:
+        item = settle(end_draw(begin_draw(work)), work, by_id)
+    return item
 
 
 @gluon.jit
-def close_draws(item, works, work_counter, NUM_PROGRAMS: gl.constexpr):
-    """Every CTA draws once in vain. The last of these draws sets the counter to 0 for the next
-    launch: nobody draws after it.
+def settle(item, work, by_id):
+    """The drawn item; one below `by_id` only if its CTA has not come to it. Items that may wait for
+    others are not below, so it is no matter in which order these are made.
     """
+    searching = item < by_id
+    while searching:
+        searching = not claim(work + WORK_CLAIMS + item)
+        if searching:
+            item = end_draw(begin_draw(work))
+            searching = item < by_id
+    return item
+
+
+@gluon.jit
+def close_draws(item, works, work, by_id, NUM_PROGRAMS: gl.constexpr):
+    """Every CTA draws once in vain. The last of these draws clears counter and claims for the next
+    launch: nobody draws or claims after it, and the end of the kernel orders it.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     if item == works + NUM_PROGRAMS - 1:
-        clear_relaxed_gpu(work_counter)
+        words = gl.arange(0, WORK_WORDS, layout)
+        zeros = gl.zeros([WORK_WORDS], gl.int32, layout)
+        gl.store(work + words, zeros, mask=words < WORK_CLAIMS + by_id)
 
 
 @gluon.jit

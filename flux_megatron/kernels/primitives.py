@@ -7,7 +7,7 @@ PTX.
 | `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
-| `draw`, `end_draws` | none: which CTA makes which tile |
+| `begin_draw`, `end_draw`, `close_draws` | none: which CTA makes which tile |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
@@ -65,15 +65,44 @@ def count_relaxed_gpu(counter):
 
 
 @triton.jit
-def draw(work_counter):
-    """The next tile that nobody has drawn, in the order of the kernel. No tile belongs to a CTA: one
-    that gets no SM, because another kernel holds it, holds up nothing.
-    """
+def _begin_draw_device(work_counter, NUM_WARPS: tl.constexpr):
+    # One element a thread, so that the number is awaited where it is used: Triton's own atomic
+    # hands it to all threads at once, which takes 1 us a tile.
+    threads = tl.arange(0, 32 * NUM_WARPS)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l,r",
+        [work_counter.to(tl.int64), threads],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _end_draw_device(ticket):
+    return tl.max(ticket, 0)
+
+
+@triton.jit
+def _begin_draw_interpreted(work_counter, NUM_WARPS: tl.constexpr):
     return tl.atomic_add(work_counter, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def end_draws(work_counter, drawn, tiles):
+def _end_draw_interpreted(ticket):
+    return ticket
+
+
+@triton.jit
+def close_draws(work_counter, drawn, tiles):
     """Every CTA draws once in vain. The last of these draws sets the counter to 0 for the next
     launch: nobody draws after it.
     """
@@ -179,6 +208,8 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
 def _no_fence_needed() -> None: ...
 
 
+begin_draw = _begin_draw_interpreted if INTERPRETED else _begin_draw_device
+end_draw = _end_draw_interpreted if INTERPRETED else _end_draw_device
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device

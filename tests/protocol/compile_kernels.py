@@ -87,7 +87,7 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
                 common = {
                     "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn,
                     "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-                    "TMA": tile.tma,
+                    "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
                 }  # fmt: skip
                 # with a bias in one layout only: it does not touch the order of anything
                 ag = {**common, "HAS_BIAS": layout_nn}
