@@ -28,6 +28,8 @@ from flux_megatron.kernels.primitives import (
     close_draws,
     deadline_after,
     end_draw,
+    first_tile,
+    settle,
     wait_rows,
 )
 from flux_megatron.kernels.sizes import cdiv
@@ -55,7 +57,7 @@ def ag_gemm_kernel(
     tiles_shard = tiles_m * tiles_n
     tiles = WORLD_SIZE * tiles_shard
     right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
-    tile = end_draw(begin_draw(work_counter, NUM_WARPS))
+    tile = first_tile(work_counter)
     while tile < tiles:
         ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
         source = (rank + tile // tiles_shard) % WORLD_SIZE
@@ -76,9 +78,10 @@ def ag_gemm_kernel(
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         out = y + source.to(tl.int64) * M_shard * N
-        store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
-        tile = end_draw(ticket)
-    close_draws(work_counter, tile, tiles)
+        # not by TMA, whose completion every CTA would await before its next tile
+        store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA=False)
+        tile = settle(end_draw(ticket), work_counter)
+    close_draws(tile, tiles, work_counter)
 
 
 @lru_cache(maxsize=1024)

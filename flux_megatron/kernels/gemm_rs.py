@@ -26,6 +26,8 @@ from flux_megatron.kernels.primitives import (
     complete_tma_stores,
     count_acq_rel_gpu,
     end_draw,
+    first_tile,
+    settle,
     signal_release_sys,
 )
 from flux_megatron.kernels.sizes import cdiv
@@ -66,7 +68,7 @@ def gemm_rs_kernel(
     tiles_shard = tiles_m * tiles_n
     tiles = WORLD_SIZE * tiles_shard
     right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
-    tile = end_draw(begin_draw(work_counter, NUM_WARPS))
+    tile = first_tile(work_counter)
     while tile < tiles:
         ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
         owner = (rank + 1 + tile // tiles_shard) % WORLD_SIZE
@@ -82,8 +84,8 @@ def gemm_rs_kernel(
             complete_tma_stores()
         pad = tl.load(pad_pointers + owner).to(counters.dtype)
         announce_rows(pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M)
-        tile = end_draw(ticket)
-    close_draws(work_counter, tile, tiles)
+        tile = settle(end_draw(ticket), work_counter)
+    close_draws(tile, tiles, work_counter)
 
 
 @lru_cache(maxsize=1024)

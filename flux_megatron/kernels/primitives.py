@@ -7,7 +7,7 @@ PTX.
 | `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
-| `begin_draw`, `end_draw`, `close_draws` | none: which CTA makes which tile |
+| `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: who makes which tile |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
@@ -34,6 +34,8 @@ _SLOT = tl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
+_CLAIMS = tl.constexpr(signals.WORK_CLAIMS)
+_WORDS = tl.constexpr(signals.WORK_WORDS)
 
 
 @triton.jit
@@ -102,12 +104,42 @@ def _end_draw_interpreted(ticket):
 
 
 @triton.jit
-def close_draws(work_counter, drawn, tiles):
-    """Every CTA draws once in vain. The last of these draws sets the counter to 0 for the next
-    launch: nobody draws after it.
+def _claim(work, tile):
+    return tl.atomic_xchg(work + _CLAIMS + tile, 1, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
+def settle(tile, work):
+    """The drawn tile; one that is the first of a CTA only if that CTA has not come to it."""
+    searching = tile < tl.num_programs(0)
+    while searching:
+        searching = not _claim(work, tile)
+        if searching:
+            tile = tl.atomic_add(work, 1, sem="relaxed", scope="gpu")
+            searching = tile < tl.num_programs(0)
+    return tile
+
+
+@triton.jit
+def first_tile(work):
+    """The first tile of a CTA: that of its own number, if nobody else has come to it, else the next
+    one. No other tile belongs to a CTA: one that gets no SM, because another kernel holds it, holds
+    up nothing. Why the first does: `hopper_scheduler.first_item`.
     """
-    if drawn == tiles + tl.num_programs(0) - 1:
-        tl.atomic_xchg(work_counter, 0, sem="relaxed", scope="gpu")
+    tile = tl.program_id(0)
+    if not _claim(work, tile):
+        tile = settle(tl.atomic_add(work, 1, sem="relaxed", scope="gpu"), work)
+    return tile
+
+
+@triton.jit
+def close_draws(tile, tiles, work):
+    """Every CTA draws once in vain. The last of these draws clears counter and claims for the next
+    launch: nobody draws or claims after it, and the end of the kernel orders it.
+    """
+    if tile == tiles + tl.num_programs(0) - 1:
+        words = tl.arange(0, _WORDS)
+        tl.store(work + words, 0, mask=words < tl.num_programs(0) + _CLAIMS)
 
 
 @triton.jit
