@@ -6,6 +6,7 @@ without a GPU the kernels are interpreted, which Triton decides at its first imp
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -17,6 +18,7 @@ _cache = tempfile.TemporaryDirectory(prefix="flux_megatron-")
 os.environ["FLUX_MEGATRON_CACHE"] = _cache.name
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # no time limit an example: on two shared cores any line may take a second
@@ -26,3 +28,14 @@ hypothesis.settings.load_profile("flux_megatron")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`device` marks what runs on GPUs where there are some."""
+    if hasattr(getattr(item, "module", None), "on_device"):
+        item.add_marker("device")
+
+
+def pytest_sessionfinish() -> None:
+    if "rank_pool" in sys.modules:
+        sys.modules["rank_pool"].stop_all()
