@@ -114,18 +114,23 @@ def _rank_main(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
         _join_world(rank, world_size, device, store)
-        if work is not None:
-            results.put((rank, True, work(rank)))
-        while work is None:
-            try:
-                results.put((rank, True, given.get()(rank)))
-            except Exception:
-                results.put((rank, False, traceback.format_exc()))
-    except BaseException:
+    except Exception:
         results.put((rank, False, traceback.format_exc()))
+    else:
+        if work is not None:
+            _answer(results, rank, work)
+        while work is None:
+            _answer(results, rank, given.get())
     sys.stdout.flush()
     store.wait([_DONE], timedelta(hours=1))  # others may still use this rank's memory
     os._exit(0)  # at once: the threads of communicators have nothing to say any more
+
+
+def _answer(results: Any, rank: int, work: Work) -> None:
+    try:
+        results.put((rank, True, work(rank)))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
 
 
 def _join_world(rank: int, world_size: int, device: str, store: dist.TCPStore) -> None:
