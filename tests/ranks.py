@@ -21,9 +21,17 @@ import torch
 import torch.multiprocessing as mp
 from rank_process import RankFailure, Ranks
 
-__all__ = ["DEVICE", "RankFailure", "be_late", "on_device", "run_ranks"]
+__all__ = ["DEVICE", "FUSED", "RankFailure", "be_late", "here", "on_device", "run_ranks"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# For tests of what overlaps. Without it interpreted calls are fused too, but on GPUs that the cost
+# model knows shards of few rows are left to `sequential`.
+FUSED = {"FLUX_MEGATRON_STRATEGY": "fused"}
+
+
+def here() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.empty(0, device=DEVICE).device
 
 
 def be_late(seconds: float) -> None:
