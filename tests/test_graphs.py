@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, Operands, operands
 from closeness import assert_exact
-from ranks import be_late, on_device
+from ranks import FUSED, be_late, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -90,7 +90,7 @@ def replays(rank: int, plan: Plan) -> None:
 
 @pytest.mark.parametrize("strategy", PLANS)
 def test_replays_between_eager_calls(strategy):
-    on_device(replays, 4, PLANS[strategy])
+    on_device(replays, min(4, torch.cuda.device_count()), PLANS[strategy])
 
 
 def grows_later(rank: int) -> None:
@@ -103,7 +103,8 @@ def grows_later(rank: int) -> None:
     with torch.cuda.graph(graph):
         results = captured.call()
     x = torch.ones(4096, 64, dtype=torch.bfloat16, device="cuda")
-    big = ops.all_gather_gemm(x, torch.ones(32, 64, dtype=x.dtype, device="cuda"), captured.group)
+    w = torch.ones(32, 64, dtype=x.dtype, device="cuda")
+    big = ops.all_gather_gemm(x, w, captured.group, plan=PLANS["fused"])
     graph.replay()
     same([*results, big], [*expected, torch.full((8192, 32), 64.0, dtype=x.dtype)], "after growth")
 
@@ -125,4 +126,4 @@ def needs_memory(rank: int) -> None:
 
 
 def test_a_capture_that_would_need_memory_is_refused():
-    on_device(needs_memory, 2)
+    on_device(needs_memory, 2, environment=FUSED)

@@ -6,6 +6,7 @@ Under torchrun the command line calls `run` in the process it is given.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -55,9 +56,13 @@ def run(config: TrainConfig, out: Path, resume: bool, console: Console | None) -
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from flux_megatron.train.cpu_device import without_compiler
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    with contextlib.nullcontext() if on_gpu else without_compiler():
+        from megatron.core import parallel_state
+
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 from broken_kernels import BROKEN
+from forked_work import write_results
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from two_processes import write_results
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
