@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | FLUX_MEGATRON_STRATEGY | `auto`, or the one strategy of every call, such as `fused` | auto |
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
-| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 600 |
+| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 240 |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
@@ -32,7 +32,7 @@ CACHE = Path("~/.cache/flux_megatron").expanduser()
 class Settings:
     strategy: str = "auto"
     strict: bool = False
-    timeout_s: float = 600.0
+    timeout_s: float = 240.0  # below the 300 s of NCCL's watchdog, so that our message comes first
     poison: bool = False
     tune: str = "off"
     tune_seconds: float = 60.0

@@ -23,6 +23,9 @@ _TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
 _SLOT = gl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = gl.constexpr(signals.STATUS_SEEN)
+_PAD_LOW = gl.constexpr(signals.STATUS_PAD_LOW)
+_PAD_HIGH = gl.constexpr(signals.STATUS_PAD_HIGH)
+_LOOK_EVERY = gl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
 _RECORDS = gl.constexpr(wait_records.RECORDS.value)
 _WORDS = gl.constexpr(wait_records.WORDS.value)
@@ -42,13 +45,21 @@ def time_ns():
 def wait_acquire_sys(pad, slot, epoch, deadline, status):
     """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
     seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    turns = 0
     while (seen - epoch < 0) & (time_ns() < deadline):
         seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        turns += 1
+        if turns % _LOOK_EVERY == 0:  # at host memory, so not in every turn
+            if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+                deadline = deadline * 0  # a wait has run out of time: all give up
     if seen - epoch < 0:
         if gl.load(status + _TRIPPED, volatile=True) == 0:  # the first one is the reason of others
             gl.store(status + _SLOT, slot)
             gl.store(status + _EXPECTED, epoch)
             gl.store(status + _SEEN, seen)
+            address = pad.to(gl.int64, bitcast=True)
+            gl.store(status + _PAD_LOW, address.to(gl.int32))
+            gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
             gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
     barrier()  # one thread has acquired; the one that issues the load may be another
     gl.inline_asm_elementwise(

@@ -33,6 +33,9 @@ _TRIPPED = tl.constexpr(signals.STATUS_TRIPPED)
 _SLOT = tl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
+_PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
+_PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
 _CLAIMS = tl.constexpr(signals.WORK_CLAIMS)
 _WORDS = tl.constexpr(signals.WORK_WORDS)
@@ -157,8 +160,13 @@ def _deadline_after_device(timeout_ns):
 @triton.jit
 def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
     seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    turns = 0
     while (seen - epoch < 0) & (_time_ns() < deadline):
         seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        turns += 1
+        if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
+            if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+                deadline = deadline * 0  # a wait has run out of time: all give up
     late = seen - epoch < 0
     if late:  # the first to be late is told, not those that follow from it
         late = tl.load(status + _TRIPPED, volatile=True) == 0
@@ -166,6 +174,9 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
         tl.store(status + _SLOT, slot)
         tl.store(status + _EXPECTED, epoch)
         tl.store(status + _SEEN, seen)
+        address = pad.to(tl.int64, bitcast=True)
+        tl.store(status + _PAD_LOW, address.to(tl.int32))
+        tl.store(status + _PAD_HIGH, (address >> 32).to(tl.int32))
         tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
 
 
@@ -225,15 +236,19 @@ def _deadline_after_host(timeout_ns) -> int:
 
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+    if record[signals.STATUS_TRIPPED]:  # a wait has run out of time: one look, and on
+        deadline = 0
     try:
         host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline)
     except TimeoutError as late:
-        record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
         if record[signals.STATUS_TRIPPED]:  # the first to be late is told, not those that follow
             return
         record[signals.STATUS_SLOT] = _word(slot)
         record[signals.STATUS_EXPECTED] = _word(epoch)
         record[signals.STATUS_SEEN] = late.args[0]
+        record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
+        record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
         record[signals.STATUS_TRIPPED] = 1
 
 

@@ -20,7 +20,7 @@ from flux_megatron.overlap import choice, environment, registry, transfer
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.symm.workspace import Workspace, workspace
+from flux_megatron.symm.workspace import Guard, Workspace, workspace
 
 LAYOUTS = ("nt", "nn")
 
@@ -64,6 +64,7 @@ def decide(
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
     space = workspace(group, x.device)
+    space.check()  # before a question that a rank which has failed would not answer
     if space.settings is not settings.get():
         space.settings = settings.get()
         space.checked.clear()
@@ -99,6 +100,13 @@ def refuse(complaint: str, group: ProcessGroup, device: torch.device) -> NoRetur
     """Raise `ValueError`, and let the other ranks know why this one does not take part."""
     workspace(group, device).agreement.refuse(complaint)
     raise ValueError(complaint)
+
+
+def guard(group: ProcessGroup, device: torch.device) -> Guard:
+    """For calls in pieces: `with guard(group, device)`, an error within that leaves one of them
+    open breaks the group off, and every rank is told.
+    """
+    return workspace(group, device).guard()
 
 
 def _new_decision(

@@ -18,7 +18,9 @@ CAPTURED_EPOCH = 1  # of every captured call: a replay repeats it
 
 # words of a status record: what the first wait that ran out of time was waiting for
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
-STATUS_WORDS = 4
+STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the halves of the pad's address
+STATUS_WORDS = 6
+LOOK_EVERY = 256  # turns of a wait: it looks whether another has run out of time
 
 
 def slot(source: int, comm_tile: int) -> int:

@@ -102,7 +102,12 @@ class _Group:
 class _Agreement:
     """All virtual ranks run one program, so they agree."""
 
+    broken = ""
+
     def __init__(self, group: _Group) -> None: ...
+
+    def failure(self) -> str:
+        return ""
 
     def refusals(self) -> str:
         return ""
