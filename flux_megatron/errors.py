@@ -18,6 +18,12 @@ class SignalTimeout(FluxError, TimeoutError):
     """A signal of another rank did not arrive in time. Look at that rank; then restart all."""
 
 
+class RankLost(FluxError):
+    """A collective of the run ended without a rank, which the message names. Look at that rank;
+    then restart all.
+    """
+
+
 class FallbackRefused(FluxError):
     """Strict mode: a call would have run without overlap. Fix the reason or leave strict mode."""
 
