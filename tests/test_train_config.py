@@ -130,31 +130,23 @@ def test_a_used_folder_is_refused_and_other_settings_do_not_resume(tmp_path):
     config, out = configs.load(DEMO, {"train.lr": 0.01}), tmp_path / "run"
     with run_folder.claimed(config, out, resume=False):
         assert run_folder.recorded_config(out) == config
-    with (
-        pytest.raises(ConfigError, match="is not empty"),
-        run_folder.claimed(config, out, resume=False),
-    ):
-        pass
-    longer = configs.load(DEMO, {"train.lr": 0.01, "train.steps": 7})
-    with run_folder.claimed(longer, out, resume=True):
-        pass
-    other = configs.load(DEMO, {"train.lr": 0.1})
-    with (
-        pytest.raises(ConfigError, match=r"train\.lr: 0\.01 -> 0\.1"),
-        run_folder.claimed(other, out, True),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="is not empty"):
+        claim(config, out, resume=False)
+    claim(configs.load(DEMO, {"train.lr": 0.01, "train.steps": 7}), out, resume=True)
+    with pytest.raises(ConfigError, match=r"train\.lr: 0\.01 -> 0\.1"):
+        claim(configs.load(DEMO, {"train.lr": 0.1}), out, resume=True)
 
 
 def test_a_folder_is_one_runs_alone(tmp_path):
     config, out = configs.load(DEMO, {}), tmp_path / "run"
-    with run_folder.claimed(config, out, resume=False):
-        with (
-            pytest.raises(ConfigError, match="another run is writing"),
-            run_folder.claimed(config, out, True),
-        ):
-            pass
-    with run_folder.claimed(config, out, resume=True):
+    with run_folder.claimed(config, out, resume=False):  # noqa: SIM117, what is inside raises
+        with pytest.raises(ConfigError, match="another run is writing"):
+            claim(config, out, resume=True)
+    claim(config, out, resume=True)
+
+
+def claim(config, out, resume):
+    with run_folder.claimed(config, out, resume):
         pass
 
 
