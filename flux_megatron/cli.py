@@ -284,5 +284,20 @@ def plot(
     page.write(out, plots.draw(loaded, out), loaded, rows)
 
 
+@app.command()
+def reliability(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
+    out: Annotated[Path, typer.Option(help="The page")] = Path("docs/reliability.md"),
+) -> None:
+    """Write the page of faults, of calls beside held SMs, and of racing orders."""
+    from flux_megatron.bench import reliability as page
+
+    try:
+        page.write(out, rows)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
 if __name__ == "__main__":
     app()

@@ -75,8 +75,8 @@ class RankProcesses:
             reason = self._given_up()
         codes = [rank.code for rank in self.ranks]
         if self.stops_asked or set(codes) == {INTERRUPTED}:
-            return INTERRUPTED if any(codes) else 0
-        if any(codes):
+            return INTERRUPTED if reason or any(codes) else 0
+        if reason or any(codes):
             raise RankFailure(self._failure(reason))
         return 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ import torch
 from fault_job import ROOT, Job, children
 
 RANKS = 2
-STEPS, SAVE_EVERY = 6, 2
+STEPS, SAVE_EVERY = 4, 2
 SLACK_S = 10.0  # for a machine that does other work too
 GRACE_S = 5.0 + 1.0  # of the parent, after a rank has failed
 TINY = {
     "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.ffn": 64,
-    "model.seq_length": 32, "train.micro_batch": 1, "train.global_batch": 2,
-    "train.warmup_steps": 1, "train.log_every": 1, "train.steps": STEPS,
+    "model.seq_length": 32, "train.micro_batch": 1, "train.global_batch": 1,
+    "train.warmup_steps": 1, "train.log_every": 1, "strategy": "pipelined", "train.steps": STEPS,
     "train.save_every": SAVE_EVERY, "parallel.tp": RANKS,
 }  # fmt: skip
 # an error that tells what became of the run, in the file of a rank's error
@@ -56,12 +58,11 @@ class Case:
         self.folder, self.random, self.world = folder, random.Random(seed), world
         folder.mkdir(parents=True)
         self.shared_before = set(os.listdir("/dev/shm"))
-        self.since = 0.0
+        self.since, self.note = 0.0, folder / "note"
 
     def start(self, name: str = "run", **options: Any) -> Job:
         """A job in a folder of that name; `settings` change its configuration."""
-        settings = options.pop("settings", {})
-        return Job(self.world.config(**settings), self.folder / name, **options)
+        return self.world.job(self.folder / name, **options)
 
     def halfway(self, name: str = "run") -> Path:
         """A run that was ended after some checkpoints."""
@@ -71,8 +72,12 @@ class Case:
         return self.random.randrange(RANKS)
 
     def any_call(self) -> int:
-        """The number of a forward of a row-parallel layer, from 1: two a microbatch and layer."""
-        return self.random.randint(1, STEPS * 2 * 2)
+        """The number of a forward of a row-parallel layer, from 1: two in a step."""
+        return self.random.randint(1, STEPS * 2)
+
+    def plant(self, body: Callable[..., None], *arguments: Any) -> Callable[[int], None]:
+        """`body` for every rank of a job; it calls its last but one when the fault comes."""
+        return functools.partial(body, *arguments, functools.partial(_note, self.note))
 
     def reach_a_moment(self, job: Job) -> None:
         """Return at any time of the job's; `Ended` if it was shorter than the undisturbed one."""
@@ -116,8 +121,10 @@ class Case:
 
     def end(self, job: Job, limit_s: float | None = None) -> End:
         """Wait for its end, and for what it may have left."""
-        since = self.since or job.started
+        while not (self.since or self.note.exists()) and job.running():
+            time.sleep(0.01)  # until the planted fault has come
         ended = job.wait(limit_s or self.world.limit_s)
+        since = self.since or float(self.note.read_text() if self.note.exists() else job.started)
         seconds = time.monotonic() - since
         if not ended:
             os.kill(job.pid, signal.SIGKILL)
@@ -129,7 +136,7 @@ class Case:
         return End(ended, True, seconds, len(left) if ended else 0, self._leftovers(job))
 
     def _leftovers(self, job: Job) -> int:
-        """New files of shared memory that are the job's: its processes' numbers are in the names."""
+        """New files of shared memory that are the job's: a number of a process is in the name."""
         pids = [str(job.pid), *(file.read_text() for file in job.pids.iterdir())]
         new = set(os.listdir("/dev/shm")) - self.shared_before
         return sum("flux" in name or any(pid in name for pid in pids) for name in new)
@@ -148,27 +155,42 @@ class World:
         self.reference, self.halfway = folder / "reference", folder / "halfway"
 
     def prepare(self) -> float:
-        """Make the two runs; the seconds of the whole one. Call in a keeper."""
-        for out, settings in ((self.reference, {}), (self.halfway, {"train.steps": STEPS - 1})):
-            job = Job(self.config(**settings), out)
+        """Make the two runs; the seconds of one. Call in a keeper."""
+        for out, steps in ((self.reference, STEPS), (self.halfway, STEPS - 1)):
+            job = self.job(out, settings={"train.steps": steps})
             assert job.wait(300), "the undisturbed run did not end"
             assert job.code == 0, job.output
-            self.seconds = self.seconds or time.monotonic() - job.started
+            self.seconds = time.monotonic() - job.started  # the second finds all in memory
         return self.seconds
 
-    def config(self, **settings: object) -> Any:
+    def job(
+        self, out: Path, settings: dict[str, object] | None = None,
+        environment: dict[str, str] | None = None, **options: Any,
+    ) -> Job:  # fmt: skip
+        """A job in `out`; `settings` change its configuration."""
         from flux_megatron.train import config
 
         own = {"parallel.device": self.device, "data.path": str(self.text)}
         demo = ROOT / "configs" / "train" / "demo.yaml"
-        return config.load(demo, TINY | own | {k.replace("__", "."): v for k, v in settings.items()})
+        bound = {"FLUX_MEGATRON_TIMEOUT_S": str(self.bound_s)}
+        configuration = config.load(demo, TINY | own | (settings or {}))
+        return Job(configuration, out, environment=bound | (environment or {}), **options)
 
     def difference(self, out: Path) -> str:
         """What differs from the undisturbed run at the end, or nothing."""
-        mine, its = (_tensors(run / "checkpoints" / f"step_{STEPS}") for run in (out, self.reference))
+        mine, its = (
+            _tensors(run / "checkpoints" / f"step_{STEPS}") for run in (out, self.reference)
+        )
         if mine.keys() != its.keys():
             return f"other tensors: {sorted(mine.keys() ^ its.keys())}"
         return ", ".join(key for key in its if not torch.equal(mine[key], its[key]))
+
+
+def _note(file: Path) -> None:
+    """When a planted fault comes, by the clock that all processes share."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(str(time.monotonic()))
+    partial.rename(file)
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

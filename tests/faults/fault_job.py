@@ -6,7 +6,9 @@ are its children. On GPUs ranks are started anew: CUDA cannot be forked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,16 +70,17 @@ def children() -> list[int]:
 class Job:
     """`flux-megatron train` of `config` in `out`, its launcher a child of this process.
 
-    `plant(rank)` runs in every rank before it does anything.
+    `plant(rank)` runs in every rank before it does anything; `label` tells jobs of a folder apart.
     """
 
     def __init__(
         self, config: Any, out: Path, resume: bool = False,
         plant: Callable[[int], None] | None = None, environment: dict[str, str] | None = None,
+        label: str = "",
     ) -> None:  # fmt: skip
         self.out, self.code, self.started = out, None, time.monotonic()
-        self.output_file = out.with_name(f"{out.name}.output")
-        self.pids = out.with_name(f"{out.name}.pids")
+        self.output_file = out.with_name(f"{out.name}{label}.output")
+        self.pids = out.with_name(f"{out.name}{label}.pids")
         self.pids.mkdir(exist_ok=True)
         for old in self.pids.iterdir():
             old.unlink()
@@ -153,7 +157,10 @@ def _forking(arguments, environment, log, descriptors, plant) -> _Forked:
         plant(int(os.environ["RANK"]))
         return worker.main(arguments)
 
-    return _Forked(_forked(rank, environment, log, descriptors))
+    pid = _forked(rank, environment, log, descriptors)
+    while os.getsid(pid) != pid:  # as after Popen: whatever comes now meets a session of its own
+        time.sleep(0.001)
+    return _Forked(pid)
 
 
 def _anew(arguments, environment, log, descriptors, plant) -> subprocess.Popen:
@@ -181,13 +188,19 @@ def _forked(
     code = 1
     try:
         os.setsid()
-        opened = log if isinstance(log, int) else os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        opened = (
+            log if isinstance(log, int) else os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        )
         for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, opened), (2, opened)):
             os.dup2(source, stream)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115, they last as long as the process
-        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115, it lasts as long as the process
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
         if descriptors is not None:
             _close_all_but({0, 1, 2, *descriptors})
+        importlib.reload(warnings).simplefilter("default")  # pytest keeps them to itself
         os.environ.clear()
         os.environ.update(environment)
         from flux_megatron import settings
@@ -204,10 +217,8 @@ def _forked(
 def _close_all_but(kept_open: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept_open:
-            try:
+            with contextlib.suppress(OSError):  # the one that listed them
                 os.close(int(name))
-            except OSError:  # the one that listed them
-                pass
 
 
 def _nothing(rank: int) -> None: ...

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fault_case import RANKS, SAVE_EVERY, STEPS, Case, End
-from fault_job import Job
 
 WAITED = r"SignalTimeout|RankLost|ProblemMismatch"
 FAULTS: dict[str, Callable[[Case], End]] = {}
@@ -54,27 +53,27 @@ def stop_all(case: Case) -> End:
 
 @fault("an exception in one rank")
 def exception(case: Case) -> End:
-    job = case.start(plant=functools.partial(_planted, case.any_rank(), case.any_call(), _raise))
+    job = case.start(plant=case.plant(_planted, case.any_rank(), case.any_call(), _raise))
     return case.failed(job, "OSError: planted")
 
 
 @fault("a skipped call")
 def skip(case: Case) -> End:
-    job = case.start(plant=functools.partial(_planted, case.any_rank(), case.any_call(), None))
+    job = case.start(plant=case.plant(_planted, case.any_rank(), case.any_call(), None))
     return case.failed(job, WAITED)
 
 
 @fault("a rank that is late, within the bound")
 def late(case: Case) -> End:
     nap = functools.partial(time.sleep, 0.4 * case.world.bound_s)
-    job = case.start(plant=functools.partial(_planted, case.any_rank(), case.any_call(), nap))
+    job = case.start(plant=case.plant(_planted, case.any_rank(), case.any_call(), nap))
     return case.same(case.end(job), job)
 
 
 @fault("a rank that is late, beyond the bound")
 def too_late(case: Case) -> End:
     victim, nap = case.any_rank(), functools.partial(time.sleep, 100)
-    job = case.start(plant=functools.partial(_planted, victim, case.any_call(), nap))
+    job = case.start(plant=case.plant(_planted, victim, case.any_call(), nap))
     return case.failed(job, WAITED)
 
 
@@ -123,7 +122,7 @@ def full_disk(case: Case) -> End:
 
 @fault("a full shared memory")
 def full_memory(case: Case) -> End:
-    job = case.start(plant=functools.partial(_poor, case.any_rank(), case.random.randint(1, 5)))
+    job = case.start(plant=case.plant(_poor, case.any_rank(), case.random.randint(1, 5)))
     return case.failed(job, "WorkspaceError: .*bytes of shared memory: .*File too large")
 
 
@@ -133,10 +132,12 @@ def two_jobs(case: Case) -> End:
     first = case.start("first", **shared)
     time.sleep(case.random.uniform(0, case.world.seconds / 2))
     second = case.start("second", **shared)
-    third = case.start("first", resume=True, **shared) if first.running() else None
+    first.rank(0)  # by now the folder is its own
+    third = case.start("first", resume=True, label="-again", **shared)
     end = case.end(second, case.world.limit_s + 10 * case.world.seconds)
-    first.wait(case.world.limit_s)
-    if third and (third.code != 2 or "another run is writing" not in third.output):
+    for other in (first, third):
+        other.wait(case.world.limit_s)
+    if third.code != 2 or "another run is writing" not in third.output:
         end.wrong = f"the third's code {third.code}:\n{third.output}"
     return case.same(case.same(end, second), first)
 
@@ -155,8 +156,7 @@ def torn_checkpoint(case: Case) -> End:
     files = [*(out / "checkpoints" / f"step_{STEPS - 1}").iterdir(), out / "checkpoints" / "latest"]
     _tear(case, case.random.choice(sorted(files)))
     job = case.start(resume=True)
-    end = case.failed(job, r"ConfigError: .*checkpoints")
-    return end
+    return case.failed(job, r"ConfigError: .*checkpoints")
 
 
 @fault("torn cache of plans")
@@ -187,8 +187,8 @@ def _raise() -> None:
 
 
 def _planted(
-    victim: int, number: int, action: Callable[[], None] | None, rank: int
-) -> None:  # fmt: skip
+    victim: int, number: int, action: Callable[[], None] | None, note: Callable[[], None], rank: int
+) -> None:
     """On rank `victim`, call `action` before that forward of a row layer; None leaves it out."""
     from flux_megatron.integration import layers
 
@@ -202,6 +202,7 @@ def _planted(
         seen += 1
         if seen != number:
             return forward(self, x)
+        note()
         if action is None:
             return x.new_zeros(x.shape[0] // RANKS, x.shape[1], self.output_size), None
         action()
@@ -210,7 +211,7 @@ def _planted(
     layer.forward = planted
 
 
-def _poor(victim: int, number: int, rank: int) -> None:
+def _poor(victim: int, number: int, note: Callable[[], None], rank: int) -> None:
     """On rank `victim`, that piece of shared memory is more than there is."""
     if rank != victim:
         return
@@ -221,6 +222,7 @@ def _poor(victim: int, number: int, rank: int) -> None:
         seen += 1
         if seen != number:
             return allocate(descriptor, offset, size)
+        note()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
         try:
@@ -229,6 +231,3 @@ def _poor(victim: int, number: int, rank: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     os.posix_fallocate = poor
-
-
-__all__ = ["FAULTS", "Job"]
