@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
@@ -110,7 +111,7 @@ def load(path: Path, trainee: Trainee) -> tuple[int, int]:
         state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
     except ConfigError:
         raise
-    except Exception as error:  # whatever readers say of a file that is torn
+    except (Exception, CheckpointException) as error:  # whatever readers say of a file that is torn
         raise ConfigError(
             f"{path} cannot be read; whole ones may be among {_whole(path.parents[1])}: write one "
             f"into {path.with_name('latest')} ({type(error).__name__}: {error})"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from flux_megatron import errors
 
@@ -32,7 +33,7 @@ class Peers:
         """Raise `RankLost` in place of what a collective says of its connections and clocks."""
         try:
             yield
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if not _of_a_collective(error):
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -98,7 +98,7 @@ class Case:
         end = self.end(job)
         output = job.output
         unnamed = [r for r in range(RANKS) if r != spared and not NAMED.search(job.error(r))]
-        end.errors = [_last_line(job.error(rank)) for rank in range(RANKS)]
+        end.errors = [_kind(job.error(rank)) for rank in range(RANKS)]
         end.named = bool(re.search(says, output)) and not unnamed
         if job.code != 1 or not end.named:
             end.wrong = f"code {job.code}, {says!r} expected, unnamed {unnamed}:\n{output[-3000:]}"
@@ -207,5 +207,10 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""
+def _kind(error: str) -> str:
+    """The type of the exception that ended a rank, or what its parent knows."""
+    raised = re.findall(r"^(?:[\w.]+\.)?(\w+): ", error, re.MULTILINE)
+    for words in ("is stopped", "was killed", "it was ended"):
+        if not raised and words in error:
+            return words.replace("it was ended", "ended by the launcher")
+    return raised[-1] if raised else "none"

@@ -6,7 +6,6 @@ are its children. On GPUs ranks are started anew: CUDA cannot be forked.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import os
@@ -215,10 +214,11 @@ def _forked(
 
 
 def _close_all_but(kept_open: set[int]) -> None:
+    """Their numbers stay taken: objects that this process has inherited will close them again."""
+    nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept_open:
-            with contextlib.suppress(OSError):  # the one that listed them
-                os.close(int(name))
+        if int(name) not in {nothing, *kept_open}:
+            os.dup2(nothing, int(name))
 
 
 def _nothing(rank: int) -> None: ...

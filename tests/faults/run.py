@@ -51,7 +51,7 @@ def rows(names: list[str], tries: int, device: str, bound_s: float, seed: int, f
         for end in ends:
             if end.wrong:
                 print(f"{name}: {end.wrong}", file=sys.stderr)
-        errors = Counter(line.split(":")[0].rsplit(".")[-1] for e in ends for line in e.errors)
+        errors = Counter(error for end in ends for error in end.errors)
         yield {
             "table": "faults",
             "fault": name,

@@ -31,7 +31,7 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault(world, name):
     end = run.try_once(world, name, "suite")
-    assert not end.wrong
+    assert not end.wrong, end.wrong
     assert (end.ended, end.named, end.orphans, end.leftovers) == (True, True, 0, 0), end
 
 
