@@ -119,9 +119,11 @@ class RankProcesses:
             if rank.code is None:
                 text = text or f"rank_{rank.rank} was running"
                 text += f"; it was ended, because {reason}: {cause}"
+            elif not text:
+                text = f"rank_{rank.rank} had ended by itself: {cause}"
             with contextlib.suppress(OSError):  # a full disk must not hide the error
                 self._error_file(rank.rank).write_text(text.strip() + "\n")
-        return "\n".join([*facts, first or reason])
+        return "\n".join([*facts, first]).strip() or reason
 
     def _error_file(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.error"

@@ -30,8 +30,14 @@ TINY = {
 # an error that tells what became of the run, in the file of a rank's error
 NAMED = re.compile(
     r"\.(RankLost|SignalTimeout|ProblemMismatch|WorkspaceError|ConfigError): "
-    r"|it was ended, because rank_\d|was killed by SIG|is stopped|Error: "
+    r"|it was ended, because rank_\d|had ended by itself|was killed by SIG|is stopped|Error: "
 )
+
+
+FACTS = {
+    "had ended by itself": "none, done before", "it was ended": "ended by the launcher",
+    "is stopped": "stopped", "was killed": "killed",
+}  # fmt: skip
 
 
 @dataclass
@@ -210,7 +216,6 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def _kind(error: str) -> str:
     """The type of the exception that ended a rank, or what its parent knows."""
     raised = re.findall(r"^(?:[\w.]+\.)?(\w+): ", error, re.MULTILINE)
-    for words in ("is stopped", "was killed", "it was ended"):
-        if not raised and words in error:
-            return words.replace("it was ended", "ended by the launcher")
-    return raised[-1] if raised else "none"
+    if raised:
+        return raised[-1]
+    return next((said for words, said in FACTS.items() if words in error), "none")
