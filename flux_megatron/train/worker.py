@@ -97,7 +97,7 @@ def run(
     with Peers().named():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
-            distributed_timeout_minutes=bound_s / 60,  # type: ignore[arg-type]
+            distributed_timeout_minutes=bound_s / 60,
         )
         finished = _train(config, out, resume, console, device)
         parallel_state.destroy_model_parallel()
