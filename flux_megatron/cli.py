@@ -82,13 +82,12 @@ def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> i
     run.microbatches(int(os.environ["WORLD_SIZE"]) // run.parallel.tp)
     on_gpu = run.parallel.device != "cpu" and launcher.gpu_count() > 0
     os.environ.update(launcher.layer_environment(run, on_gpu))
-    console = None
-    if os.environ["RANK"] == "0":
-        from rich.console import Console
+    if os.environ["RANK"] != "0":
+        return worker.run(run, out, resume, None)
+    from rich.console import Console
 
-        run_folder.prepare(run, out, resume)
-        console = Console(file=sys.stdout)
-    return worker.run(run, out, resume, console)
+    with run_folder.claimed(run, out, resume):
+        return worker.run(run, out, resume, Console(file=sys.stdout))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -283,6 +282,21 @@ def plot(
 
     loaded = [row for file in rows for row in records.load(file)]
     page.write(out, plots.draw(loaded, out), loaded, rows)
+
+
+@app.command()
+def reliability(
+    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
+    out: Annotated[Path, typer.Option(help="The page")] = Path("docs/reliability.md"),
+) -> None:
+    """Write the page of faults, of calls beside held SMs, and of racing orders."""
+    from flux_megatron.bench import reliability as page
+
+    try:
+        page.write(out, rows)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

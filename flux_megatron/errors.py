@@ -24,6 +24,12 @@ class GroupBroken(FluxError):
     """
 
 
+class RankLost(FluxError):
+    """A collective of the run ended without a rank, which the message names. Look at that rank;
+    then restart all.
+    """
+
+
 class FallbackRefused(FluxError):
     """Strict mode: a call would have run without overlap. Fix the reason or leave strict mode."""
 

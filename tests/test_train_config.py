@@ -128,14 +128,26 @@ def test_placement_refuses(monkeypatch):
 
 def test_a_used_folder_is_refused_and_other_settings_do_not_resume(tmp_path):
     config, out = configs.load(DEMO, {"train.lr": 0.01}), tmp_path / "run"
-    run_folder.prepare(config, out, resume=False)
-    assert run_folder.recorded_config(out) == config
+    with run_folder.claimed(config, out, resume=False):
+        assert run_folder.recorded_config(out) == config
     with pytest.raises(ConfigError, match="is not empty"):
-        run_folder.prepare(config, out, resume=False)
-    longer = configs.load(DEMO, {"train.lr": 0.01, "train.steps": 7})
-    run_folder.prepare(longer, out, resume=True)
+        claim(config, out, resume=False)
+    claim(configs.load(DEMO, {"train.lr": 0.01, "train.steps": 7}), out, resume=True)
     with pytest.raises(ConfigError, match=r"train\.lr: 0\.01 -> 0\.1"):
-        run_folder.prepare(configs.load(DEMO, {"train.lr": 0.1}), out, resume=True)
+        claim(configs.load(DEMO, {"train.lr": 0.1}), out, resume=True)
+
+
+def test_a_folder_is_one_runs_alone(tmp_path):
+    config, out = configs.load(DEMO, {}), tmp_path / "run"
+    with run_folder.claimed(config, out, resume=False):  # noqa: SIM117, what is inside raises
+        with pytest.raises(ConfigError, match="another run is writing"):
+            claim(config, out, resume=True)
+    claim(config, out, resume=True)
+
+
+def claim(config, out, resume):
+    with run_folder.claimed(config, out, resume):
+        pass
 
 
 def test_metrics_drop_a_torn_line_and_rows_after_the_checkpoint(tmp_path):
@@ -145,3 +157,29 @@ def test_metrics_drop_a_torn_line_and_rows_after_the_checkpoint(tmp_path):
         stream.write('{"step": 4')
     run_folder.keep_metrics(tmp_path, step=2)
     assert [row["step"] for row in run_folder.metrics(tmp_path)] == [1, 2]
+
+
+def test_a_row_that_is_none_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\xff\x00\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is no row"):
+        run_folder.keep_metrics(tmp_path, step=3)
+
+
+@pytest.mark.parametrize("text", ["", "step_7\n", "step_4.partial\n"])
+def test_a_torn_pointer_names_the_checkpoints_there_are(tmp_path, text):
+    checkpoint = pytest.importorskip("flux_megatron.train.checkpoint")
+    for name in ("step_2", "step_10", "step_4.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text(text)
+    with pytest.raises(ConfigError, match=r"expected one of \['step_2', 'step_10'\]"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_bad_bound_is_refused_before_any_rank_starts(monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_TIMEOUT_S", "soon")
+    settings.get.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="FLUX_MEGATRON_TIMEOUT_S='soon'"):
+            launcher.wait_bound_s()
+    finally:
+        settings.get.cache_clear()

@@ -21,21 +21,24 @@ from flux_megatron.symm.buffer import SymmetricBuffer
 def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
     """Zeroed memory of `size_bytes` a rank. Collective over `group`.
 
-    `WorkspaceError`, on every rank, if one cannot open another's memory: ranks in containers of
-    their own do not see each other's /proc.
+    `WorkspaceError`, on every rank, if one has not that much memory, or cannot open another's:
+    ranks in containers of their own do not see each other's /proc.
     """
     rank, world_size = group.rank(), group.size()
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = os.memfd_create("flux_megatron")
-    os.ftruncate(descriptor, size_bytes)
+    problem = ""
+    try:  # reserved: memory that is only promised kills the process that writes there first
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        problem = f"{size_bytes} bytes of shared memory: {error}"
     paths: list[str] = [""] * world_size
     dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=group)
     maps: list[mmap.mmap] = []
-    problem = ""
     try:
         maps += [_mapped(path, size_bytes) for path in paths]
-    except OSError as error:
-        problem = str(error)
+    except (OSError, ValueError) as error:  # ValueError: the other rank's is too short
+        problem = problem or str(error)
     problems: list[str] = [""] * world_size
     dist.all_gather_object(problems, problem, group=group)
     os.close(descriptor)  # everybody has mapped it by now

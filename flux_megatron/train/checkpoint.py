@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import queue
 import random
 import shutil
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
@@ -27,10 +30,47 @@ if importlib.util.find_spec("psutil") is None:  # its writers would die, and the
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
 
 
+def _write(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Write this rank's files in this process.
+
+    Megatron's own writers are processes: they outlive a rank that is killed, and a rank waits
+    forever for a writer that is.
+    """
+    written = {}
+    for index, bucket in enumerate(buckets):
+        done: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[int] = queue.Queue()
+        count.put(index)  # which it takes out again
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, done, count, use_fsync=True, use_msc=use_msc
+        )
+        _, written[index] = done.get_nowait()
+    failed = (result for result in written.values() if isinstance(result, Exception))
+    results.put(next(failed, written))
+
+
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
+filesystem_async._results_queue = queue.Queue()  # else a process of its own serves one
+
+
 def latest(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
+    """The newest whole checkpoint of a run, or None; `ConfigError` where `latest` names none."""
     pointer = out / "checkpoints" / "latest"
-    return pointer.parent / pointer.read_text().strip() if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    name = pointer.read_text(errors="replace").strip()
+    whole = _whole(out)
+    if name not in whole:
+        raise ConfigError(f"{pointer} says {name!r}, expected one of {whole}: write one into it")
+    return pointer.parent / name
+
+
+def _whole(out: Path) -> list[str]:
+    """The names of the checkpoints, oldest first."""
+    found = [path.name for path in (out / "checkpoints").glob("step_*") if path.suffix == ""]
+    return sorted(found, key=lambda name: int(name.removeprefix("step_")))
 
 
 def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
@@ -51,25 +91,45 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
         dist_checkpointing.save(state, str(partial))
     if dist.get_rank() == 0:
         if not final.exists():
+            for written in (*partial.iterdir(), partial):
+                _sync(written)
             partial.rename(final)
         shutil.rmtree(partial, ignore_errors=True)
         pointer = folder / "latest.partial"
         pointer.write_text(f"{final.name}\n")
+        _sync(pointer)
         os.replace(pointer, folder / "latest")
     dist.barrier()
 
 
 def load(path: Path, trainee: Trainee) -> tuple[int, int]:
     """Restore `trainee` and the random number generators; (step, consumed samples). Collective."""
-    saved = dist_checkpointing.load_common_state_dict(str(path))["world_size"]
-    if saved != dist.get_world_size():
-        raise ConfigError(f"{path} was written by {saved} ranks, got {dist.get_world_size()}")
-    state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(path))["world_size"]
+        if saved != dist.get_world_size():
+            raise ConfigError(f"{path} was written by {saved} ranks, got {dist.get_world_size()}")
+        state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
+    except ConfigError:
+        raise
+    except (Exception, CheckpointException) as error:  # whatever readers say of a file that is torn
+        raise ConfigError(
+            f"{path} cannot be read; whole ones may be among {_whole(path.parents[1])}: write one "
+            f"into {path.with_name('latest')} ({type(error).__name__}: {error})"
+        ) from error
     trainee.module.load_state_dict(state["model"])
     trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(state["scheduler"])
     _set_random_state(state["random"])
     return state["step"], state["consumed_samples"]
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold it before what refers to it: a machine may lose its power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _state(trainee: Trainee, is_loading: bool) -> dict[str, Any]:

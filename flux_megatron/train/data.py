@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import (
@@ -59,23 +60,36 @@ def indexed_dataset(data: DataConfig, cache: Path, console: Console) -> Path:
     partial.mkdir(parents=True)
     try:
         _build(files, str(partial / "text"), console)
-        partial.rename(prefix.parent)  # whole or absent, also when we are killed
-    except OSError:
-        if not prefix.parent.is_dir():  # else another run was quicker
-            raise
+        _keep(partial, prefix.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return prefix
 
 
+def _keep(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, unless another run was quicker: whole or absent."""
+    try:
+        partial.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(partial)
+
+
 def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
-    """One shuffled epoch of samples, the same for any number of steps. Collective."""
+    """One shuffled epoch of samples, the same for any number of steps. Collective.
+
+    Its indices are kept beside the data; rank 0 makes them, whole or not at all.
+    """
+    kept = prefix.parent / f"indices-{config.model.seq_length}-{config.train.seed}"
+    mine: list[Path] = [kept if kept.is_dir() else kept.with_suffix(f".partial-{os.getpid()}")]
+    dist.broadcast_object_list(mine)
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
         blend=([str(prefix)], None),
         split="1,0,0",
-        path_to_cache=str(prefix.parent / "indices"),
+        path_to_cache=str(mine[0]),
         tokenizer=ByteTokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -85,6 +99,9 @@ def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
     sizes: list[int | None] = [None, None, None]
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings)
     dataset = builder.build()[0]
+    dist.barrier()  # all ranks have opened them
+    if dist.get_rank() == 0 and mine[0] != kept:
+        _keep(mine[0], kept)
     if not len(dataset):
         raise ConfigError(f"data.path: less text than model.seq_length={config.model.seq_length}")
     return dataset

@@ -1,17 +1,22 @@
 """The folder of one run. No torch; the parent and rank 0 use it.
 
-config.json  metrics.jsonl  summary.json  loss.png  checkpoints/  logs/rank_N.log
+config.json  metrics.jsonl  summary.json  loss.png  checkpoints/  lock
+logs/rank_N.log  logs/rank_N.error
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flux_megatron.train.config import ConfigError, TrainConfig
 
+LOCK = "lock"
 MAY_CHANGE = {"train.steps", "train.save_every", "train.log_every", "data.cache"}
 
 
@@ -20,13 +25,30 @@ def refuse_used(out: Path, resume: bool) -> None:
 
     No run is ever overwritten.
     """
-    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not resume and out.exists() and not (out.is_dir() and {*os.listdir(out)} <= {LOCK}):
         raise ConfigError(f"{out} is not empty: give another --out, or --resume to continue it")
 
 
-def prepare(config: TrainConfig, out: Path, resume: bool) -> None:
-    """Claim `out` for this run and record its configuration, which a resumption must match."""
+@contextmanager
+def claimed(config: TrainConfig, out: Path, resume: bool) -> Iterator[None]:
+    """A context in which `out` is this run's alone; its configuration is recorded.
+
+    `ConfigError` while another run is in it. The kernel drops the claim of a process that ends.
+    """
     refuse_used(out, resume)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{out}: another run is writing there; give another --out") from None
+        refuse_used(out, resume)  # again: another run may have come and gone
+        _record(config, out)
+        yield
+
+
+def _record(config: TrainConfig, out: Path) -> None:
+    """Write down what is run, which a resumption must match."""
     file = out / "config.json"
     if file.exists():
         old, new = _flat(json.loads(file.read_text())), _flat(json.loads(config.model_dump_json()))
@@ -34,7 +56,6 @@ def prepare(config: TrainConfig, out: Path, resume: bool) -> None:
         changed = [f"{k}: {old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
         if changed:
             raise ConfigError(f"{out} cannot be resumed with other settings: " + "; ".join(changed))
-    out.mkdir(parents=True, exist_ok=True)
     write_json(file, json.loads(config.model_dump_json()))
 
 
@@ -59,8 +80,14 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     file = out / "metrics.jsonl"
     if not file.exists():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    *lines, _ = file.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:  # noqa: PERF203, the number of the line
+            raise ConfigError(f"{file}: line {number} is no row ({error}): remove it") from None
+    return rows
 
 
 def keep_metrics(out: Path, step: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import datetime
+import faulthandler
 import os
 import random
 import signal
@@ -17,47 +19,62 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flux_megatron import settings
 from flux_megatron.train import run_folder
 from flux_megatron.train.config import TrainConfig
+from flux_megatron.train.rank_process import INTERRUPTED, send_error
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from rich.console import Console
 
-INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
+_START_S = 300.0  # until all processes of a run have imported what they need
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run this rank and return its exit code.
-
-    An exception is left in OUT/logs/rank_N.error for the parent.
-    """
+    """Run this rank and return its exit code; the parent gets its exception."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument(
-        "--display", type=int, help="file descriptor of the user's terminal, rank 0 only"
-    )
+    parser.add_argument("--errors", type=int, required=True, help="pipe to the parent")
+    parser.add_argument("--store", type=int, help="socket to serve the store on, rank 0 only")
+    parser.add_argument("--display", type=int, help="the user's terminal, rank 0 only")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
     _die_with(options.parent)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it waits, before it is ended
     try:
         console = _console(options.display)
-        return run(run_folder.recorded_config(options.out), options.out, options.resume, console)
+        config = run_folder.recorded_config(options.out)
+        return run(config, options.out, options.resume, console, _store(options.store))
     except BaseException:
-        error = options.out / "logs" / f"rank_{os.environ['RANK']}.error"
-        error.write_text(traceback.format_exc())
-        raise
+        send_error(options.errors, traceback.format_exc())
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            traceback.print_exc()
+        os._exit(1)  # at once: what is open with other ranks cannot be closed with them
 
 
-def run(config: TrainConfig, out: Path, resume: bool, console: Console | None) -> int:
-    """Train as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop."""
+def run(
+    config: TrainConfig,
+    out: Path,
+    resume: bool,
+    console: Console | None,
+    store: dist.Store | None = None,
+) -> int:
+    """Train as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop.
+
+    Without `store` the ranks meet where torchrun's variables say. `RankLost` names a rank without
+    which a collective has ended.
+    """
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
     import torch.distributed as dist
 
     from flux_megatron.train.cpu_device import without_compiler
+
+    from flux_megatron.train.peers import Peers
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     with contextlib.nullcontext() if on_gpu else without_compiler():
@@ -71,13 +88,43 @@ def run(config: TrainConfig, out: Path, resume: bool, console: Console | None) -
 
         device = torch.device("cpu")
         pretend_cuda()
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.parallel.tp)
-    try:
-        return 0 if _train(config, out, resume, console, device) else INTERRUPTED
-    finally:
+    # NCCL counts from a collective's enqueueing: a kernel's wait before it must end first
+    bound_s = settings.get().timeout_s * (2 if on_gpu else 1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=bound_s),
+        device_id=device if on_gpu else None,
+    )
+    with Peers().named():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.parallel.tp,
+            distributed_timeout_minutes=bound_s / 60,
+        )
+        finished = _train(config, out, resume, console, device)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    return 0 if finished else INTERRUPTED
+
+
+def _store(listener: int | None) -> dist.Store:
+    """Where the ranks of one run have met: rank 0 serves it, on a socket that its parent bound."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=listener is not None,
+        master_listen_fd=listener,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=_START_S),
+    )
+    store.set(f"started/{os.environ['RANK']}", "")
+    store.wait([f"started/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
+    store.set_timeout(datetime.timedelta(seconds=settings.get().timeout_s))
+    return store
 
 
 def _train(

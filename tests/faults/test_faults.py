@@ -1,0 +1,63 @@
+"""A job ends in time, by name and without a trace, whatever happens to it; `run.py` tries more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the extra `train`")
+
+import run
+import torch
+from fault_case import Case, World
+from fault_job import kept
+from fault_kinds import FAULTS
+
+if torch.cuda.is_available():
+    pytest.skip("real GPUs: `tests/faults/run.py --device cuda`", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    run.prepare("cpu")
+    made = World(tmp_path_factory.mktemp("faults") / "world", "cpu", run.BOUND_S)
+    made.seconds = kept(made.prepare)
+    return made
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault(world, name):
+    end = run.try_once(world, name, "suite")
+    assert not end.wrong, end.wrong
+    assert (end.ended, end.named, end.orphans, end.leftovers) == (True, True, 0, 0), end
+
+
+def test_a_job_that_hangs_is_noticed(world, monkeypatch):
+    """With the patience that gloo has by itself."""
+    monkeypatch.setattr(world, "bound_s", 1800.0)
+    monkeypatch.setattr(world, "limit_s", 8.0)
+    end = run.try_once(world, "SIGSTOP of one rank", "hang")
+    assert not end.ended
+    assert not end.named
+
+
+def test_orphans_and_other_bits_are_noticed(world, tmp_path):
+    end = kept(_with_an_orphan, world, tmp_path / "case")
+    assert end.orphans == 1
+    assert "optimizer" in end.wrong
+
+
+def _with_an_orphan(world, folder):
+    case = Case(folder, "orphan", world)
+    job = case.start(plant=_leave_a_process, settings={"train.lr": 0.5})
+    return case.same(case.end(job, 60), job)
+
+
+def _leave_a_process(rank):
+    if rank == 0 and not os.fork():
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
