@@ -8,7 +8,7 @@
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
-| FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: see below | auto |
+| FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |

@@ -112,7 +112,9 @@ def _new_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     bound = dist.distributed_c10d._get_default_group().bound_device_id is not None
     if bound and group.size() < dist.get_world_size():
         # `new_group` would split the communicator of all ranks, who are not here
-        return dist.split_group(group, [[*range(group.size())]], timeout=limit)
+        found = dist.split_group(group, [[*range(group.size())]], timeout=limit)
+        assert found is not None, "every rank of the group is in it"
+        return found
     return dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=limit,
