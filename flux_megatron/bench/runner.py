@@ -65,7 +65,7 @@ def measure(
     case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
     peers: Mapping[Peer, str | None], told: Provenance,
 ) -> Iterator[list[Row]]:  # fmt: skip
-    """The rows of one case, for each condition: one a candidate, without clocks on all ranks but 0."""
+    """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
     kind = Backward if case.pattern == "backward" else Product
     experiment = kind(case, group, device, dtype)
     chosen = [

@@ -7,9 +7,12 @@ links for as long as the candidate runs.
 
 from __future__ import annotations
 
+import atexit
 import math
 import time
+import uuid
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +28,7 @@ BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one all-reduce
 STRETCH = 2.0
 TRIALS = 3  # of one block, of which the shortest counts
 
-_seconds: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_seconds: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()
 
 
 class NoRoom(MemoryError):
@@ -44,7 +47,7 @@ class AllReduces:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, longest_us: float) -> None:
-        self._device, self._group = device, second_group(group, device)
+        self._device, self._second = device, second_communicator(group, device)
         self._block = _block(group, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._work: dist.Work | None = None
@@ -80,7 +83,7 @@ class AllReduces:
         self._work = None
 
     def _enqueue(self) -> None:
-        self._work = self._group.allreduce_coalesced([self._block] * self.blocks)
+        self._work = self._second.allreduce_coalesced([self._block] * self.blocks)
 
     def _timed_us(self, group: ProcessGroup) -> float:
         """One block with nothing beside it; the same number on every rank."""
@@ -100,27 +103,31 @@ def blocks(longest_us: float, block_us: float) -> int:
     return math.ceil(STRETCH * longest_us / block_us) + 1
 
 
-def second_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """Another group of the same ranks, made once and kept. Collective over `group` alone."""
+def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
+    """A backend of torch.distributed for the ranks of `group`, made once and kept. Collective over
+    `group` alone.
+
+    It is no registered group: making one would ask all ranks of the job, or its name would depend
+    on how many groups a rank has.
+    """
     if group not in _seconds:
-        _seconds[group] = _new_group(group, device)
+        nonce = [uuid.uuid4().hex]
+        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        root = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"flux_megatron/beside/{nonce[0]}", root)
+        limit = timedelta(seconds=settings.get().timeout_s)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        else:
+            made = dist.ProcessGroupGloo(store, group.rank(), group.size(), limit)
+        _seconds[group] = made
     return _seconds[group]
 
 
-def _new_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    limit = timedelta(seconds=settings.get().timeout_s)
-    bound = dist.distributed_c10d._get_default_group().bound_device_id is not None
-    if bound and group.size() < dist.get_world_size():
-        # `new_group` would split the communicator of all ranks, who are not here
-        found = dist.split_group(group, [[*range(group.size())]], timeout=limit)
-        assert found is not None, "every rank of the group is in it"
-        return found
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=limit,
-        backend="nccl" if device.type == "cuda" else "gloo",
-        use_local_synchronization=True,
-    )
+# Gloo's threads abort a process whose interpreter has begun to end, unless they are joined before.
+atexit.register(_seconds.clear)
 
 
 def _block(group: ProcessGroup, device: torch.device) -> Tensor:
