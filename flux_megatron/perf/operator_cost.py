@@ -117,7 +117,7 @@ class _Prediction(NamedTuple):
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype, self.constants)
 
     def _sequential_us(self) -> float:
-        gemms = gemms_us(self.problem, self.hardware, self.constants)
+        gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
         if self.problem.layout == "nn" and self.problem.pattern is Pattern.GEMM_RS:
