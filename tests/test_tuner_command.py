@@ -58,8 +58,12 @@ def test_a_run_without_problems(override):
 
 def test_each_problem_alone_and_beside():
     (one, *_) = tune.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
-    assert tune.and_beside([one]) == [one, replace(one, beside=True)]
+    assert tune.and_beside([one]) == [one, beside(one)]
     assert not one.beside
+
+
+def beside(problem: Problem) -> Problem:
+    return replace(problem, beside=True)
 
 
 def test_a_plan_in_a_few_words():
@@ -92,10 +96,14 @@ def test_the_command(tmp_path):
     for entry in entries:
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
 
+    for entry in entries[:-1]:  # as if they had been measured: one is enough for a test
+        plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
     second = run_command(cache, *SMALL, "--beside", "--out", str(out))
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count("(known, noise") == 8
-    assert second.stdout.count(", beside others (") == 8
+    assert second.stdout.count("(known, noise") == 15
+    said = " ".join(second.stdout.split())  # titles are wrapped
+    assert said.count(", beside others (") == 8
+    assert said.count(", beside others (12 rounds, noise") == 1
     both, complaints = plan_cache.read_folder(out)
     assert complaints == []
     assert both[::2] == entries
