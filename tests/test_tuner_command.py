@@ -96,14 +96,13 @@ def test_the_command(tmp_path):
     for entry in entries:
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
 
-    for entry in entries[:-1]:  # as if they had been measured: one is enough for a test
+    for entry in entries:  # as if they had been measured: emulated that takes minutes
         plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
     second = run_command(cache, *SMALL, "--beside", "--out", str(out))
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count("(known, noise") == 15
+    assert second.stdout.count("(known, noise") == 16
     said = " ".join(second.stdout.split())  # titles are wrapped
     assert said.count(", beside others (") == 8
-    assert said.count(", beside others (12 rounds, noise") == 1
     both, complaints = plan_cache.read_folder(out)
     assert complaints == []
     assert both[::2] == entries

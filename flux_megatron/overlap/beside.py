@@ -116,6 +116,7 @@ def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
         root = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"flux_megatron/beside/{nonce[0]}", root)
         limit = timedelta(seconds=settings.get().timeout_s)
+        made: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
