@@ -94,7 +94,7 @@ def start(out: Path | None, commit: str, seconds: float) -> Run:
     return Run(group, device, about, out, time.monotonic() + seconds)
 
 
-def finish(run: Run) -> None:
+def finish(run: Run, code: int = 0) -> None:
     """Wait for all ranks, and end at once: threads of communicators have nothing to add."""
     dist.barrier(group=run.group)
-    os._exit(0)
+    os._exit(code)
