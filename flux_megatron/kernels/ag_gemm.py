@@ -3,7 +3,8 @@
     copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A] in slot
                  (s, communication tile)
     this kernel  takes the tiles of the own shard first, read from x itself, then those of
-                 rank+1, rank+2, ...: waits [A], then loads
+                 rank+1, rank+2, ...: waits [A], then loads. A CTA draws its next tile when it
+                 has stored the last one
 
 The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any
 sizes.
@@ -21,7 +22,13 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
 from flux_megatron.kernels.launch import Launcher
-from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
+from flux_megatron.kernels.primitives import (
+    acquire_for_tma_loads,
+    deadline_after,
+    draw,
+    end_draws,
+    wait_rows,
+)
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
@@ -35,8 +42,8 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, waits, rank, epoch, timeout_ns: tl.int64, comm_rows,
-    M_shard, N, K,
+    x, gathered, w, bias, y, pad, status, waits, work_counter, rank, epoch, timeout_ns: tl.int64,
+    comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +51,9 @@ def ag_gemm_kernel(
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_shard = tiles_m * tiles_n
-    for tile in range(tl.program_id(0), WORLD_SIZE * tiles_shard, tl.num_programs(0)):
+    tiles = WORLD_SIZE * tiles_shard
+    tile = draw(work_counter)
+    while tile < tiles:
         source = (rank + tile // tiles_shard) % WORLD_SIZE
         row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         rows = x
@@ -62,6 +71,8 @@ def ag_gemm_kernel(
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         out = y + source.to(tl.int64) * M_shard * N
         store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
+        tile = draw(work_counter)
+    end_draws(work_counter, tile, tiles)
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +91,7 @@ def _launcher(
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
+    pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
     comm_rows: int, layout: str, tile: Tile, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
@@ -95,7 +106,7 @@ def ag_gemm(
         launch.has_whole_units(x, w), waits is not None,
     )  # fmt: skip
     run(
-        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits),
+        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits, work_counter),
         (rank, epoch, timeout_ns, comm_rows),
     )
     return y

@@ -7,6 +7,8 @@
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
+| `begin_draw`, `end_draw` | none: an atomic number that no data goes with |
+| `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
 
 from __future__ import annotations
@@ -86,6 +88,58 @@ def complete_tma_stores():
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     barrier()
+
+
+@gluon.jit
+def begin_draw(counter):
+    """Count one up in a partition of one warp, without a wait for the number: `end_draw` has it."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_draw(ticket):
+    """The number that `begin_draw` has drawn, in a uniform register: 0, 1, 2, ..."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", [ticket],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def clear_relaxed_gpu(counter):
+    """Set a counter to 0; the end of the kernel orders it before the next launch."""
+    gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def uniform(value):
+    """A value that is the same in all lanes. What depends on it stays out of vector registers, as
+    the loop over K must (decision 0013).
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def here(value):
+    """The same number, but what is computed from it is computed here: LLVM would move it in front
+    of the loop in which worker warps await their partition, where a warp has 24 registers.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ PTX.
 | `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
+| `draw`, `end_draws` | none: which CTA makes which tile |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
@@ -61,6 +62,23 @@ def count_acq_rel_gpu(counter, arrivals):
 def count_relaxed_gpu(counter):
     """Count one and give the new number, the same to all threads; orders nothing else."""
     return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
+
+
+@triton.jit
+def draw(work_counter):
+    """The next tile that nobody has drawn, in the order of the kernel. No tile belongs to a CTA: one
+    that gets no SM, because another kernel holds it, holds up nothing.
+    """
+    return tl.atomic_add(work_counter, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def end_draws(work_counter, drawn, tiles):
+    """Every CTA draws once in vain. The last of these draws sets the counter to 0 for the next
+    launch: nobody draws after it.
+    """
+    if drawn == tiles + tl.num_programs(0) - 1:
+        tl.atomic_xchg(work_counter, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -123,6 +123,7 @@ class Channel:
         slots = self._world_size * signals.MAX_COMM_TILES
         self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
         self.part_counters = torch.zeros(signals.PART_COUNTERS, dtype=torch.int32, device=device)
+        self.work_counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._entries = torch.zeros(1, dtype=torch.int32, device=device)
         self.epoch = 0
         self._open = False

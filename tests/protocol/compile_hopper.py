@@ -51,7 +51,7 @@ _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
     "waits": "*i64",
-    **dict.fromkeys(("pad", "status", "counters", "joined"), "*i32"),
+    **dict.fromkeys(("pad", "status", "counters", "joined", "work_counter"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 

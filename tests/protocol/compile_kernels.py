@@ -35,7 +35,7 @@ _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     "timeout_ns": "i64",
     "waits": "*i64",
-    **dict.fromkeys(("pad", "status", "counters", "entries", "flag"), "*i32"),
+    **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
