@@ -8,9 +8,13 @@
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
+| FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
+
+`FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
+pipeline parallelism that is overlapped, else 0.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 # the first is the default
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "sequential")
 TUNE = ("off", "lazy")
+BESIDE = ("auto", "0", "1")
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
 
@@ -36,6 +41,7 @@ class Settings:
     poison: bool = False
     tune: str = "off"
     tune_seconds: float = 60.0
+    beside: str = "auto"
     cache: Path = CACHE
     nvtx: bool = False
     record_waits: bool = False
@@ -77,6 +83,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         poison=_switch(environment, "FLUX_MEGATRON_POISON"),
         tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
         tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS", default.tune_seconds),
+        beside=_one_of(environment, "FLUX_MEGATRON_BESIDE", BESIDE),
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
         record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),

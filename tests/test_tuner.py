@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, on_device
 
-from flux_megatron.overlap import fused, registry, tuner
+from flux_megatron.overlap import beside, fused, registry, tuner
+from flux_megatron.overlap.beside import NoRoom
 from flux_megatron.overlap.plan_cache import Entry
 from flux_megatron.overlap.timing import Race, race
 from flux_megatron.perf.hardware import H200
@@ -100,15 +101,21 @@ def defaults(problem: Problem, *names: str) -> list[Plan]:
 
 
 class FakeRace:
-    """Times by strategy; runs nothing. `turns` are the strategies of each race."""
+    """Times by strategy; runs nothing. `turns` are the strategies of each race, `beside` says which
+    were beside others.
+    """
 
     def __init__(self, time_us: Callable[[str], float], sleep_s: float = 0.0) -> None:
         self.turns: list[list[str]] = []
+        self.beside: list[bool] = []
         self._time_us, self._sleep_s = time_us, sleep_s
 
-    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+    def __call__(
+        self, candidates, *, group, device, rounds, warmup=3, beside=False
+    ) -> Race:  # fmt: skip
         names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
         self.turns.append(names)
+        self.beside.append(beside)
         time.sleep(self._sleep_s)
         times = zip(candidates, names, strict=True)
         return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
@@ -146,7 +153,9 @@ class NoisyClock:
     def monotonic(self) -> float:
         return self._now
 
-    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+    def __call__(
+        self, candidates, *, group, device, rounds, warmup=3, beside=False
+    ) -> Race:  # fmt: skip
         fast = self._later if rounds == tuner.RUN_OFF_ROUNDS else 96.0
         times: dict[str, list[float]] = {}
         for text in candidates:
@@ -243,6 +252,54 @@ def test_a_plan_with_wrong_results_has_no_time():
         assert [plan for plan, _ in answers] == ["sequential"] * 3
         for (_, reason), name in zip(answers, ["y", "dw", "y"], strict=True):
             assert f"ArithmeticError: {name} differs by up to" in reason
+
+
+def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
+    problem = replace(some_problem("ag_gemm"), beside=True)
+    plans = defaults(problem, "sequential", "pipelined")
+    tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
+    entry = measured(problem, plans)
+    flags = tuner.race.beside
+    tuner.race = FakeRace(lambda name: 1.0)
+    measured(replace(problem, beside=False), plans)
+    return flags, tuner.race.beside, entry
+
+
+def test_a_problem_beside_others_is_verified_alone_and_raced_beside():
+    for flags, alone, entry in on_device(asked_for_beside, 2):
+        assert flags == [False, False, True]
+        assert not any(alone)
+        assert entry.problem.beside
+        assert entry.plan.strategy == "pipelined"
+
+
+def really_beside(rank: int) -> list[Entry]:
+    problems = [some_problem("gemm_rs"), some_problem("ag_gemm", "nn")]
+    return [
+        measured(replace(problem, beside=True), defaults(problem, "sequential", "pipelined"))
+        for problem in problems
+    ]
+
+
+def test_plans_are_measured_beside_others():
+    first, second = on_device(really_beside, 2)
+    assert first == second
+    for entry in first:
+        assert entry.failed == ()
+        assert {one.plan.strategy for one in entry.measured} == {"sequential", "pipelined"}
+
+
+def no_room_for_blocks(rank: int) -> Entry | None:
+    def full(*given: object) -> torch.Tensor:
+        raise NoRoom("no bytes for an all-reduce beside")
+
+    beside._block = full
+    problem = replace(some_problem("ag_gemm"), beside=True)
+    return measured(problem, defaults(problem, "sequential", "pipelined"))
+
+
+def test_no_room_for_the_blocks_beside_is_no_measurement():
+    assert on_device(no_room_for_blocks, 2) == [None, None]
 
 
 def all_kinds(rank: int) -> list[Entry]:

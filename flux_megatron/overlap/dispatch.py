@@ -116,6 +116,7 @@ def _new_decision(
         world_size=world_size,
         layout=layout,
         device=x.device.type,
+        beside=settings.get().beside == "1",
     )
     fallback = None
     if plan is None:
