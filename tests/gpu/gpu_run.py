@@ -75,7 +75,9 @@ class Run:
         return "; ".join(f"rank {r}: {one}" for r, one in enumerate(answers) if one)
 
 
-def start(out: Path | None, commit: str, seconds: float) -> Run:
+def start(
+    out: Path | None, commit: str, seconds: float, dtype: torch.dtype = torch.bfloat16
+) -> Run:
     """Join the ranks of torchrun: a GPU each, or without GPUs a process each."""
     on_gpu = torch.cuda.is_available()
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
@@ -90,7 +92,7 @@ def start(out: Path | None, commit: str, seconds: float) -> Run:
         dist.init_process_group("gloo", timeout=limit)
     group = dist.group.WORLD
     assert group is not None
-    about = provenance.describe(device, group.size(), torch.bfloat16, 1, False, commit)
+    about = provenance.describe(device, group.size(), dtype, 1, False, commit)
     return Run(group, device, about, out, time.monotonic() + seconds)
 
 
