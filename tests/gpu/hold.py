@@ -1,7 +1,7 @@
 """Do calls end, and how soon, while another kernel holds SMs? Every strategy, forward and backward.
 
-    torchrun --nproc-per-node 4 tests/gpu/hold.py --out hold.jsonl
-    torchrun --nproc-per-node 4 tests/gpu/hold.py --out hold.jsonl --old path/to/another/checkout
+    torchrun --nproc-per-node 4 tests/gpu/hold.py hold.jsonl
+    torchrun --nproc-per-node 4 tests/gpu/hold.py hold.jsonl --old path/to/another/checkout
 
 A kernel that only spins (`held_sms.py`) holds k SMs of rank 0 or of every rank. It is launched
 first, and let go when the call has ended or after `--hold-ms`: a call that needs those SMs outlasts

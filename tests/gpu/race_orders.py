@@ -1,7 +1,8 @@
 """Calls and all-reduces of another communicator, launched in orders that differ between the ranks.
 
-    torchrun --nproc-per-node 4 tests/gpu/race_orders.py --out race.jsonl
-    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 tests/gpu/race_orders.py --calls 60 --kinds 6
+    torchrun --nproc-per-node 4 tests/gpu/race_orders.py race.jsonl
+    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 tests/gpu/race_orders.py race.jsonl \
+        --calls 60 --kinds 6 --megabytes 1
 
 The calls are the soak's, forward and backward pieces of every strategy, eager and as replays of
 CUDA graphs, and some of the sizes of a training run. Beside every `--every`th of them an NCCL
@@ -205,7 +206,7 @@ def _block(one: Race, calls: int, watchdog: Watchdog) -> None:
 
 
 def main(
-    out: Path | None = None, commit: str = "", calls: int = 10_000, kinds: int = 48, seed: int = 0,
+    out: Path, commit: str = "", calls: int = 10_000, kinds: int = 48, seed: int = 0,
     graphs: float = 0.3, every: int = 8, megabytes: int = 512, stall_s: float = 30,
     seconds: float = 150,
 ) -> None:  # fmt: skip
