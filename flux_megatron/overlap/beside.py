@@ -56,18 +56,23 @@ class AllReduces:
         block_us = min(self._timed_us(group) for _ in range(TRIALS))
         self.blocks = blocks(longest_us, block_us)
 
-    def start(self) -> torch.cuda.Event | None:
-        """Enqueue the blocks behind what the current stream holds; on CUDA the event of their end.
-
-        What the stream gets from now on runs beside them.
+    def start(self) -> None:
+        """Enqueue the blocks behind what the current stream holds. What the stream gets from now on
+        runs beside them.
         """
         if self._stream is None:
             self._enqueue()
-            return None
-        end = torch.cuda.Event(enable_timing=True)
+            return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._enqueue()
+
+    def end(self) -> torch.cuda.Event:
+        """On CUDA, the event of the blocks' end. Enqueued behind the candidate: where
+        CUDA_DEVICE_MAX_CONNECTIONS is 1 it would wait behind this.
+        """
+        end = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
             self.wait()  # the side stream, not the host
             end.record()
         return end

@@ -143,14 +143,14 @@ def _cuda_rounds(
             torch.cuda._sleep(HIDE_LAUNCH)
             dist.all_reduce(token, group=group)  # the ranks' devices start together
             torch.cuda._sleep(AFTER_ALIGNMENT)
-            last = load.start() if load else None
             if load:
+                load.start()
                 torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
-            events.append((start, end, last))
+            events.append((start, end, load.end() if load else None))
     torch.cuda.synchronize(device)
     times_us = [start.elapsed_time(end) * 1e3 for start, end, _ in events]
     outlived = [last is not None and last.elapsed_time(end) > 0 for _, end, last in events]

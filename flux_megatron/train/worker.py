@@ -73,7 +73,6 @@ def run(
     import torch.distributed as dist
 
     from flux_megatron.train.cpu_device import without_compiler
-
     from flux_megatron.train.peers import Peers
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
