@@ -119,6 +119,25 @@ def test_a_late_rank_s_step_reaches_neither_weights_nor_a_checkpoint(tmp_path, l
     assert saved == ["1.0.pt", "1.1.pt"]
 
 
+def others_are_asked(rank: int) -> str:
+    """Rank 1 makes no call after that in which rank 0 was late, so only the answer can tell it."""
+    Model(rank).forward_backward()
+    flux_megatron.confirm_step()
+    late = "rank 0 waited" if rank == 0 else ""
+    with (
+        mock.patch.object(Status, "late", return_value=late),
+        pytest.raises(errors.SignalTimeout if rank == 0 else errors.GroupBroken) as caught,
+    ):
+        flux_megatron.confirm_step()
+    return str(caught.value)
+
+
+def test_a_rank_without_a_timeout_of_its_own_asks_the_others():
+    mine, other = run_ranks(others_are_asked, 2)
+    assert mine.startswith("rank 0 waited")
+    assert "rank 0 failed in the middle of a call: SignalTimeout: rank 0 waited" in other
+
+
 def saves_after_a_timeout(rank: int, folder: Path) -> str:
     """Evaluation comes between the last step and the checkpoint."""
     model = Model(rank)
