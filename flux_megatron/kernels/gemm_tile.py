@@ -43,11 +43,13 @@ def w_operand(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """w, or its descriptor, made once for all tiles of a CTA: that takes some 2 us."""
-    if not TMA:
-        return w
-    if LAYOUT_NN:
-        return tl.make_tensor_descriptor(w, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
-    return tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    operand = w
+    if TMA:
+        if LAYOUT_NN:
+            operand = tl.make_tensor_descriptor(w, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+        else:
+            operand = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    return operand
 
 
 @triton.jit
