@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Operands, call, check
+from cases import ON_HOPPER, Case, Operands, call, check, hopper_cases
 from closeness import assert_as_close_as
 from ranks import DEVICE, be_late, on_device
 
@@ -74,6 +74,15 @@ def test_exact(world_size, pattern, strategy):
         cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]
     for calls in on_device(run_cases, world_size, cases):
         assert calls == {(pattern, strategy): len(cases)}
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hopper_is_exact(world_size, pattern):
+    cases = hopper_cases(pattern, world_size)
+    for calls in on_device(run_cases, world_size, cases):
+        assert calls == {(pattern, "hopper"): len(cases)}
 
 
 def tma_where_it_cannot_be(rank: int) -> None:
