@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Operands, call, check
+from cases import ON_HOPPER, Case, Operands, call, check, hopper_cases
 from closeness import assert_as_close_as
 from ranks import DEVICE, FUSED, be_late, on_device
 
@@ -75,6 +75,15 @@ def test_exact(world_size, pattern, strategy):
     environment = {"FLUX_MEGATRON_STRATEGY": strategy}  # of the cases without a plan
     for calls in on_device(run_cases, world_size, cases, environment=environment):
         assert calls == {(pattern, strategy): len(cases)}
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hopper_is_exact(world_size, pattern):
+    cases = hopper_cases(pattern, world_size)
+    for calls in on_device(run_cases, world_size, cases):
+        assert calls == {(pattern, "hopper"): len(cases)}
 
 
 def tma_where_it_cannot_be(rank: int) -> None:

@@ -12,7 +12,7 @@ from flux_megatron.settings import Settings, read
 
 
 def test_defaults():
-    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=600.0, poison=False)
+    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=240.0, poison=False)
     assert read({"OTHER": "1"}) == Settings()
 
 

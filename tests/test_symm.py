@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import time
 from unittest import mock
 
 import pytest
@@ -156,6 +157,28 @@ def grows(rank: int) -> None:
 
 def test_growth_between_calls():
     on_device(grows, 2)
+
+
+def grows_together(rank: int) -> tuple[float, float]:
+    """When this rank came to a call that needs more memory, and when it began to have it."""
+    channel, allocate, began = channel_of("ag_gemm"), buffer.allocate, []
+
+    def noting(*given: object) -> buffer.SymmetricBuffer:
+        began.append(time.monotonic())
+        return allocate(*given)
+
+    half_of(channel, rank, 5000)
+    time.sleep(0.3 * rank)
+    came = time.monotonic()
+    with mock.patch.object(buffer, "allocate", noting):
+        half_of(channel, rank, 10**6)
+    return came, began[0]
+
+
+def test_no_rank_grows_before_all_have_come():
+    """Until then a rank may still use the memory that another one would give back."""
+    came, began = zip(*on_device(grows_together, 2), strict=True)
+    assert min(began) >= max(came)
 
 
 def crosses(rank: int, pattern: str, strategy: str, start: int) -> None:

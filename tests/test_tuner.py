@@ -100,13 +100,14 @@ def defaults(problem: Problem, *names: str) -> list[Plan]:
 
 
 class FakeRace:
-    """Times by strategy; runs nothing. `turns` are the strategies of each race, `beside` says which
-    were beside others; on its own clock, for who puts it in the place of `time`, a race takes
-    `takes_s`.
+    """Times by strategy; runs nothing. `turns` are the strategies of each race, `rounds` how often
+    they would have run, `beside` says which were beside others; on its own clock, for who puts it
+    in the place of `time`, a race takes `takes_s`.
     """
 
     def __init__(self, time_us: Callable[[str], float], takes_s: float = 0.0) -> None:
         self.turns: list[list[str]] = []
+        self.rounds: list[int] = []
         self.beside: list[bool] = []
         self._time_us, self._takes_s = time_us, takes_s
 
@@ -118,28 +119,30 @@ class FakeRace:
     ) -> Race:  # fmt: skip
         names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
         self.turns.append(names)
+        self.rounds.append(rounds)
         self.beside.append(beside)
         times = zip(candidates, names, strict=True)
         return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
 
 
-def clocks_differ(rank: int) -> tuple[str, list]:
+def clocks_differ(rank: int) -> tuple[str, list, list]:
     """Each rank's clock has another favourite, and fails another number of rounds."""
     favourite = ("fused", "pipelined", "sequential")[rank]
     tuner.race = FakeRace(lambda name: 100.0 if name == favourite else 200.0 + rank)
     problem = some_problem("ag_gemm")
     plans = defaults(problem, "sequential", "fused", "pipelined")
     entry = measured(problem, plans, seconds=1e9 if rank == 0 else 0.0)
-    return entry.dumps(), tuner.race.turns
+    return entry.dumps(), tuner.race.turns, tuner.race.rounds
 
 
 def test_clocks_that_differ_give_one_plan():
     answers = on_device(clocks_differ, 3)
-    assert len({text for text, _ in answers}) == 1
+    assert len({text for text, _, _ in answers}) == 1
     entry = Entry.loads(answers[0][0])
     assert entry.plan.strategy == "fused", "the leader's"
     assert (entry.rounds, entry.untried) == (tuner.ROUNDS, 0)
-    assert all(turns == answers[0][1] for _, turns in answers), "all run the same in one order"
+    assert all(turns == answers[0][1] for _, turns, _ in answers), "all run the same in one order"
+    assert all(rounds == [1, 1, 1, tuner.ROUNDS] for *_, rounds in answers), "as often"
     assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
 
 
@@ -194,6 +197,32 @@ def test_a_run_off_may_be_lost_and_takes_time():
     for entry, races in on_device(noisy, 2, 96.0, 3.0):
         assert races == [(4, tuner.FEWEST_ROUNDS)]
         assert entry.plan.strategy == "sequential"
+
+
+def noisy_on_one(rank: int, noisy_rank: int) -> tuple[Entry, list]:
+    """On one rank alone the fastest plan and the winner differ."""
+    if rank == noisy_rank:
+        return noisy(rank, 96.0, 1e9)
+    calm = tuner.race = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
+    problem = some_problem("ag_gemm")
+    plans = defaults(problem, "sequential", "fused", "pipelined")
+    entry = measured(problem, plans, seconds=1e9)
+    turns = [
+        (len(names), rounds)
+        for names, rounds in zip(calm.turns, calm.rounds, strict=True)
+        if rounds > 1
+    ]
+    return entry, turns
+
+
+def test_the_leader_says_whether_there_is_a_run_off_and_who_wins():
+    race, run_off = (4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)
+    for noisy_rank, races, winner in [
+        (0, [race, run_off], "fused"), (1, [race], "sequential")
+    ]:  # fmt: skip
+        for entry, turns in on_device(noisy_on_one, 2, noisy_rank, limit_s=20):
+            assert turns == races
+            assert entry.plan.strategy == winner
 
 
 def one_rank_fails(rank: int) -> Entry:
