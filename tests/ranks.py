@@ -68,6 +68,9 @@ def run_ranks(
 
     def work(rank: int) -> object:
         faulthandler.dump_traceback_later(limit_s - 1)  # where a rank hangs, before it is killed
+        from flux_megatron.overlap.report import reset_report
+
+        reset_report()  # a fork has what its parent counted
         return body(rank, *args)
 
     ranks = Ranks(world_size, "cpu", mp.get_context("fork"), environment or {}, work)

@@ -261,6 +261,9 @@ def compiles(rank: int) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.13", reason="older torch.compile takes no frozen dataclass as plan"
+)
 def test_compile_without_a_graph_break():
     on_device(compiles, 2, environment=FUSED)
 
