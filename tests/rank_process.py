@@ -32,12 +32,22 @@ class Ranks:
         self, world_size: int, device: str, context: Any, environment: Mapping[str, str],
         work: Work | None = None,
     ) -> None:  # fmt: skip
-        ports, self._results = context.SimpleQueue(), context.SimpleQueue()
+        # spawned processes look for a queue's semaphores by name, so the queues have to stay
+        self._ports, self._results = context.SimpleQueue(), context.SimpleQueue()
         self._work = [context.SimpleQueue() for _ in range(world_size)]
         self._processes = [
             context.Process(
                 target=_rank_main,
-                args=(r, world_size, device, dict(environment), work, ports, given, self._results),
+                args=(
+                    r,
+                    world_size,
+                    device,
+                    dict(environment),
+                    work,
+                    self._ports,
+                    given,
+                    self._results,
+                ),
                 daemon=True,
             )
             for r, given in enumerate(self._work)
@@ -48,7 +58,7 @@ class Ranks:
         # others; it starts after the forks, which would inherit whatever lock its thread holds.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in self._processes:
-            ports.put(self._store.port)
+            self._ports.put(self._store.port)
 
     def give(self, work: Work) -> None:
         """To every rank: a picklable object."""

@@ -7,8 +7,10 @@ import time
 
 import pytest
 import rank_pool
+import rank_process
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from cases import Case, check
 from ranks import DEVICE, RankFailure, run_ranks
 
@@ -119,3 +121,13 @@ def test_processes_that_a_body_has_spoilt_serve_nobody(body, said):
 
 def test_ranks_of_the_cpu_are_forked_for_each_body():
     assert not {*run_ranks(process, 2)} & {*run_ranks(process, 2)}
+
+
+def test_spawned_processes_serve_too():
+    """As on GPUs: a spawned process looks for its queues by name, after `start` has returned."""
+    pool = rank_pool.Pool(rank_process.Ranks(2, "cpu", mp.get_context("spawn"), {}))
+    try:
+        answers = pool.run(process, (), 60, {})
+    finally:
+        pool.ranks.stop()
+    assert len({*answers, os.getpid()}) == 3

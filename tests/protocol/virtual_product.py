@@ -35,7 +35,7 @@ SOURCE = Path(flux_megatron.__file__).parent
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.signals",
-    "symm.workspace",
+    "symm.stream_order", "symm.workspace",
     "kernels.launch", "kernels.primitives",
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
@@ -129,6 +129,9 @@ def _copy_stream(product: Product, machine: Machine):
         def current(self) -> int:
             return STREAMS.index(machine.scheduler.current_stream)
 
+        def capture(self, stream: int) -> int:
+            return int(machine.scheduler.capturing)
+
         def order(self, later: int, earlier: int) -> None:
             machine.scheduler.order(STREAMS[later], STREAMS[earlier])
 
@@ -176,9 +179,12 @@ class Machine:
         self._arrivals: Counter[int] = Counter()
         self._regions: list[Region] = []
         self.scheduler: Scheduler | None = None
+        stream_order = product.stream_order.StreamOrder
+        self._orders = [stream_order(_copy_stream(product, self)) for _ in self._groups]
+        self.workspaces: list = []
         with self._replacing():
-            workspace = product.workspace.Workspace
-            self.workspaces = [workspace(group, torch.device("cpu")) for group in self._groups]
+            for group in self._groups:
+                self.workspaces.append(product.workspace.Workspace(group, torch.device("cpu")))
         for space in self.workspaces:
             space.enter = product.transfer.enter
 
@@ -197,7 +203,7 @@ class Machine:
     def _replacing(self) -> Iterator[None]:
         p = self.product
         channel = {
-            "copy_engine": self._copy_engine,
+            "stream_order": lambda device: self._orders[len(self.workspaces)],  # of this rank
             "buffer": SimpleNamespace(allocate=self._allocate),
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
