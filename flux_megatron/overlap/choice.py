@@ -26,10 +26,10 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import capturing
 from flux_megatron.symm.workspace import Workspace
 
-# What may run beside other kernels without a measurement of that: library GEMMs and copy engines.
-# On 2 x H200 (2026-11-22, M = 8192 and 2048, N = K = 12288) `pipelined` was ahead of NCCL + cuBLAS
-# beside an all-reduce too; `hopper` and `fused`, ahead of it alone, were behind.
-UNMEASURED_BESIDE = ("pipelined", "sequential")
+# What may run beside other kernels without a measurement of that. On 2 x H200 (2026-11-22, N = K =
+# 12288, `docs/results/h200x2/beside.jsonl`) `hopper` and `fused` were ahead of NCCL + cuBLAS beside
+# an all-reduce at every M from 1024 to 8192; `pipelined` was up to 4 % behind it below 4096.
+UNMEASURED_BESIDE = ("hopper", "fused", "sequential")
 
 _spent_s = 0.0  # measuring, in this process
 
