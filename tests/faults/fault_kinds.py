@@ -30,7 +30,7 @@ def fault(name: str) -> Callable[[Callable[[Case], End]], Callable[[Case], End]]
 def kill(case: Case) -> End:
     job, victim = case.start(), case.any_rank()
     case.reach_a_moment(job)
-    os.kill(job.rank(victim), signal.SIGKILL)
+    case.strike(job, victim, signal.SIGKILL)
     return case.failed(job, f"rank_{victim} was killed by SIGKILL")
 
 
@@ -38,7 +38,7 @@ def kill(case: Case) -> End:
 def stop(case: Case) -> End:
     job, victim = case.start(), case.any_rank()
     case.reach_a_moment(job)
-    os.kill(job.rank(victim), signal.SIGSTOP)
+    case.strike(job, victim, signal.SIGSTOP)
     return case.failed(job, f"rank_{victim} is stopped")
 
 
@@ -47,7 +47,7 @@ def stop_all(case: Case) -> End:
     job = case.start()
     case.reach_a_moment(job)
     for rank in range(RANKS):
-        os.kill(job.rank(rank), signal.SIGSTOP)
+        case.strike(job, rank, signal.SIGSTOP)
     return case.failed(job, "rank_0 is stopped")
 
 
