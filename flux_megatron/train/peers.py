@@ -47,7 +47,7 @@ def named(who: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        if not _of_a_collective(error):
+        if not of_a_collective(error):
             raise
         said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise errors.RankLost(
@@ -55,7 +55,7 @@ def named(who: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def _of_a_collective(error: BaseException) -> bool:
+def of_a_collective(error: BaseException) -> bool:
     """NCCL and the store have types of their own, gloo gives the place in its sources."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_case import RANKS, SAVE_EVERY, STEPS, Case, End
+from fault_case import RANKS, SAVE_EVERY, STEPS, Case, End, Ended
 
 WAITED = r"SignalTimeout|RankLost|ProblemMismatch"
 FAULTS: dict[str, Callable[[Case], End]] = {}
@@ -117,7 +117,10 @@ def full_disk(case: Case) -> End:
     for rank in range(RANKS):
         hard = resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE)[1]
         resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE, (room, hard))
-    return case.resumed(case.failed(job, "File too large"))
+    end = case.failed(job, "File too large|could not be written")
+    if job.code == 0:  # nothing was written any more, or only what had room
+        raise Ended
+    return case.resumed(end)
 
 
 @fault("a full shared memory")
