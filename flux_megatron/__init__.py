@@ -19,8 +19,10 @@ _PLACES = {
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
     "check": ("flux_megatron.symm.workspace", "check"),
+    "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
+    "synchronize": ("flux_megatron.symm.workspace", "synchronize"),
 }
 
 __all__ = [
@@ -30,9 +32,11 @@ __all__ = [
     "Tile",
     "all_gather_gemm",
     "check",
+    "confirm_step",
     "gemm_reduce_scatter",
     "report",
     "reset_report",
+    "synchronize",
 ]
 
 if TYPE_CHECKING:
@@ -41,7 +45,8 @@ if TYPE_CHECKING:
     from flux_megatron.ops import all_gather_gemm, gemm_reduce_scatter
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
-    from flux_megatron.symm.workspace import check
+    from flux_megatron.symm.step import confirm_step
+    from flux_megatron.symm.workspace import check, synchronize
 
 
 def __getattr__(name: str) -> Any:

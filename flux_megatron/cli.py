@@ -133,6 +133,9 @@ def tune(
     connections: Annotated[
         int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Also beside NCCL, for data and pipeline parallelism")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
@@ -157,6 +160,8 @@ def tune(
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    if beside:
+        problems = tuning.and_beside(problems)
     if "RANK" not in os.environ:
         raise typer.Exit(tuning.start_ranks(tp, device == "cuda", connections, sys.argv[1:]))
     tuning.tune(problems, again, out, config.stem if config is not None else str(suite))
@@ -175,6 +180,9 @@ def bench(
     out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
     candidates: Annotated[str, typer.Option(help="Only these and the yardsticks")] = "",
     rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
+    ] = False,
     tp: Annotated[int, typer.Option(help="Ranks")] = 4,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     scale: Annotated[int, typer.Option(help="Divide the models' widths, for the CPU")] = 1,
@@ -210,6 +218,7 @@ def bench(
             time_limit_s=time_limit,
             nvls=nvls,
             commit=commit,
+            beside=beside,
         )
         options.cases()  # complains before any rank is started
         code = launch.start(options)
@@ -223,13 +232,14 @@ def bench(
 def bench_check(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not met")] = False,
+    tp: Annotated[int, typer.Option(help="Ranks of the rows that count")] = 4,
 ) -> None:
     """Hold rows against the targets: every target with met, missed or missing; fails unless all are
     met.
     """
     from flux_megatron.bench import check, records
 
-    verdicts = check.check([row for file in rows for row in records.load(file)])
+    verdicts = check.check([row for file in rows for row in records.load(file)], tp)
     for verdict in verdicts:
         if not quiet or verdict.outcome.verdict != check.MET:
             typer.echo(str(verdict))

@@ -18,6 +18,12 @@ class SignalTimeout(FluxError, TimeoutError):
     """A signal of another rank did not arrive in time. Look at that rank; then restart all."""
 
 
+class GroupBroken(FluxError):
+    """A rank failed in the middle of a call, so its group's buffers hold anything. The message has
+    the first error of all ranks: fix that; then restart all.
+    """
+
+
 class RankLost(FluxError):
     """A collective of the run ended without a rank, which the message names. Look at that rank;
     then restart all.

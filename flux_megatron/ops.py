@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.overlap.dispatch import decide, refuse
+from flux_megatron.overlap.dispatch import decide, guard, refuse
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.problem import Pattern, Plan
@@ -22,10 +22,12 @@ from flux_megatron.problem import Pattern, Plan
 __all__ = [
     "all_gather_gemm",
     "gemm_reduce_scatter",
+    "guard",
     "note_fallback",
     "phase",
     "refuse",
     "run_ag_gemm",
+    "run_gemm_rs",
     "start_gather",
     "start_gather_and_gemm_rs",
     "start_gemm_rs",
@@ -73,7 +75,7 @@ def gemm_reduce_scatter(
     rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
     """
     if _eager(x, w):
-        return start_gemm_rs(x, w, group, layout=layout, plan=plan).finish()
+        return run_gemm_rs(x, w, group, layout=layout, plan=plan)
     return _gemm_reduce_scatter(x, w, group.group_name, layout, _words(plan))
 
 
@@ -103,8 +105,7 @@ def _(x, w, bias, group, layout, plan):
 
 @torch.library.custom_op("flux_megatron::gemm_reduce_scatter", mutates_args=())
 def _gemm_reduce_scatter(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    process_group = _group(group)
-    return start_gemm_rs(x, w, process_group, layout=layout, plan=_plan(plan)).finish()
+    return run_gemm_rs(x, w, _group(group), layout=layout, plan=_plan(plan))
 
 
 @_gemm_reduce_scatter.register_fake
@@ -132,7 +133,17 @@ def run_ag_gemm(
     """
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.count()
-    return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, decision.workspace, consume)
+    space = decision.workspace
+    with space.guard():
+        return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume)
+
+
+def run_gemm_rs(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+) -> Tensor:
+    """`gemm_reduce_scatter` without the operator of torch around it."""
+    with guard(group, x.device):
+        return start_gemm_rs(x, w, group, layout=layout, plan=plan).finish()
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
@@ -140,7 +151,8 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     `close`.
     """
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
-    return decision.strategy.start_gather(x, decision.plan, decision.workspace)
+    with decision.workspace.guard():
+        return decision.strategy.start_gather(x, decision.plan, decision.workspace)
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -152,8 +164,9 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.count()
     strategy, space = decision.strategy, decision.workspace
-    gather = strategy.start_gather(x, decision.gather_plan(), space)
-    return gather, strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
+    with space.guard():
+        gather = strategy.start_gather(x, decision.gather_plan(), space)
+        return gather, strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
 
 
 def start_gemm_rs(
@@ -164,4 +177,6 @@ def start_gemm_rs(
     """
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
-    return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, decision.workspace)
+    space = decision.workspace
+    with space.guard():
+        return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space)

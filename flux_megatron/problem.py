@@ -24,7 +24,7 @@ class Problem:
 
     `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a
     layer's weight in fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's
-    name without the prefix.
+    name without the prefix. `beside` says that other kernels share the GPU while the call runs.
     """
 
     pattern: Pattern
@@ -35,6 +35,7 @@ class Problem:
     world_size: int
     layout: str = "nt"
     device: str = "cuda"
+    beside: bool = False
 
     @property
     def M_shard(self) -> int:
@@ -51,7 +52,7 @@ class Problem:
     def __str__(self) -> str:
         return (
             f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} "
-            f"over {self.world_size} ranks on {self.device}"
+            f"over {self.world_size} ranks on {self.device}" + ", beside others" * self.beside
         )
 
 

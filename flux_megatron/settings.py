@@ -4,13 +4,17 @@
 | --- | --- | --- |
 | FLUX_MEGATRON_STRATEGY | `auto`, or the one strategy of every call, such as `fused` | auto |
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
-| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 600 |
+| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 240 |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
+| FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
+
+`FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
+pipeline parallelism that is overlapped, else 0.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 # the first is the default
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "sequential")
 TUNE = ("off", "lazy")
+BESIDE = ("auto", "0", "1")
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
 
@@ -32,10 +37,11 @@ CACHE = Path("~/.cache/flux_megatron").expanduser()
 class Settings:
     strategy: str = "auto"
     strict: bool = False
-    timeout_s: float = 600.0
+    timeout_s: float = 240.0  # below the 300 s of NCCL's watchdog, so that our message comes first
     poison: bool = False
     tune: str = "off"
     tune_seconds: float = 60.0
+    beside: str = "auto"
     cache: Path = CACHE
     nvtx: bool = False
     record_waits: bool = False
@@ -77,6 +83,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         poison=_switch(environment, "FLUX_MEGATRON_POISON"),
         tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
         tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS", default.tune_seconds),
+        beside=_one_of(environment, "FLUX_MEGATRON_BESIDE", BESIDE),
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
         record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),

@@ -1,24 +1,41 @@
 #!/usr/bin/env bash
-# Linters, types and the whole test suite; arguments go to pytest. Tests that need GPUs run where
-# there are some. All of it runs, then the exit status tells whether anything failed.
+# Linters, types and the whole test suite; arguments go to pytest, which runs those tests alone. All
+# of it runs, then the exit status tells whether anything failed.
+#
+# Where there are GPUs the suite runs twice: on the CPU, as if there were none, then on the GPUs
+# whatever can use them. Makes .venv, unless TEST_PYTHON names a Python that has all that is needed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-scripts/environment.sh || exit
+python=${TEST_PYTHON:-.venv/bin/python}
+[ -n "${TEST_PYTHON:-}" ] || scripts/environment.sh || exit
 scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 
 status=0
 step() {
     echo "== $*"
-    .venv/bin/python -m "$@" || status=1
+    "$@" || status=1
 }
-step ruff check .
-step ruff format --check .
-step mypy
+lint() {
+    if "$python" -c "import $1" 2>/dev/null; then
+        step "$python" -m "$@"
+    else
+        echo "== no $1 here"
+    fi
+}
+test=("$python" -m pytest -q --tb=short -rfE --durations=15)
+lint ruff check .
+lint ruff format --check .
+lint mypy
 if [ $# -gt 0 ]; then
-    step pytest -q --durations=15 "$@"
-else # those that compute in one process share the cores; the others start ranks, and watch clocks
-    alone=(tests/protocol tests/perf tests/results)
-    step pytest -q -n 2 --dist loadfile "${alone[@]}"
-    step pytest -q --durations=15 "${alone[@]/#/--ignore=}"
+    step "${test[@]}" "$@"
+    exit $status
+fi
+cores=$(nproc)
+workers=$((cores > 4 ? cores / 2 : cores)) # many tests start ranks of their own
+without_gpus=(env CUDA_VISIBLE_DEVICES=)
+step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
+step "${without_gpus[@]}" "${test[@]}" -m alone
+if nvidia-smi --list-gpus >/dev/null 2>&1; then
+    step "${test[@]}" -m "device or gpu or gpus"
 fi
 exit $status

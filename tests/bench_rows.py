@@ -68,6 +68,7 @@ def row_of(case: Case, name: str, provenance: Provenance = H200, **values: Any) 
         **nothing,
         **empty,
         "status": "ok",
+        "beside": False,
         "reason": "",
         "suite": case.suite,
         "pattern": case.pattern,

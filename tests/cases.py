@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
-from flux_megatron.problem import Plan
+from flux_megatron.problem import Plan, Tile
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,38 @@ class Case:
     bias: bool = False
     plan: Plan | None = None
     seed: int = 0
+    kept: float = 1.0  # of the operands' elements, so that long sums stay exact
+
+
+# Where `hopper` must run: tests of it fail there, and do not skip, if its kernels cannot be had.
+ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
+def hopper_cases(pattern: str, world_size: int) -> list[Case]:
+    """Calls of `hopper` with every transport, tile and cut that its kernels know."""
+    K = 0 if pattern == "ag_gemm" else 8 * 64 * (world_size - 1)  # the least that RS takes
+    shapes = [(128, 136, K + 64), (256, 520, K + 72), (384, 1000, K + 1024)]
+    if pattern == "gemm_rs":
+        shapes += [(1, 8, K), (37, 128, K + 8), (333, 264, K + 520)]
+    narrow = Tile(128, 128, 64, group_m=16, num_stages=5, tma=True)
+    wide = Tile(128, 256, 64, group_m=8, num_stages=3, tma=True)
+    plans = [
+        Plan("hopper", rows, tile, transport=transport, cut_shards=cut_shards)
+        for rows, tile, transport, cut_shards in (
+            (0, wide, "copy_engine", 0), (64, narrow, "copy_engine", 1),
+            (40, wide, "sm", 0), (0, narrow, "sm", 1), (24, wide, "copy_engine", world_size),
+        )
+    ]  # fmt: skip
+    dtypes = itertools.cycle([torch.bfloat16, torch.float16])
+    return [
+        Case(pattern, *shape, dtype=dtype, layout=layout, plan=plan, seed=seed, kept=0.15)
+        for seed, (shape, plan, layout, dtype) in enumerate(
+            (*both, dtype)
+            for both, dtype in zip(
+                itertools.product(shapes, plans, ("nt", "nn")), dtypes, strict=False
+            )
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,9 @@ def operands(case: Case, world_size: int) -> Operands:
     generator = torch.Generator().manual_seed(case.seed)
 
     def shards(*shape: int) -> list[Tensor]:
-        return [small_integers(shape, case.dtype, generator) for _ in range(world_size)]
+        return [
+            small_integers(shape, case.dtype, generator, kept=case.kept) for _ in range(world_size)
+        ]
 
     gathers = case.pattern == "ag_gemm"
     x = shards(case.M_shard * (1 if gathers else world_size), case.K_local)

@@ -20,10 +20,14 @@ EXACT_LIMIT = {
 
 
 def small_integers(
-    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, largest: int = 1
-) -> Tensor:
-    """Integers from -largest to largest."""
-    return torch.randint(-largest, largest + 1, tuple(shape), generator=generator).to(dtype)
+    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, largest: int = 1,
+    kept: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Integers from -largest to largest; those that are not among the share `kept` are 0."""
+    integers = torch.randint(-largest, largest + 1, tuple(shape), generator=generator).to(dtype)
+    if kept < 1.0:
+        integers *= torch.rand(tuple(shape), generator=generator) < kept
+    return integers
 
 
 def assert_sums_exact(x: Tensor, w: Tensor, extra: int = 0) -> None:

@@ -1,22 +1,31 @@
-"""One mode a process:
-
-without a GPU the kernels are interpreted, which Triton decides at its first import.
+"""One mode a process: without a GPU the kernels are interpreted, which Triton decides at its first
+import. And how `scripts/test.sh` may spread the tests.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from pathlib import Path
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "20")
 os.environ.setdefault("FLUX_MEGATRON_POISON", "1")
+# not every machine survives multicast objects
+for _name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS", "UB_SKIPMC"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 # what the user has measured does not count here, and nothing is added to it
 _cache = tempfile.TemporaryDirectory(prefix="flux_megatron-")
 os.environ["FLUX_MEGATRON_CACHE"] = _cache.name
+# commands find this checkout from whatever folder they are started in, installed or not
+_paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(_paths) if path)
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # no time limit an example: on two shared cores any line may take a second
@@ -26,3 +35,26 @@ hypothesis.settings.load_profile("flux_megatron")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+
+# files whose tests share what is slow to make: compiled kernels, rows, losses, a Slurm
+ONE_WORKER = (
+    "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_bench_runs", "test_gpt_model",
+    "test_slurm_jobs",
+)  # fmt: skip
+# files with bounds on seconds: beside other tests they would measure those
+ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    module = getattr(item, "module", None)
+    if hasattr(module, "on_device") or hasattr(module, "DEVICE"):
+        item.add_marker("device")
+    if item.path.stem in ONE_WORKER:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if item.path.stem in ALONE:
+        item.add_marker("alone")
+
+
+def pytest_sessionfinish() -> None:
+    if "rank_pool" in sys.modules:
+        sys.modules["rank_pool"].stop_all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, on_device
+from ranks import DEVICE, FUSED, on_device
 
 from flux_megatron import errors, ops
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
@@ -182,7 +182,9 @@ def known_calls_in_another_order(rank: int) -> str:
 
 
 def test_known_calls_in_another_order_are_told_to_every_rank():
-    for rank, text in enumerate(on_device(known_calls_in_another_order, 2, environment=SHORT)):
+    for rank, text in enumerate(
+        on_device(known_calls_in_another_order, 2, environment=SHORT | FUSED)
+    ):
         mine, theirs = (12, 18) if rank == 0 else (18, 12)
         assert f"call 3 of rank {rank} is ag_gemm M={mine} N=10 K=4" in text
         assert f"of rank {1 - rank} ag_gemm M={theirs} N=10 K=4" in text
@@ -238,7 +240,7 @@ def one_refuses_what_is_known(rank: int) -> str:
 
 
 def test_a_missing_signal_is_explained_by_a_refusal():
-    said, _ = on_device(one_refuses_what_is_known, 2, environment=SHORT)
+    said, _ = on_device(one_refuses_what_is_known, 2, environment=SHORT | FUSED)
     assert "rank 0 of group" in said
     assert "communication tile 0 of rank 1: epoch 2 expected, 1 seen" in said
     assert "rank 1 refused: " in said
@@ -259,7 +261,7 @@ def one_never_comes(rank: int, known: bool, pattern: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
 def test_a_rank_that_never_comes_is_named(pattern):
-    *answers, _ = on_device(one_never_comes, 3, True, pattern, environment=SHORT)
+    *answers, _ = on_device(one_never_comes, 3, True, pattern, environment=SHORT | FUSED)
     for said, seconds in answers:
         assert "waited 2 s for communication tile 0 of rank 2: epoch 2 expected, 1 seen" in said
         assert 1.9 < seconds < 4
@@ -306,7 +308,7 @@ def begins_twice(rank: int) -> None:
 
 
 def test_a_second_call_while_one_is_open_is_refused():
-    on_device(begins_twice, 2)
+    on_device(begins_twice, 2, environment=FUSED)
 
 
 def biases_differ(rank: int) -> None:

@@ -19,12 +19,16 @@ def case_of(pattern="ag_gemm", op="fc1", M=8192):
 
 
 def outcomes(rows, case, connections="unset"):
-    """Verdicts of one case by what they are about: "bound", "host time", or a peer."""
+    """Verdicts of one case by what they are about: "bound", "host time", or a peer; of its rows
+    beside others "beside E" and "beside slower".
+    """
     found = {}
     for verdict in check(rows):
         if (verdict.case, verdict.connections) == (case, connections):
             about = [peer for peer in targets.PEERS[case.pattern] if verdict.target.endswith(peer)]
             about += ["host time"] if "host time" in verdict.target else []
+            if " beside, " in verdict.target:
+                about = ["beside slower" if "never slower" in verdict.target else "beside E"]
             found[about[0] if about else "bound"] = verdict.outcome.verdict
     return found
 
@@ -36,7 +40,56 @@ GOOD = {"gemm": 3000.0, "serial": 3500.0, "serial_again": 3500.0, "auto": 3020.0
 def test_good_rows_meet_everything():
     case = case_of()
     found = outcomes(rows_of(case, GOOD), case)
-    assert found == dict.fromkeys(("bound", "async_tp", "te_ring", "xformers", "host time"), MET)
+    nothing = dict.fromkeys(("beside E", "beside slower"), MISSING)
+    good = dict.fromkeys(("bound", "async_tp", "te_ring", "xformers", "host time"), MET)
+    assert found == good | nothing
+
+
+def beside(case, changed, provenance=H200):
+    """`GOOD` with other times, as rows of a run beside others."""
+    rows = rows_of(case, GOOD | {"megatron": 3500.0} | changed, provenance)
+    return [replace(row, beside=True) for row in rows]
+
+
+@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs", "backward"])
+@pytest.mark.parametrize(
+    ("M", "auto", "expected"),
+    [
+        (8192, 3050.0, {"beside E": MET, "beside slower": MET}),  # E = .9
+        (4096, 3051.0, {"beside E": MISSED, "beside slower": MET}),
+        (2048, 3125.0, {"beside E": MET, "beside slower": MET}),  # E = .75
+        (2048, 3126.0, {"beside E": MISSED, "beside slower": MET}),
+        (2048, 3501.0, {"beside E": MISSED, "beside slower": MISSED}),
+        (1024, 3500.0, {"beside slower": MET}),
+        (64, 3501.0, {"beside slower": MISSED}),
+    ],
+)
+def test_targets_beside_others(pattern, M, auto, expected):
+    op = {"gemm_rs": "fc2"}.get(pattern, "fc1")
+    case = case_of(pattern, op, M)
+    found = outcomes(beside(case, {"auto": auto}), case)
+    assert {about: found.pop(about) for about in expected} == expected
+    assert set(found.values()) == {MISSING}, "rows beside others say nothing of those alone"
+
+
+def test_rows_alone_and_beside_are_not_mixed():
+    """Whichever comes later, in one run or another."""
+    case = case_of()
+    slow = beside(case, {"auto": 3400.0})
+    for rows in (rows_of(case, GOOD) + slow, slow + rows_of(case, GOOD)):
+        found = outcomes(rows, case)
+        assert (found["bound"], found["beside E"]) == (MET, MISSED)
+    later = beside(case, {"auto": 3000.0}, replace(H200, run="second"))
+    found = outcomes(rows_of(case, GOOD) + slow + later, case)
+    assert (found["bound"], found["beside E"]) == (MET, MET)
+
+
+def test_rows_of_two_ranks_count_when_asked_for():
+    (case,) = (c for c in suites.cases("gpt3-175b", "ag_gemm", (8192,), 2) if c.op == "fc1")
+    rows = rows_of(case, GOOD, replace(H200, world_size=2))
+    met = [v for v in check(rows, 2) if v.outcome.verdict == MET]
+    assert {verdict.case for verdict in met} == {case}
+    assert not [v for v in check(rows) if v.outcome.verdict == MET]
 
 
 def test_a_good_case_says_nothing_of_others():
@@ -79,6 +132,7 @@ def test_ours_failing_is_missed(status):
     case = case_of()
     rows = [row for row in rows_of(case, GOOD) if row.candidate != "auto"]
     rows.append(row_of(case, "auto", status=status, reason="NaN"))
+    rows += [replace(row, beside=True) for row in rows]
     assert set(outcomes(rows, case).values()) == {MISSED}
 
 
@@ -207,7 +261,8 @@ def everything(pattern_times):
         for suite in suites.MODELS:
             for pattern, times in pattern_times.items():
                 for case in suites.cases(suite, pattern, suites.ALL_M, 4):
-                    rows += rows_of(case, times, provenance)
+                    alone = rows_of(case, times, provenance)
+                    rows += [*alone, *(replace(row, beside=True) for row in alone)]
     return rows
 
 
@@ -231,6 +286,9 @@ def test_rows_survive_the_file(tmp_path):
     records.append(file, rows[:2])
     records.append(file, rows[2:])
     assert records.load(file) == rows
-    file.write_text(file.read_text() + '{"suite": "gpt3-175b"}\n')
+    old = file.read_text().replace(',"beside":false', "")
+    file.write_text(old)
+    assert records.load(file) == rows, "written before there were rows beside others"
+    file.write_text(old + '{"suite": "gpt3-175b"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl line 8: .*provenance"):
         records.load(file)

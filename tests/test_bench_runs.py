@@ -186,6 +186,28 @@ def test_chosen_candidates_and_their_yardsticks(tmp_path):
 
 
 @interpreted
+def test_a_case_beside_others_too(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
+    asked = options(file, patterns=("ag_gemm",), candidates=("auto", "pipelined"), beside=True)
+    shown, _ = run_ranks(_run, 2, asked)
+    assert shown == [case for case in asked.cases() for _ in range(2)]
+    rows = records.load(file)
+    alone, beside = (records.latest(rows, beside=which) for which in (False, True))
+    assert [*alone] == [*beside]
+    assert len(rows) == sum(len(group) for group in [*alone.values(), *beside.values()])
+    for key, group in alone.items():
+        with_others = beside[key]
+        assert [*group] == [*with_others]
+        assert group["serial"].serial_us != with_others["serial"].serial_us
+        assert all(row.status == records.OK for row in with_others.values() if row.times_us)
+        assert with_others["auto"].efficiency is not None
+        # nothing was measured: alone the first strategy, beside others a careful one
+        assert group["auto"].plan["strategy"] == "fused"
+        assert with_others["auto"].plan["strategy"] == "pipelined"
+
+
+@interpreted
 def test_no_case_is_started_when_the_time_is_up(tmp_path):
     file = tmp_path / "rows.jsonl"
     assert run_ranks(_run, 2, options(file, time_limit_s=0)) == [[], []]
@@ -275,10 +297,12 @@ def test_plots_and_page(tmp_path):
         for case in suites.cases("llama2-70b", pattern, (64, 1024), 4)
         for row in rows_of(case, {"gemm": 90.0, "serial": 120.0, "auto": 95.0, "xformers": 99.0})
     ]
+    rows += [replace(row, beside=True, median_us=77.0) for row in rows if row.pattern == "gemm_rs"]
     records.append(file, rows)
     result = CliRunner().invoke(app, ["plot", str(file), "--out", str(out)])
     assert result.exit_code == 0, result.output
     names = {f"{kind}_{p}_connections-unset.png" for kind in plots.PLOTS for p in plots.OVERLAPPED}
+    names |= {f"{kind}_gemm_rs_connections-unset_beside.png" for kind in plots.PLOTS}
     assert {picture.name for picture in out.iterdir()} == names
     assert all(1000 < picture.stat().st_size < 150_000 for picture in out.iterdir())
     text = (tmp_path / "benchmarks.md").read_text()
@@ -289,6 +313,10 @@ def test_plots_and_page(tmp_path):
         "8192 x 12288 x 3072 nt | 3000 | 3500 | 3100 (0.80) | **3600 (-0.20)** | **wrong** | - |"
         in text
     )
+    alone, beside = text.split("### gemm_rs beside, gpt3-175b, connections unset")
+    assert " | 77 | " not in alone
+    assert " | 77 | 77 | " in beside
+    assert "| gemm_rs beside, M = 4096 .. 8192: E >= 0.90 | 0 of 16, 15 missing | 0.800 .. " in text
     assert "| gemm_rs, M = 4096 .. 8192: E >= 0.95 | 0 of 16, 15 missing | 0.800 .. 0.800 |" in text
 
 

@@ -161,4 +161,5 @@ def test_targets_know_every_peer_and_every_size(pattern):
     names = [name for peer in all_peers() for name in peer.names(pattern)]
     assert sorted(names) == sorted(targets.PEERS[pattern])
     for M in suites.ALL_M:
-        assert targets.target_of(pattern, M).pattern == pattern
+        alone, *_ = targets.targets_of(pattern, M)
+        assert (alone.pattern, alone.beside) == (pattern, False)

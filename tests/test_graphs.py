@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Operands, operands
+from cases import ON_HOPPER, Case, Operands, operands
 from closeness import assert_exact
-from ranks import be_late, on_device
+from ranks import FUSED, be_late, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -21,10 +21,16 @@ from flux_megatron.problem import Plan, Tile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
+TILE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
 PLANS = {
     "fused": Plan("fused", comm_rows=24, tile=Tile(64, 64, 32)),
     "pipelined": Plan("pipelined", comm_rows=24),
     "sequential": Plan("sequential"),
+}
+HOPPER = {
+    "hopper": Plan("hopper", comm_rows=64, tile=TILE),
+    "hopper, split-K": Plan("hopper", tile=TILE, cut_shards=1),
+    "hopper by SM": Plan("hopper", comm_rows=40, tile=TILE, transport="sm"),
 }
 
 
@@ -33,8 +39,14 @@ class Captured:
 
     def __init__(self, plan: Plan) -> None:
         self.group, self.rank = dist.group.WORLD, dist.get_rank()
-        sizes = {"M_shard": 40, "N_local": 48, "K_local": 32, "dtype": torch.bfloat16}
-        self.cases = [Case(pattern, **sizes, plan=plan) for pattern in ("ag_gemm", "gemm_rs")]
+        sizes = {"M_shard": 40, "N_local": 48, "K_local": 32}
+        if plan.strategy == "hopper":
+            K = 8 * 64 * (self.group.size() - 1)  # the least that its GEMM+RS takes
+            sizes = {"M_shard": 128, "N_local": 136, "K_local": K, "kept": 0.2}
+        self.cases = [
+            Case(pattern, **sizes, dtype=torch.bfloat16, plan=plan)
+            for pattern in ("ag_gemm", "gemm_rs")
+        ]
         self.inputs = [self._mine(operands(case, self.group.size())) for case in self.cases]
 
     def _mine(self, given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +102,14 @@ def replays(rank: int, plan: Plan) -> None:
 
 @pytest.mark.parametrize("strategy", PLANS)
 def test_replays_between_eager_calls(strategy):
-    on_device(replays, 4, PLANS[strategy])
+    on_device(replays, min(4, torch.cuda.device_count()), PLANS[strategy])
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("plan", HOPPER)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replays_of_hopper_between_eager_calls(world_size, plan):
+    on_device(replays, world_size, HOPPER[plan])
 
 
 def grows_later(rank: int) -> None:
@@ -103,7 +122,8 @@ def grows_later(rank: int) -> None:
     with torch.cuda.graph(graph):
         results = captured.call()
     x = torch.ones(4096, 64, dtype=torch.bfloat16, device="cuda")
-    big = ops.all_gather_gemm(x, torch.ones(32, 64, dtype=x.dtype, device="cuda"), captured.group)
+    w = torch.ones(32, 64, dtype=x.dtype, device="cuda")
+    big = ops.all_gather_gemm(x, w, captured.group, plan=PLANS["fused"])
     graph.replay()
     same([*results, big], [*expected, torch.full((8192, 32), 64.0, dtype=x.dtype)], "after growth")
 
@@ -125,4 +145,4 @@ def needs_memory(rank: int) -> None:
 
 
 def test_a_capture_that_would_need_memory_is_refused():
-    on_device(needs_memory, 2)
+    on_device(needs_memory, 2, environment=FUSED)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Operands, call, check
+from cases import ON_HOPPER, Case, Operands, call, check, hopper_cases
 from closeness import assert_as_close_as
-from ranks import DEVICE, be_late, on_device
+from ranks import DEVICE, FUSED, be_late, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops, reference
@@ -72,8 +72,18 @@ def test_exact(world_size, pattern, strategy):
     cases = cases_of(pattern, strategy, count)
     if world_size == 1:  # without a plan one rank has nothing to overlap
         cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]
-    for calls in on_device(run_cases, world_size, cases):
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}  # of the cases without a plan
+    for calls in on_device(run_cases, world_size, cases, environment=environment):
         assert calls == {(pattern, strategy): len(cases)}
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hopper_is_exact(world_size, pattern):
+    cases = hopper_cases(pattern, world_size)
+    for calls in on_device(run_cases, world_size, cases):
+        assert calls == {(pattern, "hopper"): len(cases)}
 
 
 def tma_where_it_cannot_be(rank: int) -> None:
@@ -102,7 +112,8 @@ def default_plans(rank: int) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize(
     ("setting", "strategy"),
-    [("auto", "fused"), *[(s, s) for s in STRATEGIES]],
+    # on GPUs too few rows to overlap; interpreted, nothing is known and the first strategy runs
+    [("auto", "fused" if DEVICE == "cpu" else "sequential"), *[(s, s) for s in STRATEGIES]],
 )
 def test_the_strategy_setting_decides(setting, strategy):
     for calls in on_device(default_plans, 2, environment={"FLUX_MEGATRON_STRATEGY": setting}):
@@ -194,7 +205,7 @@ def test_random_data_is_as_close_as_plain_torch(world_size):
         for dtype in DTYPES
         for plan in (None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined"))
     ]
-    on_device(stays_close, world_size, cases)
+    on_device(stays_close, world_size, cases, environment=FUSED)
 
 
 def same_bits(rank: int) -> None:
@@ -250,8 +261,11 @@ def compiles(rank: int) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.13", reason="older torch.compile takes no frozen dataclass as plan"
+)
 def test_compile_without_a_graph_break():
-    on_device(compiles, 2)
+    on_device(compiles, 2, environment=FUSED)
 
 
 def fakes(rank: int) -> None:

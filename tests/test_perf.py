@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from flux_megatron.perf.operator_cost import (
     collective_us,
     exposed_us,
     gemm_us,
+    gemms_us,
     moved_bytes,
     predict_us,
 )
@@ -94,6 +97,19 @@ def test_a_larger_problem_never_takes_less_and_hiding_gains_no_more_than_there_i
     assert predict_us(twice, plan, H200) >= predict_us(now, plan, H200)
     assert predict_us(now, plan, H200) >= gemm_us(H200, M, N, K, "bfloat16") - H200.launch_us
     assert predict_us(now, plan, A100) > predict_us(now, plan, H100) * 0.99
+
+
+def test_beside_others_every_strategy_has_fewer_sms():
+    """What travels takes as long; the GEMM's waves are shared by 116 of 132 SMs."""
+    for pattern in ("ag_gemm", "gemm_rs"):
+        alone = problem(pattern, 8192, 12288, 12288)
+        beside = replace(alone, beside=True)
+        (one, _), (other, _) = gemms_us(alone, H200), gemms_us(beside, H200)
+        assert other / one == pytest.approx(132 / 116, rel=0.02)
+        for plan in PLANS:
+            assert predict_us(beside, plan, H200) > predict_us(alone, plan, H200)
+        more = predict_us(beside, SEQUENTIAL, H200) - predict_us(alone, SEQUENTIAL, H200)
+        assert more == pytest.approx(other - one)
 
 
 def test_small_problems_are_not_cut_into_library_gemms():

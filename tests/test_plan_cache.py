@@ -39,7 +39,7 @@ def test_a_hit(tmp_path):
 
 PROBLEM_CHANGES = {
     "pattern": Pattern.GEMM_RS, "M": 4096, "N": 36864, "K": 8192, "dtype": "float16",
-    "world_size": 8, "layout": "nn", "device": "cpu",
+    "world_size": 8, "layout": "nn", "device": "cpu", "beside": True,
 }  # fmt: skip
 
 
@@ -64,6 +64,21 @@ def test_another_environment_is_a_miss(tmp_path, field):
     assert cache.find(PROBLEM) is None
     same_machine = field not in ("gpu", "link")
     assert cache.neighbours(PROBLEM) == ([ENTRY] if same_machine else [])
+
+
+def test_an_entry_that_says_nothing_of_others_is_of_the_problem_alone(tmp_path):
+    """So those written before it could be said stay valid, under their old names."""
+    assert '"beside"' not in ENTRY.dumps()
+    before = plan_cache.store(tmp_path, ENTRY)
+    assert before.stem.endswith("_tp4_7884ddf9c89c"), "the digest of what it depends on"
+    beside = replace(ENTRY, problem=replace(PROBLEM, beside=True))
+    assert '"beside": true' in beside.dumps()
+    assert plan_cache.store(tmp_path, beside) != before
+    cache = opened(tmp_path)
+    assert cache.complaints == []
+    assert cache.find(PROBLEM) == ENTRY
+    assert cache.find(beside.problem) == beside
+    assert cache.neighbours(replace(beside.problem, M=4096)) == [beside]
 
 
 def at(M: int, where: Environment = HERE) -> Entry:

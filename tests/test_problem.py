@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from hypothesis import given
@@ -103,4 +103,5 @@ def test_local_sizes():
 def test_a_problem_says_all_that_it_is():
     problem = Problem(Pattern.GEMM_RS, 24, 40, 16, "float16", 4, layout="nn", device="cpu")
     assert str(problem) == "gemm_rs M=24 N=40 K=16 nn float16 over 4 ranks on cpu"
+    assert str(replace(problem, beside=True)) == f"{problem}, beside others"
     assert str(Pattern.AG_GEMM) == Pattern.AG_GEMM == "ag_gemm"

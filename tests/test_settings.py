@@ -12,7 +12,7 @@ from flux_megatron.settings import Settings, read
 
 
 def test_defaults():
-    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=600.0, poison=False)
+    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=240.0, poison=False)
     assert read({"OTHER": "1"}) == Settings()
 
 
@@ -24,6 +24,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_POISON": "1",
         "FLUX_MEGATRON_TUNE": "lazy",
         "FLUX_MEGATRON_TUNE_SECONDS": "7",
+        "FLUX_MEGATRON_BESIDE": "1",
         "FLUX_MEGATRON_CACHE": "/somewhere",
         "FLUX_MEGATRON_NVTX": "1",
         "FLUX_MEGATRON_RECORD_WAITS": "1",
@@ -33,7 +34,8 @@ def test_every_variable_is_read():
     }
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
-        tune="lazy", tune_seconds=7.0, cache=Path("/somewhere"), nvtx=True, record_waits=True,
+        tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
+        nvtx=True, record_waits=True,
     )  # fmt: skip
 
 
@@ -64,6 +66,8 @@ def test_strategies(strategy):
         ("FLUX_MEGATRON_TIMEOUT_S", "inf", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "nan", "expected seconds above 0"),
         ("FLUX_MEGATRON_TUNE", "eager", "expected one of"),
+        ("FLUX_MEGATRON_BESIDE", "yes", "expected one of"),
+        ("FLUX_MEGATRON_BESIDE", "", "expected one of"),
         ("FLUX_MEGATRON_TUNE_SECONDS", "0", "expected seconds above 0"),
         ("FLUX_MEGATRON_TUNE_SECONDS", "long", "expected seconds above 0"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import time
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from cases import Case, call, check, operands
 from closeness import assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import DEVICE, be_late, on_device, run_ranks
+from ranks import DEVICE, FUSED, be_late, here, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -65,7 +66,7 @@ def test_no_two_slots_are_the_same(world_size):
 
 def peers_see_each_other(rank: int) -> None:
     group = dist.group.WORLD
-    device = torch.empty(0, device=DEVICE).device
+    device = here()
     memory = buffer.allocate(1000, group, device)
     R = group.size()
     assert memory.size_bytes >= 1000
@@ -107,7 +108,7 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank():
 
 
 def channel_of(name: str) -> Channel:
-    space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    space = workspace(dist.group.WORLD, here())
     return space.gather if name == "ag_gemm" else space.scatter
 
 
@@ -121,7 +122,7 @@ def half_of(channel: Channel, rank: int, size_bytes: int) -> int:
 
 def halves(rank: int) -> None:
     group = dist.group.WORLD
-    channel = workspace(group, torch.empty(0, device=DEVICE).device).gather
+    channel = workspace(group, here()).gather
     places = [half_of(channel, rank, 5000) for _ in range(4)]
     assert places[0] == places[2]
     assert places[1] == places[3]
@@ -156,6 +157,28 @@ def grows(rank: int) -> None:
 
 def test_growth_between_calls():
     on_device(grows, 2)
+
+
+def grows_together(rank: int) -> tuple[float, float]:
+    """When this rank came to a call that needs more memory, and when it began to have it."""
+    channel, allocate, began = channel_of("ag_gemm"), buffer.allocate, []
+
+    def noting(*given: object) -> buffer.SymmetricBuffer:
+        began.append(time.monotonic())
+        return allocate(*given)
+
+    half_of(channel, rank, 5000)
+    time.sleep(0.3 * rank)
+    came = time.monotonic()
+    with mock.patch.object(buffer, "allocate", noting):
+        half_of(channel, rank, 10**6)
+    return came, began[0]
+
+
+def test_no_rank_grows_before_all_have_come():
+    """Until then a rank may still use the memory that another one would give back."""
+    came, began = zip(*on_device(grows_together, 2), strict=True)
+    assert min(began) >= max(came)
 
 
 def crosses(rank: int, pattern: str, strategy: str, start: int) -> None:
@@ -199,7 +222,7 @@ def reads_stale(rank: int) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("poison", ["1", "0"])
 def test_poison_is_what_a_stale_read_finds(poison):
-    environment = {"FLUX_MEGATRON_POISON": poison}
+    environment = FUSED | {"FLUX_MEGATRON_POISON": poison}
     for alive, gathered, slots in on_device(reads_stale, 2, environment=environment):
         assert alive
         assert gathered == slots == (poison == "1")
@@ -215,7 +238,7 @@ def poisons_all_dtypes(rank: int) -> None:
 
 
 def test_poison_is_nan_in_every_dtype():
-    on_device(poisons_all_dtypes, 2)
+    on_device(poisons_all_dtypes, 2, environment=FUSED)
 
 
 def two_by_two(rank: int) -> list[int]:
@@ -237,7 +260,7 @@ def two_by_two(rank: int) -> list[int]:
 
 
 def test_subgroups_at_the_same_time():
-    assert on_device(two_by_two, 4) == [[3, 3, 1]] * 4
+    assert on_device(two_by_two, 4, environment=FUSED) == [[3, 3, 1]] * 4
 
 
 def unordered(rank: int) -> int:
@@ -254,7 +277,7 @@ def unordered(rank: int) -> int:
     reason="this torch sorts the ranks of every group",
 )
 def test_a_group_in_another_order():
-    assert on_device(unordered, 3) == [1, 2, 0]
+    assert on_device(unordered, 3, environment=FUSED) == [1, 2, 0]
 
 
 def part_of_the_world(rank: int) -> None:
@@ -267,7 +290,7 @@ def part_of_the_world(rank: int) -> None:
 
 
 def test_a_group_that_is_part_of_the_world():
-    on_device(part_of_the_world, 4)
+    on_device(part_of_the_world, 4, environment=FUSED)
 
 
 def shared_ranks(rank: int) -> None:
@@ -281,7 +304,7 @@ def shared_ranks(rank: int) -> None:
 
 
 def test_two_groups_over_the_same_ranks():
-    on_device(shared_ranks, 2)
+    on_device(shared_ranks, 2, environment=FUSED)
 
 
 def comes_back(rank: int) -> None:
@@ -294,7 +317,7 @@ def comes_back(rank: int) -> None:
 
 
 def test_release_and_start_again():
-    on_device(comes_back, 2)
+    on_device(comes_back, 2, environment=FUSED)
 
 
 def two_in_flight(rank: int) -> None:
@@ -314,7 +337,7 @@ def two_in_flight(rank: int) -> None:
 
 
 def test_both_directions_in_flight():
-    on_device(two_in_flight, 2)
+    on_device(two_in_flight, 2, environment=FUSED)
 
 
 def wrong_order(rank: int) -> None:

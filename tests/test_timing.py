@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import DEVICE, be_late, on_device, run_ranks
 
+from flux_megatron.overlap import beside, timing
+from flux_megatron.overlap.beside import AllReduces, NoRoom, second_communicator
 from flux_megatron.overlap.timing import host_time_us, race
 
 CPU = torch.device("cpu")
@@ -76,3 +79,117 @@ def test_a_race_without_finishers_has_no_times():
 
 def test_host_time_is_that_of_one_call():
     assert 2000 <= host_time_us(lambda: time.sleep(0.002), CPU, n=5) < 20_000
+
+
+class Recorded(AllReduces):
+    """Notes in `log` what is done with the blocks, and how many there are."""
+
+    log: list[str]
+
+    def start(self) -> None:
+        self.log.append("start")
+        super().start()
+        self.log.append(f"{self.blocks} blocks")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        super().wait()
+
+
+def _order_beside(rank):
+    timing.AllReduces, Recorded.log = Recorded, []
+    candidates = {name: lambda name=name: Recorded.log.append(name) for name in "ab"}
+    race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1, beside=True)
+    return Recorded.log
+
+
+def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next():
+    for log in run_ranks(_order_beside, 2):
+        one = ["start", "1 blocks", "wait"]
+        warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
+        assert log[: warmup + alone] == [*"abab"]
+        assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
+        rest = log[warmup + alone + trials :]
+        many = rest[1]
+        assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
+
+
+def _uneven_beside(rank):
+    timing.AllReduces, Recorded.log = Recorded, []
+    candidates = {"uneven": lambda: time.sleep(0.03 * rank), "quick": lambda: None}
+    raced = race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, beside=True)
+    return raced, [word for word in Recorded.log if word.endswith("blocks")]
+
+
+def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest():
+    first, second = run_ranks(_uneven_beside, 2)
+    assert first == second
+    raced, blocks = first
+    assert [*raced.times_us] == [*raced.outlived] == ["uneven", "quick"]
+    assert min(raced.times_us["uneven"]) >= 30_000
+    assert int(blocks[-1].split()[0]) > 2
+    assert beside.blocks(1000.0, 1600.0) == 3
+    assert beside.blocks(14_000.0, 1600.0) == 19
+
+
+def _outlives(rank):
+    """Rank 1 takes much longer in the rounds that are beside others."""
+    calls = [0]
+
+    def grows():
+        calls[0] += 1
+        be_late(0.5 if rank == 1 and calls[0] > 4 else 0.001)
+
+    device = torch.device(DEVICE, rank) if DEVICE == "cuda" else CPU
+    candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
+    return race(candidates, group=dist.group.WORLD, device=device, rounds=3, beside=True)
+
+
+def test_a_candidate_that_outlives_the_all_reduces_is_counted():
+    first, second = on_device(_outlives, 2)
+    assert first == second
+    assert first.outlived["grows"] == 3
+    assert first.outlived["stays"] < 3
+
+
+def _alone(rank):
+    return race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived
+
+
+def test_nothing_is_outlived_alone():
+    assert run_ranks(_alone, 2) == [{}, {}]
+
+
+def _second(rank):
+    """Rank 1 has fewer groups than the others."""
+    world, pair = dist.group.WORLD, dist.new_group([0, 2])
+    second = second_communicator(world, CPU)
+    assert second is second_communicator(world, CPU)
+    ranks = torch.tensor([float(rank)])
+    second.allreduce([ranks]).wait()
+    if rank != 1:  # who is not asked
+        second = second_communicator(pair, CPU)
+        assert (second.rank(), second.size()) == (rank // 2, 2)
+        second.allreduce([ranks]).wait()
+    return ranks.item()
+
+
+def test_the_second_communicator_is_made_once_and_asks_nobody_else():
+    assert run_ranks(_second, 3, limit_s=30) == [6.0, 3.0, 6.0]
+
+
+def _no_room(rank):
+    zeros = torch.zeros
+
+    def full(*shape, **options):
+        if rank == 1 and shape == (beside.BLOCK_BYTES["cpu"] // 4,):
+            raise torch.OutOfMemoryError("full")
+        return zeros(*shape, **options)
+
+    torch.zeros = full
+    with pytest.raises(NoRoom, match=r"beside: rank 1: full$"):
+        AllReduces(dist.group.WORLD, CPU, 1.0)
+
+
+def test_no_room_on_one_rank_is_known_to_all():
+    run_ranks(_no_room, 2, limit_s=30)

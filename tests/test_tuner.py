@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, on_device
 
-from flux_megatron.overlap import fused, registry, tuner
+from flux_megatron.overlap import beside, fused, registry, tuner
+from flux_megatron.overlap.beside import NoRoom
 from flux_megatron.overlap.plan_cache import Entry
 from flux_megatron.overlap.timing import Race, race
 from flux_megatron.perf.hardware import H200
@@ -100,37 +100,49 @@ def defaults(problem: Problem, *names: str) -> list[Plan]:
 
 
 class FakeRace:
-    """Times by strategy; runs nothing. `turns` are the strategies of each race."""
+    """Times by strategy; runs nothing. `turns` are the strategies of each race, `rounds` how often
+    they would have run, `beside` says which were beside others; on its own clock, for who puts it
+    in the place of `time`, a race takes `takes_s`.
+    """
 
-    def __init__(self, time_us: Callable[[str], float], sleep_s: float = 0.0) -> None:
+    def __init__(self, time_us: Callable[[str], float], takes_s: float = 0.0) -> None:
         self.turns: list[list[str]] = []
-        self._time_us, self._sleep_s = time_us, sleep_s
+        self.rounds: list[int] = []
+        self.beside: list[bool] = []
+        self._time_us, self._takes_s = time_us, takes_s
 
-    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+    def monotonic(self) -> float:
+        return len(self.turns) * self._takes_s
+
+    def __call__(
+        self, candidates, *, group, device, rounds, warmup=3, beside=False
+    ) -> Race:  # fmt: skip
         names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
         self.turns.append(names)
-        time.sleep(self._sleep_s)
+        self.rounds.append(rounds)
+        self.beside.append(beside)
         times = zip(candidates, names, strict=True)
         return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
 
 
-def clocks_differ(rank: int) -> tuple[str, list]:
+def clocks_differ(rank: int) -> tuple[str, list, list]:
     """Each rank's clock has another favourite, and fails another number of rounds."""
     favourite = ("fused", "pipelined", "sequential")[rank]
     tuner.race = FakeRace(lambda name: 100.0 if name == favourite else 200.0 + rank)
     problem = some_problem("ag_gemm")
     plans = defaults(problem, "sequential", "fused", "pipelined")
     entry = measured(problem, plans, seconds=1e9 if rank == 0 else 0.0)
-    return entry.dumps(), tuner.race.turns
+    return entry.dumps(), tuner.race.turns, tuner.race.rounds
 
 
 def test_clocks_that_differ_give_one_plan():
     answers = on_device(clocks_differ, 3)
-    assert len({text for text, _ in answers}) == 1
+    assert len({text for text, _, _ in answers}) == 1
     entry = Entry.loads(answers[0][0])
     assert entry.plan.strategy == "fused", "the leader's"
     assert (entry.rounds, entry.untried) == (tuner.ROUNDS, 0)
-    assert all(turns == answers[0][1] for _, turns in answers), "all run the same in one order"
+    assert all(turns == answers[0][1] for _, turns, _ in answers), "all run the same in one order"
+    assert all(rounds == [1, 1, 1, tuner.ROUNDS] for *_, rounds in answers), "as often"
     assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
 
 
@@ -146,7 +158,9 @@ class NoisyClock:
     def monotonic(self) -> float:
         return self._now
 
-    def __call__(self, candidates, *, group, device, rounds, warmup=3) -> Race:
+    def __call__(
+        self, candidates, *, group, device, rounds, warmup=3, beside=False
+    ) -> Race:  # fmt: skip
         fast = self._later if rounds == tuner.RUN_OFF_ROUNDS else 96.0
         times: dict[str, list[float]] = {}
         for text in candidates:
@@ -183,6 +197,32 @@ def test_a_run_off_may_be_lost_and_takes_time():
     for entry, races in on_device(noisy, 2, 96.0, 3.0):
         assert races == [(4, tuner.FEWEST_ROUNDS)]
         assert entry.plan.strategy == "sequential"
+
+
+def noisy_on_one(rank: int, noisy_rank: int) -> tuple[Entry, list]:
+    """On one rank alone the fastest plan and the winner differ."""
+    if rank == noisy_rank:
+        return noisy(rank, 96.0, 1e9)
+    calm = tuner.race = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
+    problem = some_problem("ag_gemm")
+    plans = defaults(problem, "sequential", "fused", "pipelined")
+    entry = measured(problem, plans, seconds=1e9)
+    turns = [
+        (len(names), rounds)
+        for names, rounds in zip(calm.turns, calm.rounds, strict=True)
+        if rounds > 1
+    ]
+    return entry, turns
+
+
+def test_the_leader_says_whether_there_is_a_run_off_and_who_wins():
+    race, run_off = (4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)
+    for noisy_rank, races, winner in [
+        (0, [race, run_off], "fused"), (1, [race], "sequential")
+    ]:  # fmt: skip
+        for entry, turns in on_device(noisy_on_one, 2, noisy_rank, limit_s=20):
+            assert turns == races
+            assert entry.plan.strategy == winner
 
 
 def one_rank_fails(rank: int) -> Entry:
@@ -245,6 +285,54 @@ def test_a_plan_with_wrong_results_has_no_time():
             assert f"ArithmeticError: {name} differs by up to" in reason
 
 
+def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
+    problem = replace(some_problem("ag_gemm"), beside=True)
+    plans = defaults(problem, "sequential", "pipelined")
+    tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
+    entry = measured(problem, plans)
+    flags = tuner.race.beside
+    tuner.race = FakeRace(lambda name: 1.0)
+    measured(replace(problem, beside=False), plans)
+    return flags, tuner.race.beside, entry
+
+
+def test_a_problem_beside_others_is_verified_alone_and_raced_beside():
+    for flags, alone, entry in on_device(asked_for_beside, 2):
+        assert flags == [False, False, True]
+        assert not any(alone)
+        assert entry.problem.beside
+        assert entry.plan.strategy == "pipelined"
+
+
+def really_beside(rank: int) -> list[Entry]:
+    problems = [some_problem("gemm_rs"), some_problem("ag_gemm", "nn")]
+    return [
+        measured(replace(problem, beside=True), defaults(problem, "sequential", "pipelined"))
+        for problem in problems
+    ]
+
+
+def test_plans_are_measured_beside_others():
+    first, second = on_device(really_beside, 2)
+    assert first == second
+    for entry in first:
+        assert entry.failed == ()
+        assert {one.plan.strategy for one in entry.measured} == {"sequential", "pipelined"}
+
+
+def no_room_for_blocks(rank: int) -> Entry | None:
+    def full(*given: object) -> torch.Tensor:
+        raise NoRoom("no bytes for an all-reduce beside")
+
+    beside._block = full
+    problem = replace(some_problem("ag_gemm"), beside=True)
+    return measured(problem, defaults(problem, "sequential", "pipelined"))
+
+
+def test_no_room_for_the_blocks_beside_is_no_measurement():
+    assert on_device(no_room_for_blocks, 2) == [None, None]
+
+
 def all_kinds(rank: int) -> list[Entry]:
     found = []
     for pattern in Pattern:
@@ -258,7 +346,7 @@ def all_kinds(rank: int) -> list[Entry]:
 
 
 def test_every_kind_of_problem_is_measured_and_right():
-    first, second = on_device(all_kinds, 2)
+    first, second = on_device(all_kinds, 2, limit_s=240)
     assert first == second
     for entry in first:
         assert entry.failed == ()
@@ -267,7 +355,7 @@ def test_every_kind_of_problem_is_measured_and_right():
 
 
 def out_of_time(rank: int) -> Entry:
-    tuner.race = FakeRace(lambda name: 100.0, sleep_s=0.2)
+    tuner.race = tuner.time = FakeRace(lambda name: 100.0, takes_s=0.2)
     problem = some_problem("gemm_rs")
     plans = [PLAIN, *(Plan("fused", comm_rows=rows) for rows in range(1, 20))]
     return measured(problem, plans, seconds=0.5)
@@ -276,8 +364,8 @@ def out_of_time(rank: int) -> Entry:
 def test_measuring_ends_in_time_with_what_was_tried():
     first, second = on_device(out_of_time, 2)
     assert first == second
-    assert 2 <= len(first.measured) <= 4
-    assert first.untried == 20 - len(first.measured)
+    assert len(first.measured) == 3, "the third began before .5 s were over"
+    assert first.untried == 17
     assert first.rounds == tuner.FEWEST_ROUNDS
 
 

@@ -21,24 +21,34 @@ from flux_megatron import errors, ops, settings
 from flux_megatron.overlap import choice, environment, plan_cache, tuner
 from flux_megatron.overlap.plan_cache import Entry, Measured
 from flux_megatron.overlap.report import report
+from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
 
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
 PLAIN = Plan("sequential")
 
 
-def store(folder: Path, M: int, strategy: str, **changes: str) -> None:
-    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here."""
+def store(
+    folder: Path, M: int, strategy: str, beside: bool = False, others: str = "", **changes: str
+) -> None:
+    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here: `strategy` was
+    the fastest, then `others`.
+    """
     where = environment.of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
-    problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE)
-    plan = Plan(strategy, comm_rows=3)
-    entry = Entry(
-        problem, replace(where, **changes), plan, (Measured(plan, 1.0),), (), 0, 0.0, 12, "today"
-    )  # fmt: skip
+    problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
+    plans = [Plan(name, comm_rows=3) for name in (strategy, *others.split())]
+    measured = tuple(Measured(plan, float(place)) for place, plan in enumerate(plans))
+    entry = Entry(problem, replace(where, **changes), plans[0], measured, (), 0, 0.0, 12, "today")
     plan_cache.store(choice.user_folder(folder), entry)
 
 
+def without_facts() -> None:
+    """The cost model knows nothing of this machine, as of a CPU: all strategies may win."""
+    hardware.find = lambda gpu, link: None
+
+
 def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
+    without_facts()
     if rank == 0:
         for M, strategy, changes in entries:
             store(folder, M, strategy, **changes)
@@ -79,6 +89,53 @@ def test_off(tmp_path, entries, expected):
         assert calls == {("ag_gemm", expected): 1}
 
 
+BESIDE = {"beside": True}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([(12, "fused", BESIDE), (12, "pipelined", {})], "fused"),
+        ([(18, "fused", BESIDE), (12, "pipelined", {})], "fused"),
+        ([(12, "fused", BESIDE | OTHER), (12, "sequential", {})], "fused"),
+        ([(12, "sequential", {"others": "pipelined"})], "sequential"),
+        ([(12, "pipelined", {"others": "sequential fused"})], "sequential"),
+        ([(18, "pipelined", {"others": "fused sequential"})], "fused"),
+        ([(12, "pipelined", {})], "fused"),
+        ([(48, "pipelined", BESIDE)], "fused"),
+        ([], "fused"),
+    ],
+    ids=[
+        "hit", "neighbour", "other software", "alone", "alone, of the careful", "alone, neighbour",
+        "alone, none careful", "too far", "nothing",
+    ],
+)  # fmt: skip
+def test_beside_others_only_what_was_measured_there_or_is_careful(tmp_path, entries, expected):
+    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": "1"}
+    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
+        assert calls == {("ag_gemm", expected): 1}
+
+
+@pytest.mark.parametrize("setting", ["auto", "0"])
+def test_alone_nothing_is_taken_from_beside(tmp_path, setting):
+    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": setting}
+    entries = [(12, "pipelined", BESIDE)]
+    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
+        assert calls == {("ag_gemm", "fused"): 1}
+
+
+def one_is_beside(rank: int) -> None:
+    os.environ["FLUX_MEGATRON_BESIDE"] = str(rank)
+    settings.reload()
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
+    with pytest.raises(errors.ProblemMismatch, match=r"rank 1: ag_gemm .*, beside others"):
+        ops.all_gather_gemm(x, w, dist.group.WORLD)
+
+
+def test_ranks_that_differ_in_the_setting_are_told(tmp_path):
+    on_device(one_is_beside, 2, environment={"FLUX_MEGATRON_CACHE": str(tmp_path)})
+
+
 def caches_differ(rank: int, folder: Path) -> dict:
     os.environ["FLUX_MEGATRON_CACHE"] = str(folder / str(rank))
     settings.reload()
@@ -94,6 +151,7 @@ def test_only_the_leaders_cache_counts(tmp_path):
 
 
 def lazily(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
+    without_facts()
     tuner.race = FakeRace(lambda name: 1.0 if name == favourite else 100.0)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -126,12 +184,29 @@ def test_lazy_measures_once_says_so_and_keeps_it(tmp_path):
     assert '"torch": "0.' not in file.read_text()
 
 
-def slowly(rank: int) -> tuple[dict, int, float]:
-    tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, sleep_s=0.3)
-    started = time.monotonic()
+def test_lazy_measures_under_the_conditions_of_the_run(tmp_path):
+    lazy = {
+        "FLUX_MEGATRON_CACHE": str(tmp_path),
+        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_BESIDE": "1",
+    }
+    for calls, races, _ in on_device(lazily, 2, tmp_path, "fused", environment=lazy):
+        assert calls == {("ag_gemm", "fused"): 4}
+        assert races > 1
+    (file,) = tmp_path.rglob("*.json")
+    assert '"beside": true' in file.read_text()
+    off = lazy | {"FLUX_MEGATRON_TUNE": "off"}
+    for calls, races, _ in on_device(lazily, 2, tmp_path, "", environment=off):
+        assert (calls, races) == ({("ag_gemm", "fused"): 4}, 0)
+
+
+def slowly(rank: int) -> tuple[dict, int]:
+    without_facts()
+    fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=0.3)
+    tuner.race = tuner.time = choice.time = fake
     for case in (SMALL, LARGER):
         check(case)
-    return report().calls, len(tuner.race.turns), time.monotonic() - started
+    return report().calls, len(tuner.race.turns)
 
 
 def test_lazy_stops_when_its_time_is_over_and_keeps_nothing_half_done(tmp_path):
@@ -140,7 +215,7 @@ def test_lazy_stops_when_its_time_is_over_and_keeps_nothing_half_done(tmp_path):
         "FLUX_MEGATRON_TUNE": "lazy",
         "FLUX_MEGATRON_TUNE_SECONDS": "0.4",
     }
-    for calls, races, _ in on_device(slowly, 2, environment=bounded):
+    for calls, races in on_device(slowly, 2, environment=bounded):
         # sequential, fused, then both together; the second problem finds no time left
         assert races == 3
         assert calls == {("ag_gemm", "sequential"): 1, ("ag_gemm", "fused"): 1}
@@ -148,6 +223,7 @@ def test_lazy_stops_when_its_time_is_over_and_keeps_nothing_half_done(tmp_path):
 
 
 def captured(rank: int) -> tuple[dict, int]:
+    without_facts()
     tuner.race = FakeRace(lambda name: 1.0)
     choice.capturing = lambda device: rank == 1
     check(SMALL)

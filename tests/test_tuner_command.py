@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_run_without_problems(override):
         tune.problems_of_config(run, "cpu")
 
 
+def test_each_problem_alone_and_beside():
+    (one, *_) = tune.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
+    assert tune.and_beside([one]) == [one, beside(one)]
+    assert not one.beside
+
+
+def beside(problem: Problem) -> Problem:
+    return replace(problem, beside=True)
+
+
 def test_a_plan_in_a_few_words():
     assert tune.label(Plan("sequential")) == "sequential"
     assert tune.label(Plan("pipelined", comm_rows=512)) == "pipelined comm_rows=512"
@@ -85,9 +96,17 @@ def test_the_command(tmp_path):
     for entry in entries:
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
 
-    second = run_command(cache, *SMALL)
+    for entry in entries:  # as if they had been measured: emulated that takes minutes
+        plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
+    second = run_command(cache, *SMALL, "--beside", "--out", str(out))
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count("(known, noise") == 8
+    assert second.stdout.count("(known, noise") == 16
+    said = " ".join(second.stdout.split())  # titles are wrapped
+    assert said.count(", beside others (") == 8
+    both, complaints = plan_cache.read_folder(out)
+    assert complaints == []
+    assert both[::2] == entries
+    assert [entry.problem.beside for entry in both] == [False, True] * 8
 
 
 @pytest.mark.parametrize(

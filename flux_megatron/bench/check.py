@@ -15,6 +15,8 @@ Noise: `serial_again` is `serial` once more, so their medians would be equal wit
 cases of one run, pattern and kind of target the 95th percentile of |serial_again / serial - 1| is
 taken, and no more than `NOISE_MAX` of it.
 
+Targets beside others are asked of rows that were measured so, all other targets of rows alone.
+
 A case counts by the run that measured it last, and only if that run was on the targets' machine
 with enough rounds. What a run lacks, a peer included, is `missing`.
 """
@@ -58,16 +60,17 @@ class Verdict:
         return f"{self.outcome.verdict:7} {setting}, {case}: {self.target}: {self.outcome.got}"
 
 
-def check(rows: Iterable[Row]) -> list[Verdict]:
+def check(rows: Iterable[Row], world_size: int = targets.WORLD_SIZE) -> list[Verdict]:
     """A verdict for every target of every case, whether there are rows for it or not."""
-    groups = records.latest(row for row in rows if _counts(row))
+    counted = [row for row in rows if _counts(row, world_size)]
+    alone, beside = records.latest(counted), records.latest(counted, beside=True)
     return [
         Verdict(connections, case, target, outcome)
         for connections in targets.CONNECTIONS
         for suite in suites.MODELS
         for pattern in suites.PATTERNS
-        for case in suites.cases(suite, pattern, suites.ALL_M, targets.WORLD_SIZE)
-        for target, outcome in _outcomes(connections, case, groups)
+        for case in suites.cases(suite, pattern, suites.ALL_M, world_size)
+        for target, outcome in _outcomes(connections, case, alone, beside)
     ]
 
 
@@ -84,25 +87,29 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     )
 
 
-def _counts(row: Row) -> bool:
-    """Whether a row was measured on the machine that the targets speak of."""
+def _counts(row: Row, world_size: int) -> bool:
+    """Whether a row was measured on the machine that the targets speak of, by so many ranks."""
     where = row.provenance
     return (
         targets.GPU in where.gpu
-        and where.world_size == targets.WORLD_SIZE
+        and where.world_size == world_size
         and where.dtype == targets.DTYPE
         and where.scale == 1
         and where.nvls == "off"
     )
 
 
-def _outcomes(connections: str, case: Case, groups: Groups) -> Iterator[tuple[str, Outcome]]:
-    group = _group_of(case, connections, groups)
-    target = targets.target_of(case.pattern, case.M)
-    if target.kind == targets.NEVER_SLOWER:
-        yield str(target), never_slower(group, case.pattern, noise(target, group, groups))
-    else:
-        yield str(target), bounded(group, target)
+def _outcomes(
+    connections: str, case: Case, alone: Groups, beside: Groups
+) -> Iterator[tuple[str, Outcome]]:
+    for target in targets.targets_of(case.pattern, case.M):
+        groups = beside if target.beside else alone
+        group = _group_of(case, connections, groups)
+        if target.kind == targets.NEVER_SLOWER:
+            yield str(target), never_slower(group, case.pattern, noise(target, group, groups))
+        else:
+            yield str(target), bounded(group, target)
+    group = _group_of(case, connections, alone)
     for peer in targets.PEERS[case.pattern]:
         yield f"{case.pattern}: ahead of {peer}", ahead(group, peer)
     if case.pattern in targets.WITH_HOST_TIME:

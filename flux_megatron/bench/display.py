@@ -26,7 +26,8 @@ class Display:
             console=self._console,
             disable=not (shown and self._console.is_terminal),
         )
-        self._task = self._progress.add_task("", total=len(options.cases()))
+        total = len(options.cases()) * len(options.conditions)
+        self._task = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -41,7 +42,8 @@ class Display:
         self._rows.append(rows)
         self._progress.update(self._task, advance=1, description=str(case))
         for row in rows:
-            if row.status not in (OK, MISSING) and row.role == PEER:
+            of_peer = row.status not in (OK, MISSING) and row.role == PEER
+            if of_peer or (row.status == OK and row.reason):
                 self._console.print(f"{case}: {row.candidate} {row.status}: {row.reason}")
 
 
@@ -56,7 +58,7 @@ def summary(measured: list[list[Row]]) -> Table:
         peers = [row for row in by_name.values() if row.role == PEER]
         first = rows[0]
         table.add_row(
-            f"{first.suite} {first.pattern} {first.op}",
+            f"{first.suite} {first.pattern} {first.op}" + ", beside" * first.beside,
             str(first.M),
             *(_cell(by_name.get(name)) for name in ("gemm", "serial", "auto")),
             *(_cell(min(some, key=_median, default=None), named=True) for some in (ours, peers)),

@@ -12,7 +12,10 @@ from flux_megatron.bench.suites import Case
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure and how. `candidates` () means all; `scale` divides the model's widths."""
+    """What to measure and how. `candidates` () means all; `scale` divides the model's widths.
+
+    `beside` measures every case twice: alone, and beside all-reduces of another communicator.
+    """
 
     suites: tuple[str, ...]
     patterns: tuple[str, ...]
@@ -26,6 +29,12 @@ class Options:
     time_limit_s: float | None = None
     nvls: bool = False
     commit: str = ""
+    beside: bool = False
+
+    @property
+    def conditions(self) -> tuple[bool, ...]:
+        """What `Row.beside` is in the rows of a case."""
+        return (False, True) if self.beside else (False,)
 
     def cases(self) -> list[Case]:
         """All cases: of one suite and M together, because some peers are prepared for both."""

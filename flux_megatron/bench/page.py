@@ -17,13 +17,15 @@ def write(out: Path, plots: Sequence[Path], rows: Sequence[Row], sources: Sequen
         "# Benchmarks",
         f"Made by `{command}` from committed rows; do not edit. [measuring.md](measuring.md) says "
         "how they were measured, and what E is. Times are medians in microseconds of the slowest "
-        "rank in every round; E stands in brackets, **bold where it is slower than NCCL**.",
+        "rank in every round; E stands in brackets, **bold where it is slower than NCCL**. What is "
+        "called *beside* ran beside an NCCL all-reduce, the baselines too.",
         _runs(rows),
         "## Targets",
         _targets(rows),
         *_plots(out, plots),
         "## All rows",
-        *_tables(rows),
+        *_tables(rows, beside=False),
+        *_tables(rows, beside=True),
     ]
     out.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
 
@@ -77,14 +79,14 @@ def _plots(out: Path, plots: Sequence[Path]) -> list[str]:
     return parts
 
 
-def _tables(rows: Iterable[Row]) -> list[str]:
+def _tables(rows: Iterable[Row], beside: bool) -> list[str]:
     """A table for each setting, pattern and suite: a line a case, a column a candidate."""
     blocks: dict[tuple[str, str, str], list[dict[str, Row]]] = {}
-    for (connections, (suite, pattern, _, _)), group in records.latest(rows).items():
+    for (connections, (suite, pattern, _, _)), group in records.latest(rows, beside).items():
         blocks.setdefault((connections, pattern, suite), []).append(group)
     parts = []
     for (connections, pattern, suite), groups in sorted(blocks.items()):
-        parts.append(f"### {pattern}, {suite}, connections {connections}")
+        parts.append(f"### {pattern}{' beside' * beside}, {suite}, connections {connections}")
         names = [*dict.fromkeys(name for group in groups for name in group)]
         header = ["layer", "M x N x K", *names, "plan of auto", "host time"]
         parts.append(_table(header, [_line(group, names) for group in groups]))

@@ -1,4 +1,5 @@
-"""Plots of rows: PNG files, one set for each setting of CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Plots of rows: PNG files, a set for each setting of CUDA_DEVICE_MAX_CONNECTIONS, alone
+and beside others."""
 
 from __future__ import annotations
 
@@ -25,23 +26,27 @@ Cases = dict[Key, dict[str, Row]]
 
 
 def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Draw the latest run of every case; the files written."""
+    """Draw the latest run of every case, alone and beside others apart; the files written."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Cases] = {}
-    for (connections, key), group in records.latest(rows).items():
-        settings.setdefault(connections, {})[key] = group
+    rows = [*rows]
+    settings: dict[tuple[str, bool], Cases] = {}
+    for beside in (False, True):
+        for (connections, key), group in records.latest(rows, beside).items():
+            settings.setdefault((connections, beside), {})[key] = group
     files = []
-    for connections, cases in settings.items():
+    for (connections, beside), cases in settings.items():
         for pattern in OVERLAPPED:
             some = {key: group for key, group in cases.items() if key[1] == pattern}
             for name, plot in PLOTS.items():
                 if some and (figure := plot(some)) is not None:
                     title = f"{pattern}, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
+                    title += ", beside an all-reduce" * beside
                     figure.suptitle(f"{TITLES[name]}: {title}")
-                    files.append(folder / f"{name}_{pattern}_connections-{connections}.png")
+                    file = f"{name}_{pattern}_connections-{connections}{'_beside' * beside}.png"
+                    files.append(folder / file)
                     _save(figure, files[-1])
     return files
 

@@ -51,6 +51,9 @@ class Row:
 
     M, N_local and K_local are the GEMM of one rank, as it is after gathering. `times_us` has the
     slowest rank of every round. `host_us` is the host's time for one call.
+
+    `beside`: all its times, those of the yardsticks too, are of calls beside all-reduces of another
+    communicator. `reason` tells of an `ok` row in how many rounds those ended before the call.
     """
 
     suite: str
@@ -77,6 +80,7 @@ class Row:
     host_us: float | None
     plan: dict[str, Any] | None
     provenance: Provenance
+    beside: bool = False
 
     @property
     def case(self) -> tuple[str, str, str, int]:
@@ -105,10 +109,16 @@ def _row(line: str, place: str) -> Row:
         raise ValueError(f"{place}: {error}; a row with {names} expected") from None
 
 
-def latest(rows: Iterable[Row]) -> dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]]:
-    """Rows by (max_connections, case) and candidate: all of the run that measured the case last."""
+def latest(
+    rows: Iterable[Row], beside: bool = False
+) -> dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]]:
+    """Rows by (max_connections, case) and candidate: all of the run that measured the case last,
+    of those alone or of those beside others.
+    """
     newest: dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]] = {}
     for row in rows:
+        if row.beside != beside:
+            continue
         group = newest.setdefault((row.provenance.max_connections, row.case), {})
         if any(other.provenance.run != row.provenance.run for other in group.values()):
             group.clear()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flux_megatron import settings
 from flux_megatron.bench import provenance, records
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, Candidate
@@ -51,17 +55,17 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
     for case in options.cases():
         if _time_is_up(options, started, group, device):
             break
-        rows = measure(case, options, group, device, dtype, peers, told)
-        if group.rank() == 0:
-            records.append(Path(options.out), rows)
-            show(case, rows)
+        for rows in measure(case, options, group, device, dtype, peers, told):
+            if group.rank() == 0:
+                records.append(Path(options.out), rows)
+                show(case, rows)
 
 
 def measure(
     case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
     peers: Mapping[Peer, str | None], told: Provenance,
-) -> list[Row]:  # fmt: skip
-    """The rows of one case, one a candidate; on every rank but 0 without clocks."""
+) -> Iterator[list[Row]]:  # fmt: skip
+    """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
     kind = Backward if case.pattern == "backward" else Product
     experiment = kind(case, group, device, dtype)
     chosen = [
@@ -69,9 +73,35 @@ def measure(
         for candidate in [*experiment.candidates(), *_of_peers(experiment, peers)]
         if not options.candidates or candidate.name in (*YARDSTICKS, *options.candidates)
     ]
+    for beside in options.conditions:
+        with _plans_for(beside):
+            rows = _measure(experiment, chosen, beside, options.rounds, told)
+        yield rows
+
+
+@contextmanager
+def _plans_for(beside: bool) -> Iterator[None]:
+    """Let `auto` be what a user gets whose calls run alone, or beside others."""
+    before = os.environ.get("FLUX_MEGATRON_BESIDE")
+    os.environ["FLUX_MEGATRON_BESIDE"] = "1" if beside else "0"
+    settings.reload()
+    try:
+        yield
+    finally:
+        del os.environ["FLUX_MEGATRON_BESIDE"]
+        if before is not None:
+            os.environ["FLUX_MEGATRON_BESIDE"] = before
+        settings.reload()
+
+
+def _measure(
+    experiment: Product | Backward, chosen: list[Candidate], beside: bool, rounds: int,
+    told: Provenance,
+) -> list[Row]:  # fmt: skip
+    group, device = experiment.group, experiment.device
     verdicts = examine(experiment, chosen, group)
     calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
-    raced = race(calls, group=group, device=device, rounds=options.rounds)
+    raced = race(calls, group=group, device=device, rounds=rounds, beside=beside)
     host_us = {
         name: host_time_us(calls[name], device)
         for name in WITH_HOST_TIME
@@ -80,7 +110,8 @@ def measure(
     plans = {c.name: c.plan() for c in chosen if c.plan and c.name in raced.times_us}
     if group.rank() == 0:
         told = provenance.with_clocks(told, device)
-    return _rows(case, chosen, verdicts, raced, host_us, plans, told)
+    rows = _rows(experiment.case, chosen, verdicts, raced, host_us, plans, told)
+    return [replace(row, beside=beside) for row in rows]
 
 
 def _of_peers(
@@ -171,6 +202,9 @@ def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, s
         return records.WRONG, f"errors {verdict.errors}, at most {verdict.allowed} allowed"
     if candidate.name in raced.failures:
         return records.FAILED, raced.failures[candidate.name]
+    if outlived := raced.outlived.get(candidate.name):
+        rounds = len(raced.times_us[candidate.name])
+        return records.OK, f"the all-reduces ended first in {outlived} of {rounds} rounds"
     return records.OK, ""
 
 

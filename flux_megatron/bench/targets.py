@@ -1,4 +1,4 @@
-"""What the rows have to show: 4 x H200, TP 4, bf16, multicast off. No torch.
+"""What the rows have to show: H200, bf16, multicast off, TP 4 unless asked for another. No torch.
 
 Every target holds with CUDA_DEVICE_MAX_CONNECTIONS unset and with 1, for both suites, and is asked
 of `auto`, what a user gets without choosing anything.
@@ -25,22 +25,24 @@ GEMM_SHARE = "T_gemm / T"
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for the cases of a pattern with M_min <= M <= M_max."""
+    """A bound for the cases of a pattern with M_min <= M <= M_max; `beside` others, or alone."""
 
     pattern: str
     M_min: int
     M_max: int
     kind: str
     bound: float = 1.0
+    beside: bool = False
 
     def __str__(self) -> str:
         rows = (
             f"M = {self.M_min}" if self.M_min == self.M_max else f"M = {self.M_min} .. {self.M_max}"
         )
+        what = f"{self.pattern}{' beside' * self.beside}, {rows}"
         if self.kind == NEVER_SLOWER:
-            return f"{self.pattern}, {rows}: never slower than {BASELINE[self.pattern]}"
+            return f"{what}: never slower than {BASELINE[self.pattern]}"
         sign = "<=" if self.kind == TIMES_GEMM else ">="
-        return f"{self.pattern}, {rows}: {self.kind} {sign} {self.bound:.2f}"
+        return f"{what}: {self.kind} {sign} {self.bound:.2f}"
 
 
 TARGETS = (
@@ -59,6 +61,15 @@ TARGETS = (
     Target("gemm", 2048, 8192, GEMM_SHARE, 0.99),
     Target("gemm", 1024, 1024, GEMM_SHARE, 0.98),
     Target("gemm", 64, 512, GEMM_SHARE, 0.95),
+    *(
+        target
+        for pattern in ("ag_gemm", "gemm_rs", "backward")
+        for target in (
+            Target(pattern, 4096, 8192, EFFICIENCY, 0.90, beside=True),
+            Target(pattern, 2048, 2048, EFFICIENCY, 0.75, beside=True),
+            Target(pattern, 64, 8192, NEVER_SLOWER, beside=True),
+        )
+    ),
 )
 # the candidate that `auto` is never to be slower than
 BASELINE = {"ag_gemm": "serial", "gemm_rs": "serial", "backward": "megatron"}
@@ -72,7 +83,6 @@ PEERS = {
 WITH_HOST_TIME = ("ag_gemm", "gemm_rs")
 
 
-def target_of(pattern: str, M: int) -> Target:
-    """The bound of a case."""
-    (target,) = (t for t in TARGETS if t.pattern == pattern and t.M_min <= M <= t.M_max)
-    return target
+def targets_of(pattern: str, M: int) -> list[Target]:
+    """The bounds of a case: one alone, then those beside others."""
+    return [t for t in TARGETS if t.pattern == pattern and t.M_min <= M <= t.M_max]

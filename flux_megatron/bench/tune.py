@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,11 @@ def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
         Problem(pattern, M, N, K, config.train.dtype, tp, layout, device)
         for pattern, N, K, layout in shapes
     ]
+
+
+def and_beside(problems: Sequence[Problem]) -> list[Problem]:
+    """Each problem alone, and beside others."""
+    return [replace(problem, beside=beside) for problem in problems for beside in (False, True)]
 
 
 def start_ranks(tp: int, on_gpu: bool, connections: int, arguments: Sequence[str]) -> int:

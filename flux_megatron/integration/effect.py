@@ -1,7 +1,8 @@
 """What overlap did, where Megatron-LM logs: a line after its own, and scalars in its writers.
 
 Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
-every version from 0.14 on, and these are wrapped there.
+every version from 0.14 on, and these are wrapped there. The loop also asks whether its steps are
+good: `step_check`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import flux_megatron
 from flux_megatron.integration.comparison import Comparison, alternate
+from flux_megatron.integration.step_check import confirm_steps
 
 TRAINING = "megatron.training.training"
 
@@ -34,6 +36,7 @@ def install(compare: int | None) -> None:
 
 @functools.cache
 def _install(training: Any, compare: int | None) -> None:
+    confirm_steps(training)
     comparison = alternate(training, compare) if compare else None
     log_with(training, comparison)
     if comparison is not None:

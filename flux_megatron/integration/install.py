@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 import flux_megatron
 from flux_megatron import settings
-from flux_megatron.integration import effect, requirements
+from flux_megatron.integration import beside, effect, requirements
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -40,6 +40,7 @@ def install_from(args: Any) -> None:
     if options is None:
         return
     requirements.check(args)
+    beside.settle(args)
     # an earlier call may have left "local" in these arguments
     of_te = gpt_layer_specs.TransformerLayerSubmodules is LayerOfTE
     install(options, of_te or args.transformer_impl == "transformer_engine")

@@ -3,7 +3,8 @@
     copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A] in slot
                  (s, communication tile)
     this kernel  takes the tiles of the own shard first, read from x itself, then those of
-                 rank+1, rank+2, ...: waits [A], then loads
+                 rank+1, rank+2, ...: waits [A], then loads. CTAs draw tiles from a work
+                 counter
 
 The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any
 sizes.
@@ -19,9 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.launch import Launcher
-from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
+from flux_megatron.kernels.primitives import (
+    acquire_for_tma_loads,
+    begin_draw,
+    close_draws,
+    deadline_after,
+    end_draw,
+    first_tile,
+    settle,
+    wait_rows,
+)
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
@@ -35,16 +45,21 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, waits, rank, epoch, timeout_ns: tl.int64, comm_rows,
-    M_shard, N, K,
+    x, gathered, w, bias, y, pad, status, waits, work_counter, rank, epoch, timeout_ns: tl.int64,
+    comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_shard = tiles_m * tiles_n
-    for tile in range(tl.program_id(0), WORLD_SIZE * tiles_shard, tl.num_programs(0)):
+    tiles = WORLD_SIZE * tiles_shard
+    right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    tile = first_tile(work_counter)
+    while tile < tiles:
+        ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
         source = (rank + tile // tiles_shard) % WORLD_SIZE
         row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         rows = x
@@ -56,12 +71,17 @@ def ag_gemm_kernel(
             if TMA:
                 acquire_for_tma_loads()
             rows = gathered + source.to(tl.int64) * M_shard * K
-        acc = gemm_tile(rows, w, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+        acc = gemm_tile(
+            rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
+        )
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         out = y + source.to(tl.int64) * M_shard * N
-        store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
+        # not by TMA, whose completion every CTA would await before its next tile
+        store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA=False)
+        tile = settle(end_draw(ticket), work_counter)
+    close_draws(tile, tiles, work_counter)
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +100,7 @@ def _launcher(
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, rank: int, epoch: int, timeout_ns: int,
+    pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
     comm_rows: int, layout: str, tile: Tile, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
@@ -95,7 +115,7 @@ def ag_gemm(
         launch.has_whole_units(x, w), waits is not None,
     )  # fmt: skip
     run(
-        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits),
+        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits, work_counter),
         (rank, epoch, timeout_ns, comm_rows),
     )
     return y

@@ -2,7 +2,8 @@
 
 gemm_rs_kernel       takes the tiles of the shard of rank+1 first, of the own shard last;
                      stores each into slot `rank` of its owner's buffer; the last tile of a
-                     communication tile raises signal [B] at the owner
+                     communication tile raises signal [B] at the owner; CTAs draw tiles
+                     from a work counter
 reduce_slots_kernel  waits [B] of every rank, then sums the slots in fp32 in rank order
 """
 
@@ -16,12 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
+    begin_draw,
+    close_draws,
     complete_tma_stores,
     count_acq_rel_gpu,
+    end_draw,
+    first_tile,
+    settle,
     signal_release_sys,
 )
 from flux_megatron.kernels.sizes import cdiv
@@ -52,18 +58,25 @@ def announce_rows(
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
 def gemm_rs_kernel(
-    x, w, slot_pointers, pad_pointers, counters, rank, epoch, comm_rows, M_shard, N, K,
+    x, w, slot_pointers, pad_pointers, counters, work_counter, rank, epoch, comm_rows,
+    M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+    GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_shard = tiles_m * tiles_n
-    for tile in range(tl.program_id(0), WORLD_SIZE * tiles_shard, tl.num_programs(0)):
+    tiles = WORLD_SIZE * tiles_shard
+    right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    tile = first_tile(work_counter)
+    while tile < tiles:
+        ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
         owner = (rank + 1 + tile // tiles_shard) % WORLD_SIZE
         row, col = tile_origin(tile % tiles_shard, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         rows = x + owner.to(tl.int64) * M_shard * K
-        acc = gemm_tile(rows, w, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+        acc = gemm_tile(
+            rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
+        )
         slots = tl.load(slot_pointers + owner).to(x.dtype)
         slot = slots + tl.cast(rank, tl.int64) * M_shard * N
         store_tile(slot, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
@@ -71,6 +84,8 @@ def gemm_rs_kernel(
             complete_tma_stores()
         pad = tl.load(pad_pointers + owner).to(counters.dtype)
         announce_rows(pad, counters, owner, rank, row, M_shard, tiles_n, comm_rows, epoch, BLOCK_M)
+        tile = settle(end_draw(ticket), work_counter)
+    close_draws(tile, tiles, work_counter)
 
 
 @lru_cache(maxsize=1024)
@@ -89,7 +104,8 @@ def _launcher(
 
 def gemm_rs(
     x: Tensor, w: Tensor, *, slot_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
-    rank: int, world_size: int, epoch: int, comm_rows: int, layout: str, tile: Tile,
+    work_counter: Tensor, rank: int, world_size: int, epoch: int, comm_rows: int, layout: str,
+    tile: Tile,
 ) -> None:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of
     rank r's buffer.
@@ -98,4 +114,4 @@ def gemm_rs(
     run = _launcher(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w)
     )
-    run((x, w, slot_pointers, pad_pointers, counters), (rank, epoch, comm_rows))
+    run((x, w, slot_pointers, pad_pointers, counters, work_counter), (rank, epoch, comm_rows))

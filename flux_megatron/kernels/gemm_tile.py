@@ -38,25 +38,39 @@ def multiply_add(x_tile, w_tile, acc):
 
 
 @triton.jit
+def w_operand(
+    w, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """w, or its descriptor, made once for all tiles of a CTA: that takes some 2 us."""
+    operand = w
+    if TMA:
+        if LAYOUT_NN:
+            operand = tl.make_tensor_descriptor(w, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
+        else:
+            operand = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    return operand
+
+
+@triton.jit
 def gemm_tile(
     x, w, row, col, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); what lies outside M and N is not stored."""
+    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); what lies outside M and N is not stored.
+
+    `w` is what `w_operand` gives.
+    """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if TMA:
         x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if LAYOUT_NN:
-            w_desc = tl.make_tensor_descriptor(w, [K, N], [N, 1], [BLOCK_K, BLOCK_N])
-        else:
-            w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
         for k in range(0, tl.cdiv(K, BLOCK_K)):
             x_tile = x_desc.load([row, k * BLOCK_K])
             if LAYOUT_NN:
-                acc = multiply_add(x_tile, w_desc.load([k * BLOCK_K, col]), acc)
+                acc = multiply_add(x_tile, w.load([k * BLOCK_K, col]), acc)
             else:
-                acc = multiply_add(x_tile, w_desc.load([col, k * BLOCK_K]).T, acc)
+                acc = multiply_add(x_tile, w.load([col, k * BLOCK_K]).T, acc)
     else:
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         cols = (col + tl.arange(0, BLOCK_N)).to(tl.int64)

@@ -21,10 +21,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
+    end_draw,
+    here,
     time_ns,
     wait_acquire_sys,
     wait_begins,
     wait_ends,
+)
+from flux_megatron.kernels.hopper_scheduler import (
+    close_draws,
+    first_item,
+    hand_out,
+    item_exchange,
+    settle,
+    take_item,
+    tile_of_work,
 )
 from flux_megatron.kernels.hopper_tile import (
     finish_products,
@@ -33,8 +44,6 @@ from flux_megatron.kernels.hopper_tile import (
     load_tile,
     multiply_step,
     tile_in_groups,
-    tile_of_work,
-    works_and_rest,
 )
 
 
@@ -76,34 +85,36 @@ def ag_tile(
 
 @gluon.jit
 def ag_loader(
-    x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits, rank,
-    epoch, timeout_ns, comm_rows, M_shard, N, K, cut_tiles, BN: gl.constexpr,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
-    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty,
+    work_counter, pad, status, waits, rank, epoch, timeout_ns, comm_rows, M_shard, N, K,
+    cut_tiles, works, split_first, by_id, BN: gl.constexpr, WORLD_SIZE: gl.constexpr,
+    GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the operands of all tiles of this program."""
+    """One warp: draws this CTA's items and loads the operands of their tiles."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
     BK: gl.constexpr = x_desc.block_type.shape[1]
     deadline = time_ns() + timeout_ns
-    tiles_shard = gl.cdiv(M_shard, BM)
-    tiles_n = gl.cdiv(N, BN)
-    steps = gl.cdiv(K, BK)
+    tiles_shard = gl.cdiv(here(M_shard), BM)
+    tiles_n = gl.cdiv(here(N), BN)
+    steps = gl.cdiv(here(K), BK)
     comm_tiles = gl.cdiv(M_shard, comm_rows)
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     loaded = 0
-    tiles = tiles_shard * tiles_n * WORLD_SIZE
-    works, _ = works_and_rest(tiles, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS)
-    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+    phase = 0
+    item = first_item(work_counter, by_id)
+    while item < works:
+        phase = hand_out(item, item_buf, item_full, item_empty, phase)
         tile, first, last, _, _, _ = tile_of_work(
-            work, tiles, steps, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS
+            item, steps, 0, cut_tiles, split_first, CUT, SPLIT
         )
         source, m, n = ag_tile(
             tile, rank, tiles_shard, tiles_n, cut_tiles, WORLD_SIZE, GROUP_M, NUM_PROGRAMS
         )
         if source == rank:
-            loaded = load_tile(
+            loaded, ticket = load_tile(
                 x_desc, w_desc, m * BM, n * BN, first, last, x_bufs, w_bufs, ready, free, loaded,
-                LAYOUT_NN,
+                work_counter, LAYOUT_NN,
             )  # fmt: skip
         else:
             # communication tiles of one source arrive in their order: the last one tells for all
@@ -115,29 +126,38 @@ def ag_loader(
                 wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [A]
                 wait_ends(waits, begin_ns, tile, source)
                 arrived = arrived | bit
-            loaded = load_tile(
+            loaded, ticket = load_tile(
                 gathered_desc, w_desc, source * M_shard + m * BM, n * BN, first, last,
-                x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN,
+                x_bufs, w_bufs, ready, free, loaded, work_counter, LAYOUT_NN,
             )  # fmt: skip
+        item = settle(end_draw(ticket), work_counter, by_id)
+    hand_out(item, item_buf, item_full, item_empty, phase)
+    close_draws(item, works, work_counter, by_id, NUM_PROGRAMS)
 
 
 @gluon.jit
-def ag_copier(x, own_rows, M_shard, K, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr):
-    """Two warps: this program's part of x to the own gathered rows, if they are wanted."""
+def ag_copier(
+    x, own_rows, item_buf, item_full, item_empty, M_shard, K, works, COPY_OWN: gl.constexpr
+):
+    """Two warps: with each item a share of x to the local shard of the gathered rows, if wanted."""
     BLOCK: gl.constexpr = 64 * 8 * 8  # 8 loads of 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [2], [0])
     if COPY_OWN:
-        size = M_shard * K
-        for block in range(gl.program_id(0), gl.cdiv(size, BLOCK), NUM_PROGRAMS):
-            offsets = block * BLOCK + gl.arange(0, BLOCK, layout)
-            inside = offsets < size
-            gl.store(own_rows + offsets, gl.load(x + offsets, mask=inside), mask=inside)
+        size = M_shard.to(gl.int64) * K
+        blocks = gl.cdiv(size, BLOCK).to(gl.int32)
+        item, phase = take_item(item_buf, item_full, item_empty, 0, 2)
+        while item < works:
+            for block in range(item, blocks, works):
+                offsets = block.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, layout)
+                inside = offsets < size
+                gl.store(own_rows + offsets, gl.load(x + offsets, mask=inside), mask=inside)
+            item, phase = take_item(item_buf, item_full, item_empty, phase, 2)
 
 
 @gluon.jit
 def ag_multiplier(
-    y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank, timeout_ns,
-    M_shard, N, K, cut_tiles,
+    y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, item_buf, item_full,
+    item_empty, rank, timeout_ns, M_shard, N, K, cut_tiles, works, split_first,
     WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
     LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
@@ -154,14 +174,13 @@ def ag_multiplier(
     tiles_shard = gl.cdiv(M_shard, BM)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
-    tiles = tiles_shard * tiles_n * WORLD_SIZE
     deadline = time_ns() + timeout_ns
     multiplied = 0
-    works, _ = works_and_rest(tiles, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS)
     parts_max: gl.constexpr = CUT if CUT > SPLIT else SPLIT
-    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+    item, phase = take_item(item_buf, item_full, item_empty, 0, NUM_WARPS)
+    while item < works:
         tile, first, last, part, parts, cut = tile_of_work(
-            work, tiles, steps, 0, cut_tiles, CUT, SPLIT, NUM_PROGRAMS
+            item, steps, 0, cut_tiles, split_first, CUT, SPLIT
         )
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, acc_layout))
         for step in range(first, last):
@@ -190,14 +209,18 @@ def ag_multiplier(
             y_buf.store(out.to(dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(y_desc, [source * M_shard + m * BM, n * BN], y_buf)
+        item, phase = take_item(item_buf, item_full, item_empty, phase, NUM_WARPS)
     tma.store_wait(pendings=0)
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
+@gluon.jit(
+    do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows", "works", "split_first", "by_id"]
+)
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, bias, x, own_rows, partials, pad, status, waits,
-    counters, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, cut_tiles,
+    counters, work_counter, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, cut_tiles,
+    works, split_first, by_id,
     WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
     HAS_BIAS: gl.constexpr, COPY_OWN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
@@ -208,6 +231,7 @@ def hopper_ag_gemm_kernel(
     w_bufs = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    item_buf, item_full, item_empty = item_exchange(2 if COPY_OWN else 1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
@@ -215,16 +239,20 @@ def hopper_ag_gemm_kernel(
     gl.warp_specialize(
         [
             (ag_multiplier, (
-                y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, rank,
-                timeout_ns, M_shard, N, K, cut_tiles,
+                y_desc, bias, partials, counters, status, x_bufs, w_bufs, ready, free, item_buf,
+                item_full, item_empty, rank, timeout_ns, M_shard, N, K, cut_tiles, works,
+                split_first,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, HAS_BIAS, NUM_PROGRAMS, NUM_WARPS,
             )),
             (ag_loader, (
-                x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, pad, status, waits,
-                rank, epoch, timeout_ns, comm_rows, M_shard, N, K, cut_tiles, BN,
+                x_desc, gathered_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full,
+                item_empty, work_counter, pad, status, waits, rank, epoch, timeout_ns, comm_rows,
+                M_shard, N, K, cut_tiles, works, split_first, by_id, BN,
                 WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
-            (ag_copier, (x, own_rows, M_shard, K, COPY_OWN, NUM_PROGRAMS)),
+            (ag_copier, (
+                x, own_rows, item_buf, item_full, item_empty, M_shard, K, works, COPY_OWN,
+            )),
         ],
         [1, 2],
         [40, 80],

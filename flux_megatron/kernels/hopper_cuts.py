@@ -1,7 +1,8 @@
 """Which tiles of a Hopper kernel are cut along K, and into how many parts. No torch.
 
-A program takes every P-th item of a list, P the number of programs; an item is a tile or a part of
-one (`hopper_tile.tile_of_work`). Two kinds of tiles are cut, each where it shortens the call:
+CTAs draw items from a list (`hopper_scheduler`); an item is a tile or a part of one. The choice
+assumes that P of them run at a time, P the number of SMs. Two kinds of tiles are cut, each where it
+shortens the call:
 
 - early ones. AG+GEMM: all tiles of the first shards, where the own shard has fewer than P, so that
   every program multiplies own rows while the next arrive. GEMM+RS: the last tiles of other shards,
@@ -51,6 +52,16 @@ class Cuts:
     def works(self) -> int:
         """Items of the list."""
         return self.tiles + self.early * (self.parts - 1) + self.rest * (self.split - 1)
+
+    @property
+    def whole(self) -> int:
+        """Items before the first part: whole tiles."""
+        return self.early_last - self.early if self.early else self.split_first
+
+    @property
+    def split_first(self) -> int:
+        """The first item of the last wave's parts."""
+        return self.works - self.rest * self.split
 
     @property
     def programs(self) -> int:

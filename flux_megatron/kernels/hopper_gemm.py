@@ -18,7 +18,7 @@ from flux_megatron.kernels.hopper_cuts import STEPS_MIN, Cuts, cuts_of_gather, c
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Pattern, Problem, Tile
-from flux_megatron.symm.signals import PART_COUNTERS
+from flux_megatron.symm.signals import PART_COUNTERS, WORK_WORDS
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
@@ -100,9 +100,10 @@ def _ag_launcher(
     own = tiles_of_shard(M_shard, N, tile)
     cuts = cuts_of_gather(own, world_size, cut_shards, cdiv(K, tile.block_k), processors(device))
     run = Launcher(
-        hopper_ag_gemm_kernel, (cuts.programs,), tile, (M_shard, N, K, cuts.early),
+        hopper_ag_gemm_kernel, (cuts.programs,), tile,
+        (M_shard, N, K, cuts.early, cuts.works, cuts.split_first, min(cuts.programs, cuts.whole)),
         WORLD_SIZE=world_size, CUT=cuts.parts, SPLIT=cuts.split, STAGES=tile.num_stages,
-        NUM_WARPS=tile.num_warps, LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_OWN=copy_own,
+        LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_OWN=copy_own,
         NUM_PROGRAMS=cuts.programs,
     )  # fmt: skip
     return run, cuts.partials * tile.block_m * tile.block_n
@@ -110,9 +111,9 @@ def _ag_launcher(
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, part_counters: Tensor, rank: int, epoch: int, timeout_ns: int,
-    comm_rows: int, layout: str, tile: Tile, cut_shards: int, copy_own: bool,
-    waits: Tensor | None = None,
+    pad: Tensor, status: Tensor, part_counters: Tensor, work_counter: Tensor, rank: int,
+    epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, cut_shards: int,
+    copy_own: bool, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
@@ -135,7 +136,7 @@ def ag_gemm(
             _described(y, tile.block_m, tile.block_n),
             bias if bias is not None else x, x, own_rows,
             x.new_empty(sums, dtype=torch.float32) if sums else x, pad, status, waits,
-            part_counters,
+            part_counters, work_counter,
         ),
         (rank, epoch, timeout_ns, comm_rows),
     )  # fmt: skip
@@ -146,7 +147,8 @@ def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
     """x [M, K] times w ([N, K] or [K, N]), without any communication: the yardstick of a tile."""
     words = _nothing(x.device)
     return ag_gemm(
-        x, x, w, None, pad=words, status=words, part_counters=words, rank=0, epoch=0,
+        x, x, w, None, pad=words, status=words, part_counters=words,
+        work_counter=words[PART_COUNTERS:], rank=0, epoch=0,
         timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, cut_shards=0,
         copy_own=False,
     )  # fmt: skip
@@ -154,7 +156,7 @@ def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
 
 @cache
 def _nothing(device: torch.device) -> Tensor:
-    return torch.zeros(PART_COUNTERS, dtype=torch.int32, device=device)
+    return torch.zeros(PART_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
 
 
 def processors(device: torch.device) -> int:
@@ -210,10 +212,15 @@ def _rs_launcher(
     M_shard = M // world_size
     own = tiles_of_shard(M_shard, N, tile)
     cuts = cuts_of_scatter(own, world_size, cut_shards, cdiv(K, tile.block_k), processors(device))
+    others = own * (world_size - 1)  # the tiles behind them wait for other ranks
     run = Launcher(
-        hopper_gemm_rs_kernel, (cuts.programs,), tile, (M_shard, N, K, cuts.early),
+        hopper_gemm_rs_kernel, (cuts.programs,), tile,
+        (
+            M_shard, N, K, cuts.early_last - cuts.early, cuts.early_last, cuts.works,
+            cuts.split_first, min(cuts.programs, cuts.whole, others),
+        ),
         WORLD_SIZE=world_size, CUT=cuts.parts, SPLIT=cuts.split, STAGES=tile.num_stages,
-        NUM_WARPS=tile.num_warps, LAYOUT_NN=layout == "nn", BY_SM=by_sm,
+        LAYOUT_NN=layout == "nn", BY_SM=by_sm,
         LATE=own <= cuts.programs, NUM_PROGRAMS=cuts.programs,
     )  # fmt: skip
     return run, cuts.partials * tile.block_m * tile.block_n
@@ -222,8 +229,8 @@ def _rs_launcher(
 def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, slots: Tensor, slot_pointers: Tensor,
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, part_counters: Tensor,
-    rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int, layout: str,
-    tile: Tile, cut_shards: int, by_sm: bool, waits: Tensor | None = None,
+    work_counter: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
+    layout: str, tile: Tile, cut_shards: int, by_sm: bool, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N].
 
@@ -250,7 +257,7 @@ def gemm_rs(
             _described(parts, *block),
             _described(slots, *block),
             _described(y, *block), x.new_empty(sums, dtype=torch.float32) if sums else x,
-            slot_pointers, pad_pointers, pad, status, waits, counters, part_counters,
+            slot_pointers, pad_pointers, pad, status, waits, counters, part_counters, work_counter,
         ),
         (rank, epoch, timeout_ns, tiles_comm),
     )  # fmt: skip

@@ -31,11 +31,22 @@ from flux_megatron.kernels.hopper_primitives import (
     complete_tma_stores,
     count_acq_rel_gpu,
     count_release_sys,
+    end_draw,
+    here,
     signal_release_sys,
     time_ns,
     wait_acquire_sys,
     wait_begins,
     wait_ends,
+)
+from flux_megatron.kernels.hopper_scheduler import (
+    close_draws,
+    first_item,
+    hand_out,
+    item_exchange,
+    settle,
+    take_item,
+    tile_of_work,
 )
 from flux_megatron.kernels.hopper_tile import (
     finish_products,
@@ -45,8 +56,6 @@ from flux_megatron.kernels.hopper_tile import (
     multiply_step,
     number_in_groups,
     tile_in_groups,
-    tile_of_work,
-    works_and_rest,
 )
 
 
@@ -71,29 +80,33 @@ def rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE: gl.constexpr, GROUP_M:
 
 @gluon.jit
 def rs_loader(
-    x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K, cut_tiles,
-    BN: gl.constexpr, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    x_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty, work_counter,
+    rank, M_shard, N, K, cut_first, cut_last, works, split_first, by_id, BN: gl.constexpr,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT_NN: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the operands of all tiles of this program."""
+    """One warp: draws this CTA's items and loads the operands of their tiles."""
     BM: gl.constexpr = x_desc.block_type.shape[0]
     BK: gl.constexpr = x_desc.block_type.shape[1]
-    tiles_shard = gl.cdiv(M_shard, BM)
-    tiles_n = gl.cdiv(N, BN)
-    steps = gl.cdiv(K, BK)
+    tiles_shard = gl.cdiv(here(M_shard), BM)
+    tiles_n = gl.cdiv(here(N), BN)
+    steps = gl.cdiv(here(K), BK)
     loaded = 0
-    tiles = tiles_shard * tiles_n * WORLD_SIZE
-    others = tiles - tiles_shard * tiles_n
-    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
-    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+    phase = 0
+    item = first_item(work_counter, by_id)
+    while item < works:
+        phase = hand_out(item, item_buf, item_full, item_empty, phase)
         tile, first, last, _, _, _ = tile_of_work(
-            work, tiles, steps, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+            item, steps, cut_first, cut_last, split_first, CUT, SPLIT
         )
         owner, m, n, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
-        loaded = load_tile(
+        loaded, ticket = load_tile(
             x_desc, w_desc, owner * M_shard + m * BM, n * BN, first, last, x_bufs, w_bufs,
-            ready, free, loaded, LAYOUT_NN,
+            ready, free, loaded, work_counter, LAYOUT_NN,
         )  # fmt: skip
+        item = settle(end_draw(ticket), work_counter, by_id)
+    hand_out(item, item_buf, item_full, item_empty, phase)
+    close_draws(item, works, work_counter, by_id, NUM_PROGRAMS)
 
 
 @gluon.jit
@@ -111,9 +124,10 @@ def store_at_owner(slots_desc, pointer, place, y_buf, places):
 @gluon.jit
 def rs_mover(
     parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free, part_ready,
-    part_added, pad, status, waits, counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N,
-    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, BY_SM: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    part_added, item_buf, item_full, item_empty, pad, status, waits, counters, rank, epoch,
+    timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last, works, split_first,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    BY_SM: gl.constexpr,
 ):  # fmt: skip
     """One warp: fetches into `y_buf` what the other ranks have made of an own tile, one rank after
     another, and stores each finished tile from it.
@@ -121,25 +135,23 @@ def rs_mover(
     BM: gl.constexpr = y_desc.block_type.shape[0]
     BN: gl.constexpr = y_desc.block_type.shape[1]
     deadline = time_ns() + timeout_ns
-    tiles_shard = gl.cdiv(M_shard, BM)
-    tiles_n = gl.cdiv(N, BN)
+    tiles_shard = gl.cdiv(here(M_shard), BM)
+    tiles_n = gl.cdiv(here(N), BN)
     per_shard = tiles_shard * tiles_n
     comm_tiles = gl.cdiv(per_shard, tiles_comm)
     arrived = (epoch * 0).to(gl.int64)  # one bit for each (source, communication tile)
     finished = 0
     fetched = 0
-    tiles = per_shard * WORLD_SIZE
-    others = tiles - per_shard
-    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
-    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+    item, phase = take_item(item_buf, item_full, item_empty, 0, 1)
+    while item < works:
         tile, _, _, cut_part, _, _ = tile_of_work(
-            work, tiles, 1, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+            item, 1, cut_first, cut_last, split_first, CUT, SPLIT
         )
         if cut_part == 0:  # else another program has the tile
-            owner, m, n, number, step = rs_tile(
+            owner, m, n, place, step = rs_tile(
                 tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M
             )
-            comm_tile = number // tiles_comm
+            comm_tile = place // tiles_comm
             if owner == rank:
                 for part in range(1, WORLD_SIZE):
                     source = (rank + WORLD_SIZE - part) % WORLD_SIZE
@@ -151,7 +163,7 @@ def rs_mover(
                         wait_ends(waits, begin_ns, tile, source)
                         arrived = arrived | bit
                     mbarrier.expect(part_ready, slots_desc.block_type.nbytes)
-                    row = (source * per_shard + number) * BM
+                    row = (source * per_shard + place) * BM
                     tma.async_copy_global_to_shared(slots_desc, [row, 0], part_ready, y_buf)
                     mbarrier.wait(part_added, fetched & 1)
                     fetched += 1
@@ -162,7 +174,7 @@ def rs_mover(
                 tma.store_wait(pendings=0)
             elif BY_SM:
                 store_at_owner(
-                    slots_desc, gl.load(slot_pointers + owner), rank * per_shard + number, y_buf,
+                    slots_desc, gl.load(slot_pointers + owner), rank * per_shard + place, y_buf,
                     WORLD_SIZE * per_shard,
                 )  # fmt: skip
                 complete_tma_stores()
@@ -173,11 +185,12 @@ def rs_mover(
                         theirs, rank * MAX_COMM_TILES + comm_tile, epoch
                     )  # signal [B]
             else:
-                row = (step * per_shard + number) * BM
+                row = (step * per_shard + place) * BM
                 tma.async_copy_shared_to_global(parts_desc, [row, 0], y_buf)
                 complete_tma_stores()
                 count_release_sys(counters + owner * MAX_COMM_TILES + comm_tile)  # signal [D]
             mbarrier.arrive(y_free, count=1)
+        item, phase = take_item(item_buf, item_full, item_empty, phase, 1)
 
 
 @gluon.jit
@@ -194,9 +207,9 @@ def add_part(out, y_buf, part_ready, part_added, fetched, layout: gl.constexpr):
 @gluon.jit
 def rs_multiplier(
     y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full, y_free,
-    part_ready, part_added, rank, timeout_ns, M_shard, N, K,
-    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    part_ready, part_added, item_buf, item_full, item_empty, rank, timeout_ns, M_shard, N, K,
+    cut_first, cut_last, works, split_first, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr,
+    CUT: gl.constexpr, SPLIT: gl.constexpr, LAYOUT_NN: gl.constexpr, LATE: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warp groups: multiply, and add the other ranks' tiles to own ones."""
@@ -213,14 +226,12 @@ def rs_multiplier(
     multiplied = 0
     fetched = 0
     finished = 0
-    tiles = tiles_shard * tiles_n * WORLD_SIZE
-    others = tiles - tiles_shard * tiles_n
     deadline = time_ns() + timeout_ns
-    works, _ = works_and_rest(tiles, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS)
     parts_max: gl.constexpr = CUT if CUT > SPLIT else SPLIT
-    for work in range(gl.program_id(0), works, NUM_PROGRAMS):
+    item, phase = take_item(item_buf, item_full, item_empty, 0, NUM_WARPS)
+    while item < works:
         tile, done, last, cut_part, cut_parts, cut = tile_of_work(
-            work, tiles, steps, others - cut_tiles, others, CUT, SPLIT, NUM_PROGRAMS
+            item, steps, cut_first, cut_last, split_first, CUT, SPLIT
         )
         owner, _, _, _, _ = rs_tile(tile, rank, tiles_shard, tiles_n, WORLD_SIZE, GROUP_M)
         # An own tile is made in R - 1 parts of K: during each another rank's tile is fetched. But
@@ -262,15 +273,19 @@ def rs_multiplier(
             fence_async_shared()
             mbarrier.arrive(y_full, count=1)
             finished += 1
+        item, phase = take_item(item_buf, item_full, item_empty, phase, NUM_WARPS)
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm"])
+@gluon.jit(
+    do_not_specialize=["rank", "epoch", "timeout_ns", "tiles_comm", "works", "split_first", "by_id"]
+)
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, slots_desc, y_desc, partials, slot_pointers, pad_pointers, pad,
-    status, waits, counters, joined, rank, epoch, timeout_ns: gl.int64, tiles_comm, M_shard, N, K,
-    cut_tiles, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
+    status, waits, counters, joined, work_counter, rank, epoch, timeout_ns: gl.int64, tiles_comm,
+    M_shard, N, K, cut_first, cut_last, works, split_first, by_id,
+    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, CUT: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, LAYOUT_NN: gl.constexpr,
     BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = y_desc.block_type.shape[1]
@@ -284,6 +299,7 @@ def hopper_gemm_rs_kernel(
     y_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     part_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     part_added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_buf, item_full, item_empty = item_exchange(2)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
@@ -296,18 +312,22 @@ def hopper_gemm_rs_kernel(
         [
             (rs_multiplier, (
                 y_desc, partials, joined, status, x_bufs, w_bufs, y_buf, ready, free, y_full,
-                y_free, part_ready, part_added, rank, timeout_ns, M_shard, N, K, cut_tiles,
-                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, LATE, NUM_PROGRAMS, NUM_WARPS,
+                y_free, part_ready, part_added, item_buf, item_full, item_empty, rank, timeout_ns,
+                M_shard, N, K, cut_first, cut_last, works, split_first,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, LATE, NUM_WARPS,
             )),
             (rs_loader, (
-                x_desc, w_desc, x_bufs, w_bufs, ready, free, rank, M_shard, N, K, cut_tiles,
-                BN, WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
+                x_desc, w_desc, x_bufs, w_bufs, ready, free, item_buf, item_full, item_empty,
+                work_counter, rank, M_shard, N, K, cut_first, cut_last, works, split_first,
+                by_id, BN,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, LAYOUT_NN, NUM_PROGRAMS,
             )),
             (rs_mover, (
                 parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, y_buf, y_full, y_free,
-                part_ready, part_added, pad, status, waits, counters, rank, epoch, timeout_ns,
-                tiles_comm, M_shard, N, cut_tiles, WORLD_SIZE, GROUP_M, CUT, SPLIT, BY_SM,
-                NUM_PROGRAMS,
+                part_ready, part_added, item_buf, item_full, item_empty, pad, status, waits,
+                counters, rank, epoch, timeout_ns, tiles_comm, M_shard, N, cut_first, cut_last,
+                works, split_first,
+                WORLD_SIZE, GROUP_M, CUT, SPLIT, BY_SM,
             )),
         ],
         [1, 1],

@@ -7,6 +7,8 @@
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
+| `begin_draw`, `end_draw`, `claim` | none: which CTA makes which tile |
+| `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ _TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
 _SLOT = gl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = gl.constexpr(signals.STATUS_SEEN)
+_PAD_LOW = gl.constexpr(signals.STATUS_PAD_LOW)
+_PAD_HIGH = gl.constexpr(signals.STATUS_PAD_HIGH)
+_LOOK_EVERY = gl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
 _RECORDS = gl.constexpr(wait_records.RECORDS.value)
 _WORDS = gl.constexpr(wait_records.WORDS.value)
@@ -40,13 +45,21 @@ def time_ns():
 def wait_acquire_sys(pad, slot, epoch, deadline, status):
     """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
     seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    turns = 0
     while (seen - epoch < 0) & (time_ns() < deadline):
         seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        turns += 1
+        if turns % _LOOK_EVERY == 0:  # at host memory, so not in every turn
+            if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+                deadline = deadline * 0  # a wait has run out of time: all give up
     if seen - epoch < 0:
         if gl.load(status + _TRIPPED, volatile=True) == 0:  # the first one is the reason of others
             gl.store(status + _SLOT, slot)
             gl.store(status + _EXPECTED, epoch)
             gl.store(status + _SEEN, seen)
+            address = pad.to(gl.int64, bitcast=True)
+            gl.store(status + _PAD_LOW, address.to(gl.int32))
+            gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
             gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
     barrier()  # one thread has acquired; the one that issues the load may be another
     gl.inline_asm_elementwise(
@@ -86,6 +99,69 @@ def complete_tma_stores():
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     barrier()
+
+
+@gluon.jit
+def begin_draw(counter):
+    """Count one up in a partition of one warp, without a wait for the number: `end_draw` has it."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_draw(ticket):
+    """The number that `begin_draw` has drawn, in a uniform register: 0, 1, 2, ..."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", [ticket],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def claim(word):
+    """Whether this partition of one warp is the first to claim the word."""
+    ticket = gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.exch.b32 $0, [$1], 1;
+        }""",
+        "=&r,l", [word.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return end_draw(ticket) == 0
+
+
+@gluon.jit
+def uniform(value):
+    """A value that is the same in all lanes. What depends on it stays out of vector registers, as
+    the loop over K must (decision 0013).
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def here(value):
+    """The same number, but what is computed from it is computed here: LLVM would move it in front
+    of the loop in which worker warps await their partition, where a warp has 24 registers.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -4,6 +4,8 @@ The loading warp runs ahead: it waits until a stage is `free`, loads the operand
 into it by TMA, and `ready` completes when they are there. Two warp groups multiply: each wgmma
 reads its stage while the one before finishes. Waits for other ranks happen in warps that do not
 multiply, so they cost the tensor cores nothing until data is really late.
+
+Which tile a CTA makes next is in `hopper_scheduler`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flux_megatron.kernels.hopper_primitives import barrier, count_release_sys, wait_acquire_sys
+from flux_megatron.kernels.hopper_primitives import (
+    barrier,
+    begin_draw,
+    count_release_sys,
+    wait_acquire_sys,
+)
+
+DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last, some 2 us: a draw takes less
 
 
 @gluon.jit
@@ -37,78 +46,6 @@ def number_in_groups(m, n, tiles_m, tiles_n, group_m):
     first = m // group_m * group_m
     rows = min(tiles_m - first, group_m)
     return first * tiles_n + n * rows + m - first
-
-
-@gluon.jit
-def works_and_rest(
-    tiles, cut_first, cut_last,
-    CUT: gl.constexpr, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-):  # fmt: skip
-    """Items of the persistent loop, and tiles of its last, incomplete wave.
-
-    An item is a tile or, of two kinds of tiles, a part of K: tiles `cut_first` to `cut_last` are
-    cut into CUT parts, so that all programs have work before what comes next can begin; those of
-    the last wave into SPLIT, so that it is short.
-    """
-    items = tiles + (cut_last - cut_first) * (CUT - 1)
-    rest = min(items % NUM_PROGRAMS, tiles - cut_last)
-    return items + rest * (SPLIT - 1), rest
-
-
-@gluon.jit
-def steps_of_part(steps, part, PARTS: gl.constexpr):
-    """First step of K of a part of a tile, and the first of the next part."""
-    first = 0
-    last = 0
-    # By comparison: by a division the loop over these steps would stay in vector registers, which
-    # makes the products 10 % slower (4 x H200, 2026-11-21, triton 3.6).
-    for i in gl.static_range(PARTS):
-        if part == i:
-            first = steps * i // PARTS
-            last = steps * (i + 1) // PARTS
-    return first, last
-
-
-@gluon.jit
-def tile_of_work(
-    work, tiles, steps, cut_first, cut_last,
-    CUT: gl.constexpr, SPLIT: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-):  # fmt: skip
-    """Tile of an item, its first and last step of K, and the number of the part (0: has step 0) of
-    how many, and of the cut tile among all that are cut.
-
-    Parts of a tile are neighbours: a program that joins parts waits for items that others have
-    begun, or come to after items that lie before these.
-    """
-    tile = work
-    first = 0
-    last = steps
-    part = 0
-    parts = 1
-    cut = 0
-    if CUT > 1:
-        place = work - cut_first
-        if place >= 0:
-            cuts = cut_last - cut_first
-            if place < cuts * CUT:
-                cut = place // CUT
-                part = place % CUT
-                parts = CUT
-                tile = cut_first + cut
-                first, last = steps_of_part(steps, part, CUT)
-            else:
-                tile = work - cuts * (CUT - 1)
-    if SPLIT > 1:
-        works, rest = works_and_rest(tiles, cut_first, cut_last, CUT, SPLIT, NUM_PROGRAMS)
-        place = work - (works - rest * SPLIT)
-        if place >= 0:
-            which = place // SPLIT
-            cut = cut_last - cut_first + which
-            part = place % SPLIT
-            parts = SPLIT
-            tile = tiles - rest + which
-            first, last = steps_of_part(steps, part, SPLIT)
-    return tile, first, last, part, parts, cut
 
 
 @gluon.jit
@@ -152,7 +89,7 @@ def offsets_in_tile(BM: gl.constexpr, BN: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(
+def load_steps(
     x_desc, w_desc, row, col, first, last, x_bufs, w_bufs, ready, free, loaded,
     LAYOUT_NN: gl.constexpr,
 ):  # fmt: skip
@@ -174,6 +111,23 @@ def load_tile(
             tma.async_copy_global_to_shared(w_desc, [col, step * BK], bar, w_bufs.index(stage))
         loaded += 1
     return loaded
+
+
+@gluon.jit
+def load_tile(
+    x_desc, w_desc, row, col, first, last, x_bufs, w_bufs, ready, free, loaded, work_counter,
+    LAYOUT_NN: gl.constexpr,
+):  # fmt: skip
+    """`load_steps`, and the draw of the next item before the last of them; gives its ticket too."""
+    lead = max(first, last - DRAW_AHEAD)
+    loaded = load_steps(
+        x_desc, w_desc, row, col, first, lead, x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN
+    )
+    ticket = begin_draw(work_counter)
+    loaded = load_steps(
+        x_desc, w_desc, row, col, lead, last, x_bufs, w_bufs, ready, free, loaded, LAYOUT_NN
+    )
+    return loaded, ticket
 
 
 @gluon.jit

@@ -82,6 +82,7 @@ class Launcher:
             "BLOCK_K": tile.block_k,
             "GROUP_M": tile.group_m,
             "TMA": tile.tma,
+            "NUM_WARPS": tile.num_warps,
             **constexprs,
         }
         named = [name for name in kernel.arg_names if name in values]

@@ -7,6 +7,7 @@ PTX.
 | `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
 | `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
+| `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: who makes which tile |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
 
@@ -32,7 +33,12 @@ _TRIPPED = tl.constexpr(signals.STATUS_TRIPPED)
 _SLOT = tl.constexpr(signals.STATUS_SLOT)
 _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
+_PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
+_PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
+_CLAIMS = tl.constexpr(signals.WORK_CLAIMS)
+_WORDS = tl.constexpr(signals.WORK_WORDS)
 
 
 @triton.jit
@@ -64,6 +70,82 @@ def count_relaxed_gpu(counter):
 
 
 @triton.jit
+def _begin_draw_device(work_counter, NUM_WARPS: tl.constexpr):
+    # One element a thread, so that the number is awaited where it is used: Triton's own atomic
+    # hands it to all threads at once, which takes 1 us a tile.
+    threads = tl.arange(0, 32 * NUM_WARPS)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l,r",
+        [work_counter.to(tl.int64), threads],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _end_draw_device(ticket):
+    return tl.max(ticket, 0)
+
+
+@triton.jit
+def _begin_draw_interpreted(work_counter, NUM_WARPS: tl.constexpr):
+    return tl.atomic_add(work_counter, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _end_draw_interpreted(ticket):
+    return ticket
+
+
+@triton.jit
+def _claim(work, tile):
+    return tl.atomic_xchg(work + _CLAIMS + tile, 1, sem="relaxed", scope="gpu") == 0
+
+
+@triton.jit
+def settle(tile, work):
+    """The drawn tile; one that is the first of a CTA only if that CTA has not come to it."""
+    searching = tile < tl.num_programs(0)
+    while searching:
+        searching = not _claim(work, tile)
+        if searching:
+            tile = tl.atomic_add(work, 1, sem="relaxed", scope="gpu")
+            searching = tile < tl.num_programs(0)
+    return tile
+
+
+@triton.jit
+def first_tile(work):
+    """The first tile of a CTA: that of its own number, if nobody else has come to it, else the next
+    one. No other tile belongs to a CTA: one that gets no SM, because another kernel holds it, holds
+    up nothing. Why the first does: `hopper_scheduler.first_item`.
+    """
+    tile = tl.program_id(0)
+    if not _claim(work, tile):
+        tile = settle(tl.atomic_add(work, 1, sem="relaxed", scope="gpu"), work)
+    return tile
+
+
+@triton.jit
+def close_draws(tile, tiles, work):
+    """Every CTA draws once in vain. The last of these draws clears counter and claims for the next
+    launch: nobody draws or claims after it, and the end of the kernel orders it.
+    """
+    if tile == tiles + tl.num_programs(0) - 1:
+        words = tl.arange(0, _WORDS)
+        tl.store(work + words, 0, mask=words < tl.num_programs(0) + _CLAIMS)
+
+
+@triton.jit
 def _time_ns():
     return tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
@@ -78,8 +160,13 @@ def _deadline_after_device(timeout_ns):
 @triton.jit
 def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
     seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    turns = 0
     while (seen - epoch < 0) & (_time_ns() < deadline):
         seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        turns += 1
+        if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
+            if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+                deadline = deadline * 0  # a wait has run out of time: all give up
     late = seen - epoch < 0
     if late:  # the first to be late is told, not those that follow from it
         late = tl.load(status + _TRIPPED, volatile=True) == 0
@@ -87,6 +174,9 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
         tl.store(status + _SLOT, slot)
         tl.store(status + _EXPECTED, epoch)
         tl.store(status + _SEEN, seen)
+        address = pad.to(tl.int64, bitcast=True)
+        tl.store(status + _PAD_LOW, address.to(tl.int32))
+        tl.store(status + _PAD_HIGH, (address >> 32).to(tl.int32))
         tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
 
 
@@ -146,21 +236,27 @@ def _deadline_after_host(timeout_ns) -> int:
 
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+    if record[signals.STATUS_TRIPPED]:  # a wait has run out of time: one look, and on
+        deadline = 0
     try:
         host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline)
     except TimeoutError as late:
-        record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
         if record[signals.STATUS_TRIPPED]:  # the first to be late is told, not those that follow
             return
         record[signals.STATUS_SLOT] = _word(slot)
         record[signals.STATUS_EXPECTED] = _word(epoch)
         record[signals.STATUS_SEEN] = late.args[0]
+        record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
+        record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
         record[signals.STATUS_TRIPPED] = 1
 
 
 def _no_fence_needed() -> None: ...
 
 
+begin_draw = _begin_draw_interpreted if INTERPRETED else _begin_draw_device
+end_draw = _end_draw_interpreted if INTERPRETED else _end_draw_device
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device

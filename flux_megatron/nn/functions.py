@@ -164,22 +164,23 @@ class _ColumnParallel(torch.autograd.Function):
         dy = _rows(dy)
         gather = scatter = dx = dw = None
         gathers = x is not None and not options.save_gathered
-        with ops.phase("dgrad"):
-            if gathers and needs_dx:
-                gather, scatter = ops.start_gather_and_gemm_rs(x, dy, w, options.group)
-            elif gathers:
-                gather = ops.start_gather(x, w, options.group)
-            elif needs_dx:
-                scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
-        if x is not None:
-            dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
-        elif needs_dw and options.dy_buffer is not None:
-            options.dy_buffer.append(dy)
-        if gather:
-            gather.close()
-        db = dy.sum(0) if needs_db else None
-        if scatter:
-            dx = _shaped(scatter.finish(), ctx.shape)
+        with ops.guard(options.group, dy.device):
+            with ops.phase("dgrad"):
+                if gathers and needs_dx:
+                    gather, scatter = ops.start_gather_and_gemm_rs(x, dy, w, options.group)
+                elif gathers:
+                    gather = ops.start_gather(x, w, options.group)
+                elif needs_dx:
+                    scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
+            if x is not None:
+                dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
+            elif needs_dw and options.dy_buffer is not None:
+                options.dy_buffer.append(dy)
+            if gather:
+                gather.close()
+            db = dy.sum(0) if needs_db else None
+            if scatter:
+                dx = _shaped(scatter.finish(), ctx.shape)
         return dx, dw, db, None
 
 
@@ -188,7 +189,7 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
         rows = _rows(x)
         with ops.phase("fprop"):
-            y = ops.start_gemm_rs(rows, w, options.group).finish()
+            y = ops.run_gemm_rs(rows, w, options.group)
         ctx.save_for_backward(_to_keep(x, rows) if ctx.needs_input_grad[1] else None, w)
         ctx.options, ctx.shape = options, x.shape
         return _like(y, x)
@@ -210,9 +211,10 @@ class _RowParallel(torch.autograd.Function):
                 dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
             dx = _shaped(dx, ctx.shape)
         elif consume:
-            gather = ops.start_gather(dy, w, options.group, layout="nn")
-            consume(gather.complete())
-            gather.close()
+            with ops.guard(options.group, dy.device):
+                gather = ops.start_gather(dy, w, options.group, layout="nn")
+                consume(gather.complete())
+                gather.close()
         return dx, dw[0], None
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import capturing
 from flux_megatron.symm.workspace import Workspace
+
+# What may run beside other kernels without a measurement of that. On 2 x H200 (2026-11-22, N = K =
+# 12288, `docs/results/h200x2/beside.jsonl`) `hopper` and `fused` were ahead of NCCL + cuBLAS beside
+# an all-reduce at every M from 1024 to 8192; `pipelined` was up to 4 % behind it below 4096.
+UNMEASURED_BESIDE = ("hopper", "fused", "sequential")
 
 _spent_s = 0.0  # measuring, in this process
 
@@ -93,16 +99,35 @@ def _leader_answer(problem: Problem, names: list[str], device: torch.device) -> 
         return {"plan": entry.plan.dumps()}
     facts = hardware.find(cache.environment.gpu, cache.environment.link)
     plans = tuner.candidates(problem, names, facts)
-    near = (
-        one.plan for one in cache.neighbours(problem)
-        if one.plan.strategy in possible and (facts is None or _tells(one, problem))
-    )  # fmt: skip
-    plan = next(near, None) or tuner.predicted_best(problem, plans, facts)
-    answer: dict[str, Any] = {"plan": plan.dumps()}
+    answer: dict[str, Any] = {"plan": _unmeasured(problem, plans, possible, cache, facts).dumps()}
     seconds = settings.get().tune_seconds - _spent_s
     if settings.get().tune == "lazy" and seconds > 0:
         answer |= {"measure": [candidate.dumps() for candidate in plans], "seconds": seconds}
     return answer
+
+
+def _unmeasured(
+    problem: Problem, plans: list[Plan], possible: set[str], cache: PlanCache,
+    facts: hardware.Hardware | None,
+) -> Plan:  # fmt: skip
+    """What a neighbour tells of the `possible` strategies, else the cost model's choice.
+
+    Where no neighbour was measured beside others either: that of `UNMEASURED_BESIDE` which was the
+    fastest alone.
+    """
+
+    def near(like: Problem) -> list[Entry]:
+        entries = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
+        return [entry for entry in entries if facts is None or _tells(entry, like)]
+
+    told = [entry.plan for entry in near(problem) if entry.plan.strategy in possible]
+    if not told and problem.beside:
+        careful = possible & {*UNMEASURED_BESIDE}
+        plans = [plan for plan in plans if plan.strategy in careful]
+        for entry in near(replace(problem, beside=False)):
+            measured = (one.plan for one in entry.measured)  # the fastest first
+            told += [plan for plan in (entry.plan, *measured) if plan.strategy in careful]
+    return told[0] if told else tuner.predicted_best(problem, plans, facts)
 
 
 def _tells(entry: Entry, problem: Problem) -> bool:

@@ -20,7 +20,7 @@ from flux_megatron.overlap import choice, environment, registry, transfer
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.symm.workspace import Workspace, workspace
+from flux_megatron.symm.workspace import Guard, Workspace, workspace
 
 LAYOUTS = ("nt", "nn")
 
@@ -64,6 +64,7 @@ def decide(
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
     space = workspace(group, x.device)
+    space.check()  # before a question that a rank which has failed would not answer
     if space.settings is not settings.get():
         space.settings = settings.get()
         space.checked.clear()
@@ -101,6 +102,13 @@ def refuse(complaint: str, group: ProcessGroup, device: torch.device) -> NoRetur
     raise ValueError(complaint)
 
 
+def guard(group: ProcessGroup, device: torch.device) -> Guard:
+    """For calls in pieces: `with guard(group, device)`, an error within that leaves one of them
+    open breaks the group off, and every rank is told.
+    """
+    return workspace(group, device).guard()
+
+
 def _new_decision(
     pattern: Pattern, x: Tensor, w: Tensor, world_size: int, layout: str, plan: Plan | None,
     space: Workspace,
@@ -116,6 +124,7 @@ def _new_decision(
         world_size=world_size,
         layout=layout,
         device=x.device.type,
+        beside=settings.get().beside == "1",
     )
     fallback = None
     if plan is None:

@@ -60,7 +60,7 @@ class Entry:
 
     def dumps(self) -> str:
         """The entry as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({**dataclasses.asdict(self), "problem": _written(self.problem)})
 
     @staticmethod
     def loads(text: str) -> Entry:
@@ -170,7 +170,7 @@ def write_file(file: Path, entries: Iterable[Entry]) -> None:
 def store(folder: Path, entry: Entry) -> Path:
     """Write the entry to the file of its key in the user's cache."""
     p = entry.problem
-    key = json.dumps([dataclasses.asdict(p), dataclasses.asdict(entry.environment)])
+    key = json.dumps([_written(p), dataclasses.asdict(entry.environment)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     name = f"{p.pattern}_{p.M}x{p.N}x{p.K}_{p.layout}_{p.dtype}_tp{p.world_size}_{digest}.json"
     file = folder / slug(entry.environment.gpu) / name
@@ -178,7 +178,19 @@ def store(folder: Path, entry: Entry) -> Path:
     return file
 
 
+def _written(problem: Problem) -> dict[str, Any]:
+    """Its fields; without `beside` where nothing was, as entries were written before there was one
+    beside others.
+    """
+    raw = dataclasses.asdict(problem)
+    if not problem.beside:
+        del raw["beside"]
+    return raw
+
+
 def _entry(raw: Any) -> Entry:
+    if isinstance(raw, dict) and isinstance(raw.get("problem"), dict):
+        raw = {**raw, "problem": {"beside": False, **raw["problem"]}}
     entry: Entry = _decode(Entry, raw, "entry")
     plans = [entry.plan, *(m.plan for m in entry.measured), *(f.plan for f in entry.failed)]
     known = registry.STRATEGIES[entry.problem.pattern]

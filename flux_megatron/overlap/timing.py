@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron.overlap.beside import AllReduces
 from flux_megatron.symm import workspace
 
 Candidate = Callable[[], object]
@@ -33,11 +34,13 @@ class Race:
     """What a race found, the same on every rank.
 
     `times_us[name]` has one value a round, the largest over the ranks. `failures[name]` says why a
-    candidate has no times, and on which ranks.
+    candidate has no times, and on which ranks. `outlived[name]` counts the rounds at whose end no
+    all-reduce ran beside the candidate any more, on some rank: it took so much longer than alone.
     """
 
     times_us: dict[str, list[float]]
     failures: dict[str, str]
+    outlived: dict[str, int] = field(default_factory=dict)
 
     def median_us(self, name: str) -> float:
         return statistics.median(self.times_us[name])
@@ -45,25 +48,50 @@ class Race:
 
 def race(
     candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
-    rounds: int = 12, warmup: int = 3,
+    rounds: int = 12, warmup: int = 3, beside: bool = False,
 ) -> Race:  # fmt: skip
     """Time the candidates in `rounds` rounds, each of which runs every candidate once.
 
     Collective: every rank of `group` brings the same names in the same order. A candidate that
     raises in its `warmup` calls on any rank is out on all of them. A rank that does not come is
     found by the candidate's own time limit and by that of `group`.
+
+    With `beside` every timed call runs beside all-reduces of another communicator, which have
+    started before it on every rank; `beside.NoRoom`, on every rank, if there is no memory for them.
     """
     failures = {}
     for name, call in candidates.items():
         if failure := _warm_up(call, group, device, warmup):
             failures[name] = failure
     running = {name: call for name, call in candidates.items() if name not in failures}
-    measure = _cuda_rounds if device.type == "cuda" else _cpu_rounds
-    times = measure([*running.values()], group, device, rounds)
-    if running:
-        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    if not running:
+        workspace.check()
+        return Race({}, failures)
+    calls = [*running.values()]
+    load = None
+    if beside:
+        alone_us, _ = _slowest(calls, group, device, 1, None)
+        load = AllReduces(group, device, longest_us=alone_us.max().item())
+    times_us, outlived = _slowest(calls, group, device, rounds, load)
     workspace.check()
-    return Race(dict(zip(running, times.t().tolist(), strict=True)), failures)
+    return Race(
+        dict(zip(running, times_us.t().tolist(), strict=True)),
+        failures,
+        dict(zip(running, outlived.sum(0).int().tolist(), strict=True)) if load else {},
+    )
+
+
+def _slowest(
+    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
+    load: AllReduces | None,
+) -> Tensor:  # fmt: skip
+    """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
+    over the ranks.
+    """
+    measure = _cuda_rounds if device.type == "cuda" else _cpu_rounds
+    found = measure(calls, group, device, rounds, load)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
 
 
 def host_time_us(call: Candidate, device: torch.device, n: int = 20) -> float:
@@ -102,37 +130,48 @@ def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup:
 
 
 def _cuda_rounds(
-    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int
-) -> Tensor:
-    """This rank's times in microseconds [rounds, candidates]."""
+    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
+    load: AllReduces | None,
+) -> Tensor:  # fmt: skip
+    """What `_slowest` gives, of this rank."""
     token = torch.zeros(1, device=device)
     events = []
     for _ in range(rounds):
         for call in calls:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # the all-reduces of the turn before are done
             time.sleep(GAP_S)
             torch.cuda._sleep(HIDE_LAUNCH)
             dist.all_reduce(token, group=group)  # the ranks' devices start together
             torch.cuda._sleep(AFTER_ALIGNMENT)
+            if load:
+                load.start()
+                torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
-            events.append((start, end))
+            events.append((start, end, load.end() if load else None))
     torch.cuda.synchronize(device)
-    times_us = [start.elapsed_time(end) * 1e3 for start, end in events]
-    return torch.tensor(times_us, device=device).view(rounds, len(calls))
+    times_us = [start.elapsed_time(end) * 1e3 for start, end, _ in events]
+    outlived = [last is not None and last.elapsed_time(end) > 0 for _, end, last in events]
+    return torch.tensor([times_us, outlived], device=device).view(2, rounds, len(calls))
 
 
 def _cpu_rounds(
-    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int
-) -> Tensor:
-    """This rank's times in microseconds [rounds, candidates]."""
-    times_us = torch.zeros(rounds, len(calls))
+    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
+    load: AllReduces | None,
+) -> Tensor:  # fmt: skip
+    """What `_slowest` gives, of this rank."""
+    found = torch.zeros(2, rounds, len(calls))
     for number in range(rounds):
         for place, call in enumerate(calls):
             dist.barrier(group=group)
+            if load:
+                load.start()
             start = time.perf_counter()
             call()
-            times_us[number, place] = (time.perf_counter() - start) * 1e6
-    return times_us
+            found[0, number, place] = (time.perf_counter() - start) * 1e6
+            if load:
+                found[1, number, place] = load.ended()
+                load.wait()
+    return found

@@ -94,6 +94,7 @@ class Gather:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
         around the ring.
         """
+        self.workspace.gather.follow()
         with phase("wait"):
             wait_sources(
                 pad=self.call.pads[self.call.rank],
@@ -109,6 +110,7 @@ class Gather:
 
     def complete(self) -> Tensor:
         """All rows, ready on the current stream; valid until `close`."""
+        self.workspace.gather.follow()
         if self.own_rows:
             copy = self.engine.copy if self.behind_pushes else self.engine.copy_here
             with phase("own rows"):
@@ -120,6 +122,7 @@ class Gather:
 
     def close(self) -> None:
         """Everything that reads the gathered rows has been enqueued."""
+        self.workspace.gather.follow()
         if not self.joined:
             self._join()
         self.workspace.gather.end(self.call)
@@ -171,6 +174,7 @@ class Scatter:
 
     def finish(self) -> Tensor:
         """y [M_shard, N]: the fp32 sum of this rank's slots in rank order, when all have come."""
+        self.workspace.scatter.follow()
         with phase("reduce"):
             y = reduce_slots(
                 self.slots,

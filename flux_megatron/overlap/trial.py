@@ -105,9 +105,7 @@ class Trial:
         """Raise `SignalTimeout` if a call has missed a rank."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if self._space.unavailable is None:
-            self._space.gather.check()
-            self._space.scatter.check()
+        self._space.check()
 
     def _outputs(self, plan: Plan) -> list[Tensor]:
         if self.problem.layout == "nt":

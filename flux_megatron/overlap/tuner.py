@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import environment, registry, sequential
+from flux_megatron.overlap.beside import STRETCH, NoRoom
 from flux_megatron.overlap.plan_cache import Entry, Failed, Measured
 from flux_megatron.overlap.timing import race
 from flux_megatron.overlap.trial import Trial
@@ -77,9 +78,11 @@ def measure(
 
     After `seconds` on the leader's clock no further plan is tried, and fewer rounds are run. None
     if there is no memory for the operands, or `sequential` itself fails. `watch` is told each plan
-    before its turn.
+    before its turn. A problem `beside` others is raced beside all-reduces.
     """
-    entry = _measure(problem, plans, group, device, seconds, watch)
+    entry = None
+    with suppress(NoRoom):  # on all ranks alike
+        entry = _measure(problem, plans, group, device, seconds, watch)
     gc.collect()  # a workspace is in cycles, and its symmetric memory is the run's
     return entry
 
@@ -109,6 +112,8 @@ def _measure(
 
     def rounds_in_time(most: int, times_us: Iterable[float]) -> int:
         left = seconds - (time.monotonic() - started)
+        if problem.beside:  # a turn lasts as long as its all-reduces
+            left /= STRETCH
         return int(leaders(group, _rounds(left, times_us, most)))
 
     rounds = rounds_in_time(ROUNDS, tried.values())
@@ -136,7 +141,9 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    result = race(calls, group=group, device=device, rounds=rounds)
+    result = race(
+        calls, group=group, device=device, rounds=rounds, beside=trial.problem.beside
+    )  # fmt: skip
     if not result.failures:
         return result.times_us
     if {AGAIN, plans[0].dumps()} & result.failures.keys():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from flux_megatron.problem import Pattern, Plan, Problem
 TILE_M, TILE_N = 128, 256
 # What is smaller takes a copy engine, with its signal, as long (13.7 us on H200, latency included).
 SMALLEST_COPY_BYTES = 2**20
+# Assumed, of the SMs that NCCL's kernels hold where a call runs beside them: GEMMs of M = 8192 took
+# 12 % longer beside an all-reduce (2 x H200, 2026-11-22), as without 14 of 132 SMs.
+NCCL_SMS = 16
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -45,14 +49,15 @@ def predict_us(
     problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED
 ) -> float:
     """The time of `plan` in microseconds; for "nn" that of the layer's whole backward."""
-    return _Prediction(problem, plan, hardware, constants).total_us()
+    return _Prediction(problem, plan, _left_by_others(problem, hardware), constants).total_us()
 
 
 def gemms_us(
     problem: Problem, hardware: Hardware, constants: Constants = FITTED
 ) -> tuple[float, float]:
     """The GEMM that communicates, and wgrad, which a forward ("nt") has not, both alone."""
-    one = _Prediction(problem, Plan("sequential"), hardware, constants)
+    left = _left_by_others(problem, hardware)
+    one = _Prediction(problem, Plan("sequential"), left, constants)
     return one.gemm_us(problem.M), one.wgrad_us()
 
 
@@ -66,6 +71,16 @@ def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
 def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     """What the communication adds to the GEMMs' time under `plan`, in microseconds."""
     return max(0.0, predict_us(problem, plan, hardware) - sum(gemms_us(problem, hardware)))
+
+
+def _left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
+    """The GPU without the SMs that are taken beside the call, for every strategy alike."""
+    if not problem.beside:
+        return hardware
+    sms = hardware.multiprocessors - NCCL_SMS
+    share = sms / hardware.multiprocessors
+    rates = {dtype: rate * share for dtype, rate in hardware.tflops.items()}
+    return replace(hardware, multiprocessors=sms, tflops=rates)
 
 
 class Part(NamedTuple):
@@ -102,7 +117,7 @@ class _Prediction(NamedTuple):
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype, self.constants)
 
     def _sequential_us(self) -> float:
-        gemms = gemms_us(self.problem, self.hardware, self.constants)
+        gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
         if self.problem.layout == "nn" and self.problem.pattern is Pattern.GEMM_RS:

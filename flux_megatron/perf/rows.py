@@ -67,6 +67,7 @@ def _row(line: str, place: str) -> Row | None:
     try:
         values = json.loads(line)
         ran = values["status"] == "ok" and values["M"] >= SMALLEST_M
+        ran = ran and not values.get("beside")  # constants are of operations alone
         if not ran or values["op"] not in LAYERS or values["pattern"] == "gemm":
             return None
         source = values["provenance"]

@@ -8,6 +8,7 @@ who said nothing.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 import uuid
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors, settings
 
 _REFUSED = "refused: "
+_BROKEN = "broken"  # the key of the first failure in the middle of a call
 _ANSWER = "\x1f"  # ASCII's separator of units: between a question and this rank's answer
 
 
@@ -26,6 +28,8 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._world_size = group.rank(), group.size()
+        self._name = group.group_name
+        self.broken = ""  # the first failure of a rank in the middle of a call, once it is known
         # a group created later under the same name must not read old answers
         nonce = [uuid.uuid4().hex]
         dist.broadcast_object_list(nonce, group=group, group_src=0)
@@ -45,6 +49,8 @@ class Agreement:
         """
         said = [text.partition(_ANSWER) for text in self._exchange(question + _ANSWER + answer)]
         words = [asked for asked, _, _ in said]
+        if any(other.startswith(_REFUSED) for other in words) and self.failure():
+            raise errors.GroupBroken(self.broken)
         if any(other != question for other in words):
             quotes = "; ".join(f"rank {r}: {text or 'no answer'}" for r, text in enumerate(words))
             raise errors.ProblemMismatch(
@@ -68,6 +74,25 @@ class Agreement:
         return "; ".join(
             f"rank {r} {text}" for r, text in said.items() if text.startswith(_REFUSED)
         )
+
+    def break_off(self, failure: str) -> None:
+        """Tell all ranks that this one failed in the middle of a call, unless one did before."""
+        mine = (
+            f"group {self._name} cannot be used any more: "
+            f"rank {self._rank} failed in the middle of a call: {failure}"
+        )
+        try:
+            self.broken = self._store.compare_set(_BROKEN, "", mine).decode()
+            self.refuse(self.broken)  # those who ask now need not wait
+        except RuntimeError:  # what failed may be the store
+            self.broken = mine
+
+    def failure(self) -> str:
+        """The first failure of any rank in the middle of a call, or nothing."""
+        with contextlib.suppress(RuntimeError):
+            if not self.broken and self._store.check([_BROKEN]):
+                self.broken = self._store.get(_BROKEN).decode()
+        return self.broken
 
     def _exchange(self, words: str) -> list[str]:
         number, self._number = self._number, self._number + 1

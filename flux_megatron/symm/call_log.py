@@ -18,6 +18,8 @@ from flux_megatron.symm import cpu_backend
 
 ENTRIES = 4096  # how far one host may run ahead of another and still be compared
 _DIGEST_BITS = 32
+_NUMBERS = 2**31  # numbers of calls wrap around there, so that an entry is never negative
+_BROKEN_OFF = "one that was never made, because the call before it failed"
 
 
 class CallLog:
@@ -34,16 +36,24 @@ class CallLog:
 
     def note(self, words: str) -> None:
         """Record this rank's next call; `ProblemMismatch` if a rank is known to differ."""
+        self._put(words)
+        if difference := self.difference():
+            raise errors.ProblemMismatch(
+                f"the ranks of the group made different calls: {difference}"
+            )
+
+    def break_off(self) -> None:
+        """Let every other rank find a difference at its next call: this one makes no more."""
+        self._put(_BROKEN_OFF)
+
+    def _put(self, words: str) -> None:
         digest = self._digests.get(words)
         if digest is None:
             digest = self._digests[words] = zlib.crc32(words.encode())
         self._count += 1
         # the number goes with the digest in one aligned store: a reader sees both or neither
-        self._rings[self._rank][self._count % ENTRIES] = self._count << _DIGEST_BITS | digest
-        if difference := self.difference():
-            raise errors.ProblemMismatch(
-                f"the ranks of the group made different calls: {difference}"
-            )
+        entry = self._count % _NUMBERS << _DIGEST_BITS | digest
+        self._rings[self._rank][self._count % ENTRIES] = entry
 
     def difference(self) -> str:
         """The first call that some rank made differently, as far as they have come, or nothing."""
@@ -52,10 +62,9 @@ class CallLog:
             if rank == self._rank:
                 continue
             for number in range(compared[rank] + 1, count + 1):
-                theirs = ring[number % ENTRIES]
-                if theirs >> _DIGEST_BITS < number:
+                theirs, mine = ring[number % ENTRIES], ours[number % ENTRIES]
+                if _is_before(theirs >> _DIGEST_BITS, number):
                     break  # not there yet
-                mine = ours[number % ENTRIES]
                 if theirs != mine and theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
                     return (
                         f"call {number} of rank {self._rank} is {self._told(mine)}, "
@@ -67,3 +76,8 @@ class CallLog:
     def _told(self, entry: int) -> str:
         known = {digest: words for words, digest in self._digests.items()}
         return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")
+
+
+def _is_before(entry: int, number: int) -> bool:
+    """Whether an entry's number, which wraps around, is that of an earlier call."""
+    return 0 < (number - entry) % _NUMBERS < _NUMBERS // 2

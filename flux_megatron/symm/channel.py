@@ -9,9 +9,9 @@ other ranks. `docs/memory_model.md` has both arguments. They rest on one open ca
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,13 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors, settings
 from flux_megatron.symm import buffer, signals
 from flux_megatron.symm.buffer import SymmetricBuffer
-from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.status import Status
+from flux_megatron.symm.stream_order import stream_order
 
 _PARTS = 3  # two halves for eager calls, by parity, then the part of captured calls
 _CAPTURED = 2
 _MAX_PREPARED = 1024
+REFRESH_EVERY = 2**30  # calls: epochs are compared over 2**31
 
 
 def capturing(device: torch.device) -> bool:
@@ -100,36 +102,37 @@ class Call(NamedTuple):
 class Channel:
     """A symmetric buffer in three parts, with signals, and the epoch of the last eager call.
 
-    `explain` gives the likely reason for a missing signal. `enter` launches the kernel with which a
-    captured call begins; it gets the call and this rank's count of such calls, int32 [1].
+    Waits that run out of time are recorded in `status`; `check` raises what has come of them.
+    `enter` launches the kernel with which a captured call begins; it gets the call and this rank's
+    count of such calls, int32 [1].
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, explain: Callable[[], str],
-        enter: Callable[[Call, Tensor], None],
+        self, group: ProcessGroup, device: torch.device, status: Status,
+        check: Callable[[], None], enter: Callable[[Call, Tensor], None],
     ) -> None:  # fmt: skip
         self._group, self._device = group, device
         self._rank, self._world_size = group.rank(), group.size()
-        self._explain, self._enter = explain, enter
-        self._engine = copy_engine(device)
+        self._status, self._check, self._enter = status, check, enter
+        self._order = stream_order(device)
         self._pad_bytes = signals.pad_words(self._world_size) * torch.int32.itemsize
         self._pad_buffer = buffer.allocate(2 * self._pad_bytes, group, device)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
-        # kernels write it, the host reads it without a synchronisation
-        self._status = torch.zeros(
-            signals.STATUS_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self._status.data_ptr())
         slots = self._world_size * signals.MAX_COMM_TILES
         self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
         self.part_counters = torch.zeros(signals.PART_COUNTERS, dtype=torch.int32, device=device)
+        self.work_counter = torch.zeros(signals.WORK_WORDS, dtype=torch.int32, device=device)
         self._entries = torch.zeros(1, dtype=torch.int32, device=device)
+        waiter = f"rank {self._rank} of group {group.group_name}"
+        awaited = partial(signals.told, world_size=self._world_size)
+        for pads in (self._pads, self._captured_pads):
+            status.name(pads[self._rank], waiter, awaited)
+        status.name(self.part_counters, waiter, "the partials of tile {}".format)
         self.epoch = 0
-        self._open = False
+        self.open = False  # whether a call is
         self._parts: tuple[Part, ...] = ()
         self._captured = False  # whether a graph knows the addresses of these parts
         self._outgrown: list[tuple[Part, ...]] = []  # graphs replay into the memory they know
-        self._last_stream: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -141,60 +144,43 @@ class Channel:
 
         Grows, collectively, when that is too small; `WorkspaceError` if that would be in a capture.
         """
-        self.check()
-        if self._open:
-            raise errors.WorkspaceError(
-                "a call was begun on this channel while another was open, or after one that failed"
-            )
+        self._check()
+        if self.open:
+            raise errors.WorkspaceError("a call was begun on this channel while another was open")
         captured = capturing(self._device)
         if not self._parts or size_bytes > self._parts[0].size_bytes:
             self._grow(size_bytes, captured)
-        self._open = True
+        if not captured and (self.epoch + 1) % REFRESH_EVERY == 0:
+            self._refresh()
+        self.follow()
+        self.open = True
         if captured:
             self._captured = True
             call = self._call(signals.CAPTURED_EPOCH, self._parts[_CAPTURED])
             self._enter(call, self._entries)
             return call
-        self._follow_last_stream()
         self.epoch += 1
         return self._call(self.epoch, self._parts[self.epoch % 2])
 
     def _call(self, epoch: int, part: Part) -> Call:
-        return Call(epoch, self._status, part)
+        return Call(epoch, self._status.words, part)
+
+    def follow(self) -> None:
+        """Go on with an open call, after whatever calls of this device have enqueued since."""
+        self._order.follow()
 
     def end(self, call: Call) -> None:
         """Close the call: all that reads its part has been enqueued on the current stream."""
         captured = call.part is self._parts[_CAPTURED]
-        assert self._open and (captured or call.epoch == self.epoch), "calls are closed in order"
+        assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
+        self.follow()
         if settings.get().poison:
             # No peer writes this part before our next call, by its data or its entry, tells it that
             # we are done here.
             call.view(call.rank, (call.part.size_bytes,), torch.uint8).fill_(0xFF)
-        if not captured:  # a stream outside of a graph cannot wait for one inside
-            self._last_stream = self._engine.current()
-        self._open = False
+        self.open = False
         if self._device.type == "cpu":  # kernels have returned: what they met is known
-            self.check()
-
-    def check(self) -> None:
-        """Raise `SignalTimeout` if a kernel's wait has run out of time since."""
-        if not self._record[signals.STATUS_TRIPPED]:
-            return
-        slot, expected, seen = (
-            self._record[word]
-            for word in (signals.STATUS_SLOT, signals.STATUS_EXPECTED, signals.STATUS_SEEN)
-        )
-        reason = self._explain()
-        raise errors.SignalTimeout(
-            f"rank {self._rank} of group {self._group.group_name} waited "
-            f"{settings.get().timeout_s:g} s for {signals.told(slot, self._world_size)}: "
-            f"epoch {expected} expected, {seen} seen" + (f" ({reason})" if reason else "")
-        )
-
-    def _follow_last_stream(self) -> None:
-        current = self._engine.current()
-        if self._last_stream not in (None, current):
-            self._engine.order(current, self._last_stream)
+            self._check()
 
     def _grow(self, size_bytes: int, captured: bool) -> None:
         if captured:
@@ -203,15 +189,29 @@ class Channel:
                 f"{self._parts[0].size_bytes if self._parts else 0} are there, and memory cannot "
                 "be had during capture: make the same call once before it is captured"
             )
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        dist.barrier(group=self._group)  # no rank uses the old memory any more
+        self._meet()  # no rank uses the old memory any more
         if self._captured:
             self._outgrown.append(self._parts)
             self._captured = False
         aligned = -(-size_bytes // 4096) * 4096
         data = buffer.allocate(_PARTS * aligned, self._group, self._device)
         self._parts = tuple(self._part(data, aligned, index) for index in range(_PARTS))
+
+    def _refresh(self) -> None:
+        """Let slots that small calls leave alone announce the last call, as those in use do.
+
+        A slot of 2**31 calls ago would be taken for one to come.
+        """
+        self._meet()  # all signals of the calls so far have come
+        self._pads[self._rank].fill_(signals.as_int32(self.epoch))
+        self._meet()  # none of the next call comes before
+
+    def _meet(self) -> None:
+        """No rank goes on before all have finished what they have enqueued."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._check()  # the others may be gone
+        dist.barrier(group=self._group)
 
     def _pads_at(self, offset_bytes: int) -> tuple[Tensor, ...]:
         shape = (signals.pad_words(self._world_size),)

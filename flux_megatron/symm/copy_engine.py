@@ -44,6 +44,10 @@ class CopyEngine(ABC):
     def current(self) -> int:
         """The handle of the caller's stream."""
 
+    def capture(self, stream: int) -> int:
+        """The number of the capture that the stream is in, 0 where it is in none."""
+        return 0
+
     @abstractmethod
     def order(self, later: int, earlier: int) -> None:
         """What `later` gets from now on comes after what `earlier` holds now."""
@@ -151,6 +155,14 @@ class CudaCopyEngine(CopyEngine):
 
     def current(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def capture(self, stream: int) -> int:
+        if stream == self.current() and not torch.cuda.is_current_stream_capturing():
+            return 0  # the driver's own call costs ten times as much
+        error, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
+        self._check("cuStreamGetCaptureInfo", error)
+        active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return int(number) if status == active else 0
 
     def order(self, later: int, earlier: int) -> None:
         with self._lock:

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 MAX_COMM_TILES = 64  # communication tiles of one shard
 PART_COUNTERS = 1024  # tiles that a kernel may cut into parts
+# of a kernel's tile scheduler: the work counter, then a claim for each CTA's first item
+WORK_CLAIMS = 4
+WORK_WORDS = 512
 CAPTURED_EPOCH = 1  # of every captured call: a replay repeats it
 
 # words of a status record: what the first wait that ran out of time was waiting for
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
-STATUS_WORDS = 4
+STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the halves of the pad's address
+STATUS_WORDS = 6
+LOOK_EVERY = 256  # turns of a wait: it looks whether another has run out of time
 
 
 def slot(source: int, comm_tile: int) -> int:

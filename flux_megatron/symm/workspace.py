@@ -2,13 +2,17 @@
 largest call.
 
 A workspace has one `Channel` a direction, the agreement of its ranks, and the log of their calls.
+After a failure in the middle of a call, or a wait that ran out of time, it refuses all further
+calls, and tells the other ranks why.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import socket
+import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,6 +25,11 @@ from flux_megatron import errors, settings
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import CallLog
 from flux_megatron.symm.channel import Call, Channel
+from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.status import Status
+from flux_megatron.symm.stream_order import stream_order
+
+_ASK_S = 1.0  # between two questions whether another rank has failed
 
 
 class Workspace:
@@ -29,7 +38,9 @@ class Workspace:
     `enter` launches the kernel with which captured calls begin; who has kernels sets it.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, status: Status | None = None
+    ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
@@ -38,14 +49,59 @@ class Workspace:
         self.enter: Callable[[Call, Tensor], None] | None = None
         self.unavailable = _why_unavailable(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
+        self._late = ""  # the wait that ran out of time, and its likely reason
         if self.unavailable is None:
-            self.gather = Channel(group, device, self._explain, self._enter)
-            self.scatter = Channel(group, device, self._explain, self._enter)
+            self._status = status or Status(device)
+            self.gather, self.scatter = (
+                Channel(group, device, self._status, self.check, self._enter) for _ in range(2)
+            )
 
     def note(self, words: str) -> None:
         """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
-        if self.calls is not None:
+        if self.calls is None:
+            return
+        try:
             self.calls.note(words)
+        except errors.ProblemMismatch:
+            self.ask()  # it may be that the other rank has failed
+            raise
+
+    def check(self) -> None:
+        """Raise what has made results of this group worthless, if anything has."""
+        if not self._late and self.unavailable is None and (late := self._status.late()):
+            reason = self._explain()
+            self._late = late + (f" ({reason})" if reason else "")
+            self._tell(f"SignalTimeout: {self._late}")
+        if self._late:
+            raise errors.SignalTimeout(self._late)
+        if self.agreement.broken:
+            raise errors.GroupBroken(self.agreement.broken)
+
+    def ask(self) -> None:
+        """Raise `GroupBroken` if another rank has told that it failed."""
+        self.agreement.failure()
+        self.check()
+
+    def open_calls(self) -> list[Channel]:
+        """The channels in the middle of a call."""
+        if self.unavailable is not None:
+            return []
+        return [channel for channel in (self.gather, self.scatter) if channel.open]
+
+    def guard(self) -> Guard:
+        return Guard(self)
+
+    def break_off(self, error: BaseException) -> None:
+        """Refuse all calls from now on, on all ranks: `error` has ended one in the middle."""
+        with contextlib.suppress(RuntimeError):  # what failed may be the device
+            copy_engine(self.device).join()  # no push reads what the caller gives back
+        if not self.agreement.broken:
+            self._tell(f"{type(error).__name__}: {error}")
+
+    def _tell(self, failure: str) -> None:
+        if self.calls is not None:
+            self.calls.break_off()
+        self.agreement.break_off(failure)
 
     def _enter(self, call: Call, entries: Tensor) -> None:
         assert self.enter is not None, "a call was captured before any was decided on"
@@ -54,12 +110,30 @@ class Workspace:
     def _explain(self) -> str:
         """The likely reason for a signal that did not come."""
         difference = self.calls.difference() if self.calls is not None else ""
-        return self.agreement.refusals() or difference
+        return self.agreement.failure() or self.agreement.refusals() or difference
 
     @property
     def size_bytes(self) -> int:
         """Symmetric memory held by this rank, in bytes."""
         return 0 if self.unavailable else self.gather.size_bytes + self.scatter.size_bytes
+
+
+class Guard:
+    """`with space.guard(): ...`: an error that leaves a call open which was begun within breaks the
+    group off.
+
+    The call's pushes would stay in flight, and the other ranks would wait for the rest of it.
+    """
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+
+    def __enter__(self) -> None:
+        self._open = self._space.open_calls()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._space.open_calls() != self._open:
+            self._space.break_off(error)
 
 
 def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
@@ -85,13 +159,15 @@ def _why_unavailable(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 _workspaces: dict[str, Workspace] = {}
+_statuses: dict[torch.device, Status] = {}
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
     found = _workspaces.get(group.group_name)
     if found is None or found.group is not group:  # names come back after destroy_process_group
-        found = _workspaces[group.group_name] = Workspace(group, device)
+        status = _statuses.setdefault(device, Status(device))
+        found = _workspaces[group.group_name] = Workspace(group, device, status)
     return found
 
 
@@ -101,20 +177,40 @@ def workspaces() -> list[Workspace]:
 
 
 def check() -> None:
-    """Raise `SignalTimeout` if any call enqueued so far has missed a rank.
+    """Raise `SignalTimeout` if any call enqueued so far has missed a rank, `GroupBroken` after a
+    failure in the middle of one.
 
-    On CUDA it speaks of kernels that have finished: call it after a synchronisation, before
-    results are trusted. Every later call does it too.
+    On CUDA it speaks of kernels that have finished: call `synchronize`, or this after a
+    synchronisation, before results are trusted. Every later call does it too.
     """
     for space in workspaces():
-        if space.unavailable is None:
-            space.gather.check()
-            space.scatter.check()
+        space.check()
+
+
+def synchronize() -> None:
+    """Wait until all calls, and what the current stream holds, are done; raise as `check` does.
+
+    It raises at once when a wait runs out of time or another rank fails, where a plain
+    synchronisation would wait for whatever else the stream waits for, such as a collective.
+    """
+    for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
+        stream_order(device).follow()
+        end = torch.cuda.current_stream(device).record_event()
+        asked = time.monotonic()
+        while not end.query():
+            check()
+            if time.monotonic() > asked + _ASK_S:
+                asked = time.monotonic()
+                for space in workspaces():
+                    space.ask()
+            time.sleep(2e-5)
+    check()
 
 
 def release() -> None:
     """Forget every workspace; their memory goes with the last tensor that uses it."""
     _workspaces.clear()
+    _statuses.clear()
 
 
 @atexit.register

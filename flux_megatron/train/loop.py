@@ -106,6 +106,7 @@ class Loop:
             forward_only=False,
         )
         rate = trainee.learning_rate()
+        flux_megatron.confirm_step()
         updated, grad_norm, _ = trainee.optimizer.step()
         if updated:
             trainee.scheduler.step(1)
@@ -114,7 +115,6 @@ class Loop:
         self.step += 1
         self.consumed += self.config.train.global_batch
         report, value = flux_megatron.report(), loss.item() / self.data_parallel
-        flux_megatron.check()  # the loss has been read, so all kernels of the step are done
         seconds = time.monotonic() - started
         return {
             "step": self.step,

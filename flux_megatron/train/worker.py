@@ -71,11 +71,14 @@ def run(
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
+    from flux_megatron.train.cpu_device import without_compiler
     from flux_megatron.train.peers import Peers, named
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    with contextlib.nullcontext() if on_gpu else without_compiler():
+        from megatron.core import parallel_state
+
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -1,16 +1,24 @@
 """Whole training iterations of Megatron-LM's unedited pretrain_gpt.py: stock, ours, userbuffers.
 
     python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 4
+    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 2 --layout dp
+    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 2 --layout dp \
+        --arms flux --timed 990                                           # does it hang?
 
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
-one: the optimizer's share is largest then. For each model and M two processes a rank run, one after
-the other on the same GPUs:
-- `--flux-compare`: stock iterations and ours in turn, blocks of `BLOCK`. The first pair of blocks
-  and the first iteration of every block warm up; times of the others are compared pair by pair.
-- `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, after `WARM_UP` iterations.
-
-With `--graphs` layers are captured in CUDA graphs, where the host takes no time. One process cannot
-switch between arms then: stock Megatron's (TransformerEngine's layers) and ours take turns, twice.
+one: the optimizer's share is largest then. `--layout` says what tensor parallelism is beside:
+nothing, two replicas whose gradients and parameters travel meanwhile, or two stages of an
+interleaved pipeline. For each model and M two processes a rank run (`--arms`), one after the other
+on the same GPUs:
+- compare, `--flux-compare`: stock iterations and ours in turn, blocks of `--block`. The first pair
+  of blocks and the first iteration of every block warm up; times of the others are compared pair by
+  pair, `--pairs` of them.
+- te, `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, `--timed` iterations after
+  `WARM_UP`.
+- flux: ours alone, as many.
+- graphs: layers are captured in CUDA graphs, where the host takes no time. One process cannot
+  switch between arms then: stock Megatron's (of TransformerEngine's layers) and ours take turns,
+  twice.
 
 All run with TransformerEngine's attention and optimizer where it is installed, and with our kernel
 for fused weight gradients where apex is not. A process imports Megatron while the one before it
@@ -32,7 +40,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,10 +53,32 @@ from flux_megatron.results.iterations import ResultsError
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
+ARMS = ("compare", "te")
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "tp": {},
+    "dp": {
+        "parallel.dp": 2, "training.distributed_optimizer": True,
+        "training.overlap_grad_reduce": True, "training.overlap_param_gather": True,
+    },
+    "pp": {"parallel.pp": 2, "parallel.virtual_stages": 2},
+}  # fmt: skip
 UNFUSED = ["--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
 GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
-LIMIT_S = 150
 RANK = __file__
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a comparison: iterations of a block, and pairs of blocks. Of another arm: iterations."""
+
+    block: int = BLOCK
+    pairs: int = PAIRS
+    timed: int = TIMED
+
+    @property
+    def compared(self) -> int:
+        """All iterations of a comparison, those of its first pair too."""
+        return 2 * self.block * (self.pairs + 1)
 
 
 @dataclass(frozen=True)
@@ -58,6 +88,7 @@ class Job:
     name: str
     workload: Workload
     arguments: list[str]
+    length: Length = Length()
 
     @property
     def M(self) -> int:
@@ -66,31 +97,43 @@ class Job:
 
 def jobs(
     experiment: str, M: int, tp: int, more: Sequence[str], micro_batches: int = 1,
-    graphs: bool = False,
+    arms: Sequence[str] = ARMS, layout: str = "tp", length: Length = Length(),
 ) -> Iterator[Job]:  # fmt: skip
-    """Stock and ours in one, then userbuffers; in graphs stock, ours, stock, ours."""
-    found = _arms(experiment, M, tp, micro_batches)
+    """The processes of the arms, in their order."""
+    found = _workloads(experiment, M, tp, micro_batches, layout, length)
     arguments = [*more, *UNFUSED]
-    if graphs:
-        stock = Job("stock_graphs", found["megatron"], [*arguments, *GRAPHS])
-        yield from 2 * [stock, Job("flux_graphs", found["flux"], [*arguments, *GRAPHS])]
-        return
-    compared = replace(found["flux"].training, steps=2 * BLOCK * (PAIRS + 1))
+    compared = replace(found["flux"].training, steps=length.compared)
     flux = replace(found["flux"], training=compared)
-    yield Job("compare", flux, [*arguments, "--flux-compare", str(BLOCK)])
-    yield Job("tp_comm_overlap", found["te"], arguments)
+    words = [*arguments, "--flux-compare", str(length.block)]
+    in_graphs = [*arguments, *GRAPHS]
+    known = {
+        "compare": [Job("compare", flux, words, length)],
+        "te": [Job("tp_comm_overlap", found["te"], arguments, length)],
+        "flux": [Job("flux", found["flux"], arguments, length)],
+        "graphs": 2 * [
+            Job("stock_graphs", found["megatron"], in_graphs, length),
+            Job("flux_graphs", found["flux"], in_graphs, length),
+        ],
+    }  # fmt: skip
+    for arm in arms:
+        yield from known[arm]
 
 
-def _arms(experiment: str, M: int, tp: int, micro_batches: int) -> Mapping[str, Workload]:
-    """Sequences are the model's, or M where that is shorter."""
+def _workloads(
+    experiment: str, M: int, tp: int, micro_batches: int, layout: str, length: Length
+) -> Mapping[str, Workload]:
+    """By arm. Sequences are the model's, or M where that is shorter."""
     sequence = load(experiment).arms["flux"].model.seq_length
     micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
     assert not left, f"M {M} is no multiple of {sequence}"
+    beside = LAYOUTS[layout]
+    replicas = beside.get("parallel.dp", 1)
     overrides = {
-        "parallel.tp": tp, "cluster.gpus_per_node": tp, "training.micro_batch": micro_batch,
-        "training.global_batch": micro_batch * micro_batches,
-        "training.steps": WARM_UP + TIMED, "training.warmup_steps": WARM_UP,
-        "model.seq_length": min(M, sequence),
+        "parallel.tp": tp, "cluster.gpus_per_node": tp * replicas * beside.get("parallel.pp", 1),
+        "training.micro_batch": micro_batch,
+        "training.global_batch": micro_batch * micro_batches * replicas,
+        "training.steps": WARM_UP + length.timed, "training.warmup_steps": WARM_UP,
+        "model.seq_length": min(M, sequence), **beside,
     }  # fmt: skip
     return load(experiment, overrides).arms
 
@@ -101,8 +144,8 @@ class Process:
     def __init__(self, job: Job, checkout: Path, folder: Path, script: str) -> None:
         self.job, self.logs, self.gate = job, folder / "logs", folder / "begin"
         rendered = megatron_arguments.render(job.workload, cache=folder.parent / "cache")
-        tp = job.workload.parallel.tp
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
+        ranks = job.workload.parallel.world_size
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         # ranks that share a file cut each other's lines
         command += ["--redirects", "3", "--log-dir", str(self.logs)]
         command += [script, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
@@ -116,13 +159,13 @@ class Process:
     def begin(self) -> None:
         self.gate.touch()
 
-    def times_ms(self) -> dict[int, float]:
+    def times_ms(self, limit_s: float = 150) -> dict[int, float]:
         """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
         try:
-            code = self.process.wait(timeout=LIMIT_S)
+            code = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self.stop()
-            code = f"stopped after {LIMIT_S} s"
+            code = f"stopped after {limit_s:g} s"
         if code != 0:
             said = [file.read_text()[-3000:] for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
@@ -152,19 +195,21 @@ def rank(
     door.run()
 
 
-def compared(times: dict[int, float]) -> tuple[dict[str, list[float]], str, list[float]]:
+def compared(
+    times: dict[int, float], length: Length
+) -> tuple[dict[str, list[float]], str, list[float]]:
     """Times of each arm, and their ratio: `Speedup` in words, and low, middle, high in numbers."""
     from flux_megatron.integration.comparison import WARM_UP as COLD
     from flux_megatron.integration.comparison import speedup
 
     blocks = [
-        [times[1 + BLOCK * index + at] for at in range(COLD, BLOCK)]
-        for index in range(2, 2 * (PAIRS + 1))
+        [times[1 + length.block * index + at] for at in range(COLD, length.block)]
+        for index in range(2, 2 * (length.pairs + 1))
     ]
     stock, flux = blocks[::2], blocks[1::2]
     found = speedup(list(zip(stock, flux, strict=True)))
-    assert found.interval is not None
-    ratio = [round(value, 4) for value in (found.interval[0], found.ratio, found.interval[1])]
+    low, high = found.interval or (found.ratio, found.ratio)
+    ratio = [round(value, 4) for value in (low, found.ratio, high)]
     arms = {"stock": [*chain(*stock)], "flux": [*chain(*flux)]}
     return arms, str(found), ratio
 
@@ -173,12 +218,12 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
     told: dict[str, object] = {}
     if job.name == "compare":
-        arms, words, ratio = compared(times)
+        arms, words, ratio = compared(times, job.length)
         told = {"speedup_low_middle_high": ratio, "speedup": words}
     for arm, milliseconds in arms.items():
         yield {
             "what": "iteration", "arm": arm, "model": job.workload.model.name,
-            "layers": job.workload.model.layers, "M": job.M, "tp": job.workload.parallel.tp,
+            "layers": job.workload.model.layers, "M": job.M, **asdict(job.workload.parallel),
             "micro_batches": job.workload.micro_batches,
             "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
@@ -207,19 +252,25 @@ def machine_of(checkout: Path, commit: str) -> dict:
 def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
-    seconds: float = 3600, graphs: bool = False, micro_batches: int = 1,
+    seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
+    micro_batches: int = 1, models: str = "", block: int = BLOCK, pairs: int = PAIRS,
+    timed: int = TIMED, limit_s: float = 150,
 ) -> None:  # fmt: skip
-    """Measure every model at every M, as long as `seconds` allow to begin another one."""
+    """Measure the models with `models` in their names at every M, as long as `seconds` allow to
+    begin another process; one that takes longer than `limit_s` is stopped.
+    """
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
+    length = Length(block, pairs, timed)
     wanted = [
-        job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS
-        for job in jobs(experiment, rows, tp, more.split(), micro_batches, graphs)
+        job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS if models in experiment
+        for job in jobs(experiment, rows, tp, more.split(), micro_batches, arms.split(","),
+                        layout, length)
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         processes = _one_ahead(wanted, checkout, Path(folder))
         for process in processes:
             try:
-                found = list(rows(process.job, process.times_ms(), machine))
+                found = list(rows(process.job, process.times_ms(limit_s), machine))
             except ResultsError as error:
                 print(error, file=sys.stderr, flush=True)
                 continue
@@ -247,7 +298,9 @@ def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator
 
 def _line(row: dict) -> str:
     said = row.get("speedup", "")
-    return f"{row['model']:24} M {row['M']:5} {row['arm']:16} {row['median_ms']:8.2f} ms {said}"
+    where = " ".join(f"{name} {row[name]}" for name in ("tp", "dp", "pp"))
+    what = f"{row['model']:20} {where} M {row['M']:5} x {row['micro_batches']} {row['arm']:15}"
+    return f"{what} {row['median_ms']:8.2f} ms {said}"
 
 
 if __name__ == "__main__":

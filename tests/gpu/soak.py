@@ -25,7 +25,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
-from soak_kinds import Operands, kinds
+from soak_kinds import Kind, Operands, kinds
 from torch.distributed import ProcessGroup
 
 import flux_megatron
@@ -40,19 +40,18 @@ class Soak:
     """The kinds with their operands on this rank, and the count of wrong results of each."""
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, count: int, seed: int, graphs: float,
-        small: bool, portable: bool,
-    ) -> None:  # fmt: skip
+        self, group: ProcessGroup, device: torch.device, kinds: list[Kind], seed: int, graphs: float
+    ) -> None:
         self._group, self._device = group, device
         self._order = random.Random(seed)  # the same on all ranks
         self._lateness = random.Random(f"{seed} {group.rank()}")
         self._graph_share = graphs if device.type == "cuda" else 0.0
-        self.kinds = kinds(count, seed, group.size(), device.type, small, portable)
-        self.wrong = torch.zeros(count, dtype=torch.int64, device=device)
-        self._operands = [Operands(kind, seed, group, device) for kind in self.kinds]
-        for number in range(count):  # memory grows here, and kernels are compiled
+        self.kinds = kinds
+        self.wrong = torch.zeros(len(kinds), dtype=torch.int64, device=device)
+        self._operands = [Operands(kind, seed, group, device) for kind in kinds]
+        for number in range(len(kinds)):  # memory grows here, and kernels are compiled
             self._call(number)
-        self._graphs = [self._captured(n) for n in range(count)] if self._graph_share else []
+        self._graphs = [self._captured(n) for n in range(len(kinds))] if self._graph_share else []
         self.replays = 0
         self.calls: Counter[str] = Counter()
 
@@ -108,7 +107,8 @@ def soak(
 ) -> dict:  # fmt: skip
     """A row of `calls` calls of `count` kinds; of fewer if time is up or a result was wrong."""
     began = time.monotonic()
-    run = Soak(group, device, count, seed, graphs, small, portable)
+    drawn = kinds(count, seed, group.size(), device.type, small, portable)
+    run = Soak(group, device, drawn, seed, graphs)
     failures, setup_seconds = run.look(began)
     started, made, taken = time.monotonic(), 0, 0.0
     while made < calls and taken < seconds and not failures:

@@ -58,8 +58,9 @@ class Kind:
 def kinds(
     count: int, seed: int, world_size: int, device: str, small: bool, portable: bool
 ) -> list[Kind]:
-    """`count` kinds, of every strategy that this machine has; `small`: none has many tiles;
-    `portable`: none runs a kernel for Hopper alone.
+    """`count` kinds, of every strategy that this machine must have; `small`: none has many tiles;
+    `portable`: none runs a kernel for Hopper alone. `RuntimeError` if `hopper` cannot run on a
+    Hopper GPU.
     """
     draws = ((number, random.Random(f"{seed} {number}")) for number in range(count))
     return [_kind(number, draw, world_size, device, small, portable) for number, draw in draws]
@@ -72,10 +73,14 @@ def _kind(
     layout = {"row backward": "nn", "column backward": "nn"}.get(piece) or draw.choice(["nt", "nn"])
     common = {"number": number, "piece": piece, "layout": layout}
     common["bias"] = piece == "ag_gemm" and draw.random() < 0.5
-    if device == "cuda" and number % 2 and not portable:
-        hopper_kind = _hopper_kind(draw, world_size, common, small)
-        if hopper.supports(hopper_kind.problem(world_size, device)) is None:
-            return hopper_kind
+    if number % 2 and not portable and on_hopper(device):
+        kind = _hopper_kind(draw, world_size, common, small)
+        if reason := hopper.supports(kind.problem(world_size, device)):
+            raise RuntimeError(
+                f"a Hopper GPU, but `hopper` cannot run {kind.problem(world_size, device)}: "
+                f"{reason}; --portable leaves it out"
+            )
+        return kind
     # interpreted kernels take milliseconds a tile
     rows, columns = (400, 300) if device == "cuda" else (24, 24)
     kind = Kind(
@@ -89,6 +94,11 @@ def _kind(
     return replace(
         kind, plan=draw.choice([*_plans(draw, kind.M_shard), *([] if portable else [None])])
     )
+
+
+def on_hopper(device: str) -> bool:
+    """Whether `hopper` must be among the kinds."""
+    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
 def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:

@@ -52,15 +52,42 @@ def test_a_step_of_several_micro_batches():
         assert (job.M, job.workload.micro_batches) == (8192, 8)
 
 
+def test_two_replicas_share_the_work_beside_each_other():
+    for job in iterations.jobs(iterations.EXPERIMENTS[0], 8192, 2, [], 8, layout="dp"):
+        assert (job.M, job.workload.micro_batches, job.workload.training.global_batch) == (
+            8192, 8, 64,
+        )  # fmt: skip
+        words = iterations.megatron_arguments.render(job.workload)
+        for flag in ("distributed-optimizer", "grad-reduce", "param-gather"):
+            assert sum(word.endswith(flag) for word in words) == 1
+        assert job.workload.parallel.world_size == job.workload.cluster.gpus_per_node == 4
+
+
+def test_two_stages_interleave():
+    for experiment in iterations.EXPERIMENTS:
+        compare, te = iterations.jobs(experiment, 2048, 2, [], 8, layout="pp")
+        for job in (compare, te):
+            words = iterations.megatron_arguments.render(job.workload)
+            for name in ("pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+                assert words[words.index(f"--{name}") + 1] == "2"
+            assert job.workload.parallel.world_size == job.workload.cluster.gpus_per_node == 4
+
+
+def test_one_micro_batch_cannot_interleave():
+    with pytest.raises(ValueError, match="interleaved micro-batches"):
+        [*iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], 1, layout="pp")]
+
+
 def test_arms_in_graphs_take_turns():
-    stock, flux, *again = iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], graphs=True)
+    graphs = iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], arms=["graphs"])
+    stock, flux, *again = graphs
     assert [job.name for job in again] == [stock.name, flux.name] == ["stock_graphs", "flux_graphs"]
     assert (stock.workload.arm, flux.workload.arm) == ("megatron", "flux")
     assert stock.arguments == flux.arguments
 
 
 def test_rows_of_an_arm_in_graphs(ranks, tmp_path):
-    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048", graphs=True)
+    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048", arms="graphs")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["arm"] for row in rows] == ["stock_graphs", "flux_graphs"] * 2
     assert {len(row["times_ms"]) for row in rows} == {30}
@@ -75,6 +102,19 @@ def test_rows_of_all_arms(ranks, tmp_path):
     stock, flux = (row["median_ms"] for row in rows[:2])
     assert (stock, flux) == (121, 101)
     assert rows[1]["speedup_low_middle_high"][1] == pytest.approx(121 / 101, abs=1e-3)
+
+
+def test_a_short_comparison_and_a_long_run_of_ours(ranks, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    where = {"tp": 1, "layout": "dp", "M": "2048", "micro_batches": 2}
+    iterations.main(tmp_path, out, **where, arms="compare,flux", block=3, pairs=2, timed=50)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["arm"], len(row["times_ms"])) for row in rows] == [
+        ("stock", 4), ("flux", 4), ("flux", 50),
+    ]  # fmt: skip
+    assert {(row["tp"], row["dp"], row["pp"], row["micro_batches"]) for row in rows} == {
+        (1, 2, 1, 2)
+    }
 
 
 def test_a_failed_process_is_told_and_the_others_still_run(ranks, tmp_path, capsys):

@@ -128,6 +128,22 @@ def _scales_and_masks(rank) -> None:
         assert result.isfinite().all()
 
 
+def test_a_given_mask_replaces_the_causal_one():
+    run_ranks(_given_mask, 1)
+
+
+def _given_mask(rank) -> None:
+    sbs.start(1)
+    plain, masked = (
+        run(build("ours"), operands(), mask, torch.float32)[0] for mask in (None, two_documents())
+    )
+    stock = run(build("stock"), operands(), two_documents(), torch.float32)[0]
+    torch.testing.assert_close(masked, stock)
+    half = S // 2  # the second document sees nothing of the first
+    torch.testing.assert_close(masked[:half], plain[:half])
+    assert not torch.allclose(masked[half:], plain[half:], rtol=0.1)
+
+
 @pytest.mark.parametrize("mask", ["causal", "padding"])
 def test_no_scores_are_kept(mask):
     run_ranks(_saved, 1, mask)

@@ -52,6 +52,30 @@ def _deferred(rank, limit, sp) -> None:
     assert sbs.relative_error(main_grads[1], main_grads[0]) < 1e-6
 
 
+def test_main_grad_is_the_one_of_the_forward():
+    run_ranks(_used_twice, 2)
+
+
+def _used_twice(rank) -> None:
+    """Between its forward and its backward a tied weight gets another main_grad."""
+    sbs.start(2)
+    provide_wgrad_kernels()
+    buffers = {"embedding_activation_buffer": [], "grad_output_buffer": []}
+    case = Case("column", {**buffers, "bias": False})
+    config = sbs.settings(
+        2, True, torch.float32, gradient_accumulation_fusion=True, num_layers=2,
+        defer_embedding_wgrad_compute=True, pipeline_model_parallel_size=2,
+    )  # fmt: skip
+    layer = sbs.build(case, True, config)
+    layer.weight.grad_added_to_main_grad = False
+    first = layer.weight.main_grad = torch.zeros_like(layer.weight)
+    x, dy = (t.float() for t in sbs.operands(case, True))
+    y, _ = layer(x.requires_grad_())
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    y.backward(dy)
+    assert layer.weight.main_grad is first
+
+
 def test_what_cannot_be_deferred_is_refused():
     run_ranks(_refused, 2)
 

@@ -137,6 +137,13 @@ def test_llama_is_rendered_with_what_it_has_beyond_gpt():
     assert all(given[flag] == [] for flag in (*flags, "--group-query-attention"))
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_overlapped_arm_runs_under_sequence_parallelism(name):
+    for arm, workload in EXPERIMENTS[name].arms.items():
+        given = options(megatron_arguments.render(workload))
+        assert arm == "megatron" or "--sequence-parallel" in given
+
+
 def test_arms_differ_in_their_layers_alone():
     of_layers = ("--transformer-impl", "--tp-comm-overlap", "--flux-overlap")
     rendered = {arm: options(megatron_arguments.render(GPT[arm])) for arm in GPT}

@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from forked_work import write_results
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from two_processes import write_results
 
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.launch import Launcher
@@ -51,7 +51,7 @@ _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
     "waits": "*i64",
-    **dict.fromkeys(("pad", "status", "counters", "joined"), "*i32"),
+    **dict.fromkeys(("pad", "status", "counters", "joined", "work_counter"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 

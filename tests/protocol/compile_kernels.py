@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 from broken_kernels import BROKEN
+from forked_work import write_results
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from two_processes import write_results
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
@@ -35,7 +35,7 @@ _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     "timeout_ns": "i64",
     "waits": "*i64",
-    **dict.fromkeys(("pad", "status", "counters", "entries", "flag"), "*i32"),
+    **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
     **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
 }
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
@@ -87,7 +87,7 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
                 common = {
                     "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn,
                     "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-                    "TMA": tile.tma,
+                    "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
                 }  # fmt: skip
                 # with a bias in one layout only: it does not touch the order of anything
                 ag = {**common, "HAS_BIAS": layout_nn}

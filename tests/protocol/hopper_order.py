@@ -27,6 +27,7 @@ from ptx_order import (
     check_acquire,
     check_bounded,
     check_count,
+    check_gives_up,
     check_release,
 )
 
@@ -78,6 +79,7 @@ def check_awaited(ptx: Ptx) -> None:
     for part, barrier in waiting:
         check_acquire(part, barrier)
         check_bounded(part)
+        check_gives_up(part)
 
 
 def check_sent(ptx: Ptx) -> None:

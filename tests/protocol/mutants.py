@@ -1,8 +1,8 @@
 """Broken copies of the product, each by one change of its source, that the tests must notice.
 
-`mutants.diff` lists them. Each has a name, a case that it is run with, a file, and one hunk. The
-lines that the hunk finds (context and minus) must occur exactly once in that file, so a mutant that
-has gone stale is an error.
+`mutants.diff` lists them. Each has a name, a case that it is run with, a file, and a hunk, or some
+between lines of `@@`. The lines that a hunk finds (context and minus) must occur exactly once in
+that file, so a mutant that has gone stale is an error.
 
 | idea | why it must be caught |
 | --- | --- |
@@ -10,11 +10,14 @@ has gone stale is an error.
 | a signal is early, lost or misdirected | the same, or nobody ever proceeds |
 | a half, a slot or an epoch is mistaken | a peer's next call overwrites what is still read |
 | a captured call begins too early | a replay takes old signals, or overwrites what is still read |
+| CTAs own tiles, or wait for items that nobody has drawn | one that gets no SM holds up all ranks |
+| partials are added twice, too early or not at all | the sum is another one |
 | the two streams are not ordered | the copy engine reads too early, or what has been overwritten |
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +40,21 @@ CASES = {
     "captured ag": Case("ag", rows=(9,) * 6, captured=True),
     "captured rs": Case("rs", rows=(9,) * 6, captured=True),
     "captured rs, 3 ranks": Case("rs", world_size=3, rows=(9,) * 6, N=16, captured=True),
+    "ag on two streams": Case("ag", rows=(9,) * 5, N=16, two_streams=True),
+    "rs on two streams": Case("rs", rows=(9,) * 5, N=16, two_streams=True),
     "backward": Case("backward"),
+    "hopper ag": Case("ag", "hopper", rows=(16, 32, 32)),
+    "hopper ag, split-K": Case(
+        "ag", "hopper", rows=(16, 16, 32), K=96, programs=6, cut_shards=1, comm_rows=0
+    ),
+    "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=64, programs=5),
+    "hopper rs": Case("rs", "hopper"),
+    "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
+    "hopper rs by SM": Case("rs", "hopper", transport="sm"),
+    "hopper rs, split-K": Case("rs", "hopper", K=96, programs=8, cut_shards=1),
+    "hopper backward by SM": Case(
+        "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
+    ),
     "backward, 3 ranks": Case("backward", **_THREE),
 }
 
@@ -52,13 +69,22 @@ class Mutant:
         return self.name
 
 
-def _parse(paragraph: str) -> Mutant:
-    """Three lines of comment, then a hunk."""
-    title, case, file, *hunk = paragraph.splitlines()
+def hunks(file: Path, what: str) -> Iterator[tuple[str, str, Mutation]]:
+    """Of each paragraph, three lines of comment and hunks between `@@`: the title, the `what` that
+    the second line names, and the mutation.
+    """
+    for paragraph in file.read_text().strip().split("\n\n"):
+        title, second, path, *lines = paragraph.splitlines()
+        changes = tuple(_change(hunk.splitlines()) for hunk in "\n".join(lines).split("\n@@\n"))
+        mutation = Mutation(path.removeprefix("# file: "), changes)
+        yield title.removeprefix("# "), second.removeprefix(f"# {what}: "), mutation
+
+
+def _change(hunk: list[str]) -> tuple[str, str]:
+    """What is found, and what it becomes."""
     old = [line[1:] for line in hunk if line[0] in " -"]
     new = [line[1:] for line in hunk if line[0] in " +"]
-    mutation = Mutation(file.removeprefix("# file: "), _text(old), _text(new))
-    return Mutant(title.removeprefix("# "), CASES[case.removeprefix("# case: ")], mutation)
+    return _text(old), _text(new)
 
 
 def _text(lines: list[str]) -> str:
@@ -66,5 +92,7 @@ def _text(lines: list[str]) -> str:
     return "\n" + "".join(f"{line}\n" for line in lines)
 
 
-_LIST = Path(__file__).with_name("mutants.diff")
-MUTANTS = [_parse(paragraph) for paragraph in _LIST.read_text().strip().split("\n\n")]
+MUTANTS = [
+    Mutant(title, CASES[case], mutation)
+    for title, case, mutation in hunks(Path(__file__).with_name("mutants.diff"), "case")
+]

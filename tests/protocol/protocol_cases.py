@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from virtual_product import Machine, Product
-from virtual_ranks import Schedule, Scheduler
+from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron import reference
 
@@ -39,11 +39,19 @@ class Case:
     tma: bool = False
     programs: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
+    two_streams: bool = False  # of the caller, in turn
+    # of `hopper`
+    transport: str = "copy_engine"
+    cut_shards: int = 0
+    block_k: int = 0  # 0: as `block`
 
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
+        options += " two streams" * self.two_streams
+        if self.strategy == "hopper":
+            options += f" by {self.transport}" + f" cut {self.cut_shards}" * bool(self.cut_shards)
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -74,16 +82,22 @@ class Host:
         self.results: dict[tuple[str, int], Tensor] = {}
         product: Product = machine.product
         self.strategy = getattr(product, case.strategy)
-        tile = product.problem.Tile(case.block, case.block, case.block, group_m=2, tma=case.tma)
-        self.plan = product.problem.Plan(case.strategy, case.comm_rows, tile)
+        block_k = case.block_k or case.block
+        tile = product.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
+        self.plan = product.problem.Plan(
+            case.strategy, case.comm_rows, tile,
+            transport=case.transport, cut_shards=case.cut_shards,
+        )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
-        self._inputs: dict[str, Tensor] = {}
+        self._inputs: dict[tuple[str, str], Tensor] = {}
 
     def run(self) -> None:
         """All calls; with `captured` the second one is captured, and two of three are replays."""
         step, graph, replayed = STEPS[self.case.host], None, {}
         for call in range(len(self.case.rows)):
+            if self.case.two_streams:
+                self.machine.scheduler.use_stream(STREAMS[call % 2])
             ag_x = self._input("ag_x", self.operands.ag_x[call][self.rank])
             rs_x = self._input("rs_x", self.operands.rs_x[call][self.rank])
             if not self.case.captured or call % 3 == 0:
@@ -101,10 +115,11 @@ class Host:
         return self.strategy.start_gemm_rs(x, self.w, self.case.layout, self.plan, self.workspace)
 
     def _input(self, name: str, new: Tensor) -> Tensor:
-        """This call's data, in the memory of the last call's if that has the same size."""
-        if name not in self._inputs or self._inputs[name].shape != new.shape:
-            self._inputs[name] = torch.empty_like(new)
-        return self._inputs[name].copy_(new)
+        """This call's data, in the memory of the stream's last call's if that has the same size."""
+        key = name, self.machine.scheduler.current_stream
+        if key not in self._inputs or self._inputs[key].shape != new.shape:
+            self._inputs[key] = torch.empty_like(new)
+        return self._inputs[key].copy_(new)
 
 
 def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:

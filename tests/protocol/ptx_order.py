@@ -22,6 +22,7 @@ PROXY_FENCE = r"fence\.proxy\.async(\.global)?$"  # of .shared::cta says nothing
 STORE = r"st\.global(?!\.sys|\.release)"
 LOAD = rf"ld\.global(?!\.sys|\.acquire)|cp\.async\.c[ag]|{TMA_LOAD}"
 CLOCK = r"%globaltimer"
+LOOK = r"ld\.global\.sys\.relaxed"  # at the status record
 
 
 class Misordered(AssertionError):
@@ -163,3 +164,13 @@ def check_bounded(ptx: Ptx) -> None:
     for poll in polls:
         if ptx.reach(poll, set(polls), clocks) is not None:
             raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")
+
+
+def check_gives_up(ptx: Ptx) -> None:
+    """Every spin looks, now and then, whether another wait has run out of time."""
+    looks = set(ptx.find(LOOK))
+    for poll in ptx.find(ACQUIRE):
+        if ptx.reach(poll, {poll}, set()) and not any(
+            ptx.reach(poll, {look}, set()) and ptx.reach(look, {poll}, set()) for look in looks
+        ):
+            raise Misordered(f"a spin that never gives up: {ptx.instructions[poll]!r}")

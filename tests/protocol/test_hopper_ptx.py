@@ -107,9 +107,9 @@ def moves_in_loop(sass: str) -> int:
     raise AssertionError("the products are in no loop")
 
 
-# The narrow tile of AG+GEMM without a cut wave has them, which costs it some percent: a candidate
-# of the tuner, never a default.
-MOVED = re.compile(r"ag_gemm \w+ n[nt] 128x128 (plain|bias)")
+# One move a k-tile, of the number of the warp group, before the first MMA and while the last is in
+# flight: a candidate of the tuner, never a default.
+MOVED = re.compile(r"gemm_rs bfloat16 nn 128x256 copy_engine late cut split")
 
 
 def test_descriptors_of_products_stay_in_uniform_registers(compiled):

@@ -13,7 +13,13 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm, hopper_gemm_rs, hopper_tile
+from flux_megatron.kernels import (
+    hopper_ag_gemm,
+    hopper_gemm,
+    hopper_gemm_rs,
+    hopper_scheduler,
+    hopper_tile,
+)
 from flux_megatron.kernels.hopper_cuts import Cuts, cuts_of_gather, cuts_of_scatter
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.symm.signals import PART_COUNTERS
@@ -29,11 +35,11 @@ GROUPS = [1, 2, 8, 11, 16]
 @pytest.fixture(autouse=True)
 def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
-    for module in (hopper_ag_gemm, hopper_gemm_rs, hopper_tile):
+    for module in (hopper_ag_gemm, hopper_gemm_rs, hopper_tile, hopper_scheduler):
         monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
-        for name in ("tile_in_groups", "number_in_groups", "steps_of_part", "works_and_rest"):
+        for name in ("tile_in_groups", "number_in_groups", "steps_of_part"):
             if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(hopper_tile, name).fn)
+                monkeypatch.setattr(module, name, getattr(module, name).fn)
 
 
 def _ag_tiles(shape, world_size, group_m, rank=1):
@@ -109,14 +115,10 @@ CUTS = _cuts()
 
 def _items(cuts: Cuts, steps: int) -> list[tuple[int, ...]]:
     """Of every item: tile, first and last step, part, parts, number of the cut tile."""
-    numbers = (cuts.tiles, cuts.early_last - cuts.early, cuts.early_last)
-    constants = (cuts.parts, cuts.split, cuts.programs)
-    works, _ = hopper_tile.works_and_rest(*numbers, *constants)
-    assert works == cuts.works
-    tiles, *others = numbers
+    places = (cuts.early_last - cuts.early, cuts.early_last, cuts.split_first)
     return [
-        hopper_tile.tile_of_work.fn(work, tiles, steps, *others, *constants)
-        for work in range(works)
+        hopper_scheduler.tile_of_work.fn(item, steps, *places, cuts.parts, cuts.split)
+        for item in range(cuts.works)
     ]
 
 
@@ -134,6 +136,7 @@ def test_parts_cover_every_step_once(steps):
         done = sorted((tile, step) for tile, a, b, *_ in items for step in range(a, b))
         assert done == [(tile, step) for tile in range(cuts.tiles) for step in range(steps)]
         assert all((part == 0) == (first == 0) for _, first, _, part, *_ in items)
+        assert len(items) == cuts.works
         assert all(parts > 1 or last == steps for _, _, last, _, parts, _ in items)
 
 
@@ -149,32 +152,21 @@ def test_every_part_that_is_left_has_a_place_of_its_own():
         assert all(cut < PART_COUNTERS for _, cut in counters)
 
 
-def _finished(items: list[tuple[int, ...]], programs: int) -> int:
-    """Items that end, where each program takes its own in their order and joins wait for parts."""
-    left: dict[int, int] = {}
-    next_item = list(range(programs))
-    going = True
-    while going:
-        going = False
-        for program, item in enumerate(next_item):
-            if item < len(items):
-                tile, _, _, part, parts, _ = items[item]
-                if part:
-                    left[tile] = left.get(tile, 0) + 1
-                if part or left.get(tile, 0) == parts - 1:
-                    next_item[program] += programs
-                    going = True
-    return sum(
-        len(range(p, min(reached, len(items)), programs)) for p, reached in enumerate(next_item)
-    )
+def _waits_for_later_ones(items: list[tuple[int, ...]]) -> list[int]:
+    """The items that add up a tile, but come before one of its other parts."""
+    last = {tile: place for place, (tile, *_, part, _, _) in enumerate(items) if part}
+    return [
+        place
+        for place, (tile, *_, part, parts, _) in enumerate(items)
+        if part == 0 and parts > 1 and last[tile] > place
+    ]
 
 
-def test_no_program_waits_for_a_part_that_waits_for_it():
+def test_items_wait_only_for_parts_that_were_drawn_before():
     for cuts in CUTS:
-        assert _finished(_items(cuts, 64), cuts.programs) == cuts.works
-    # all first parts before all second ones, in more than one round
-    items = [(tile, 0, 1, part, 2, tile) for part in range(2) for tile in range(6)]
-    assert _finished(items, 4) < len(items)
+        assert not _waits_for_later_ones(_items(cuts, 64))
+    swapped = [*reversed([(0, 0, 1, 1, 2, 0), (0, 1, 2, 0, 2, 0)])]
+    assert _waits_for_later_ones(swapped) == [0]
 
 
 def test_cut_tiles_give_every_program_own_rows_to_begin_with():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from emulated_memory import Misuse
 from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import MUTANTS, Mutant
@@ -21,7 +22,9 @@ from virtual_product import Product, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
-_SHORT = {Deadlock: "deadlock", WrongResult: "wrong", OutOfBounds: "address"}
+_SHORT = {
+    Deadlock: "deadlock", WrongResult: "wrong", OutOfBounds: "address", Misuse: "mbarrier"
+}  # fmt: skip
 
 
 def _outcome(mutant: Mutant, product: Product, schedule: Schedule) -> str:

@@ -19,6 +19,7 @@ from ptx_order import (
     check_acquire,
     check_bounded,
     check_count,
+    check_gives_up,
     check_release,
 )
 
@@ -59,6 +60,7 @@ def test_loads_follow_the_signal(compiled, kernel):
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
         check_bounded(Ptx(result["ptx"]))
+        check_gives_up(Ptx(result["ptx"]))
 
 
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
@@ -136,6 +138,7 @@ def test_broken_kernels_are_rejected(compiled, kernel, check, reason):
         ("ag_gemm", check_acquire, BARRIER, "no CTA barrier"),
         ("ag_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
         ("ag_gemm", check_bounded, r"mov\.u64 %rd\d+, %globaltimer", "without a clock"),
+        ("ag_gemm", check_gives_up, r"ld\.global\.sys\.relaxed", "never gives up"),
     ],
 )
 def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):

@@ -15,15 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
+from emulated_gluon import Gluon
+from hopper_kernels import HopperKernels
 from memory_checker import Region, extent
 from torch import Tensor
-from virtual_ranks import Graph, Schedule, Scheduler
+from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 
 import flux_megatron
 
@@ -32,24 +35,28 @@ SOURCE = Path(flux_megatron.__file__).parent
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.signals",
-    "symm.workspace",
+    "symm.stream_order", "symm.workspace",
     "kernels.launch", "kernels.primitives",
-    "overlap.transfer", "overlap.fused", "overlap.pipelined",
+    "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
+    "kernels.hopper_ag_gemm",
+    "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
+    "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` must occur exactly once in `path` (below the package); `new` replaces it."""
+    """Each `old` must occur exactly once in `path` (below the package); its `new` replaces it."""
 
     path: str
-    old: str
-    new: str
+    changes: tuple[tuple[str, str], ...]
 
     def apply(self, source: str) -> str:
-        found = source.count(self.old)
-        assert found == 1, f"{self.path}: {found} times, expected once: {self.old!r}"
-        return source.replace(self.old, self.new)
+        for old, new in self.changes:
+            found = source.count(old)
+            assert found == 1, f"{self.path}: {found} times, expected once: {old!r}"
+            source = source.replace(old, new)
+        return source
 
 
 class Product:
@@ -59,6 +66,7 @@ class Product:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
             setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+        self.hopper_kernels = HopperKernels(self)
 
 
 @contextmanager
@@ -102,42 +110,59 @@ class _Group:
 class _Agreement:
     """All virtual ranks run one program, so they agree."""
 
+    broken = ""
+
     def __init__(self, group: _Group) -> None: ...
+
+    def failure(self) -> str:
+        return ""
 
     def refusals(self) -> str:
         return ""
 
 
-def _copy_stream(product: Product, scheduler: Scheduler):
+def _copy_stream(product: Product, machine: Machine):
     """The product's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
     engine = product.copy_engine.CpuCopyEngine()
 
     class CopyStream(product.copy_engine.CopyEngine):
-        current, order = engine.current, engine.order
+        def current(self) -> int:
+            return STREAMS.index(machine.scheduler.current_stream)
+
+        def capture(self, stream: int) -> int:
+            return int(machine.scheduler.capturing)
+
+        def order(self, later: int, earlier: int) -> None:
+            machine.scheduler.order(STREAMS[later], STREAMS[earlier])
 
         def fork(self) -> None:
-            scheduler.order("copy", "compute")
+            machine.scheduler.order("copy", machine.scheduler.current_stream)
 
         def join(self) -> None:
-            scheduler.order("compute", "copy")
+            machine.scheduler.order(machine.scheduler.current_stream, "copy")
 
         def copy(self, destination: int, source: int, size_bytes: int) -> None:
-            scheduler.enqueue("copy", "push", lambda: engine.copy(destination, source, size_bytes))
+            machine.scheduler.enqueue(
+                "copy", "push", lambda: engine.copy(destination, source, size_bytes)
+            )
 
         def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
-            scheduler.enqueue(
-                "compute", "copy", lambda: engine.copy(destination, source, size_bytes)
-            )
+            machine.scheduler.enqueue(
+                machine.scheduler.current_stream, "copy",
+                lambda: engine.copy(destination, source, size_bytes),
+            )  # fmt: skip
 
         def wait_count(self, counter: int, count: int) -> None:
             cell = ctypes.c_int32.from_address(counter)
-            scheduler.hold("copy", lambda: cell.value >= count, f"{count} tiles to be counted")
+            machine.scheduler.hold(
+                "copy", lambda: cell.value >= count, f"{count} tiles to be counted"
+            )
 
         def clear(self, counters: Sequence[int]) -> None:
-            scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
+            machine.scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
 
         def write(self, address: int, word: int) -> None:
-            scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
+            machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
 
     return CopyStream()
 
@@ -153,31 +178,35 @@ class Machine:
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
         self._regions: list[Region] = []
-        self._scheduler: Scheduler | None = None
+        self.scheduler: Scheduler | None = None
+        stream_order = product.stream_order.StreamOrder
+        self._orders = [stream_order(_copy_stream(product, self)) for _ in self._groups]
+        self.workspaces: list = []
         with self._replacing():
-            workspace = product.workspace.Workspace
-            self.workspaces = [workspace(group, torch.device("cpu")) for group in self._groups]
+            for group in self._groups:
+                self.workspaces.append(product.workspace.Workspace(group, torch.device("cpu")))
         for space in self.workspaces:
             space.enter = product.transfer.enter
 
     def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
         """Run `host(rank)` on every rank; returns the scheduler, for its trace."""
-        self._scheduler = Scheduler(schedule, self._regions)
+        self.scheduler = Scheduler(schedule, self._regions)
         with self._replacing():
-            self._scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
-        return self._scheduler
+            self.scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
+        return self.scheduler
 
     def capture(self) -> AbstractContextManager[Graph]:
         """What the calling host enqueues goes into a graph."""
-        return self._scheduler.capture()
+        return self.scheduler.capture()
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.product
         channel = {
+            "stream_order": lambda device: self._orders[len(self.workspaces)],  # of this rank
             "buffer": SimpleNamespace(allocate=self._allocate),
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
-            "capturing": lambda device: self._scheduler.capturing,
+            "capturing": lambda device: self.scheduler.capturing,
         }
         workspace = {
             "Agreement": _Agreement,
@@ -191,8 +220,17 @@ class Machine:
             mock.patch.multiple(p.pipelined, copy_engine=self._copy_engine),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.hopper, copy_engine=self._copy_engine),
+            # so that small problems have tiles to cut
+            mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
+            p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
+
+    def _gluon(self) -> Gluon:
+        signals = self.product.signals
+        told = partial(signals.told, world_size=self.world_size)
+        return Gluon(self.scheduler, self._regions, (told, signals.reached))
 
     def _allocate(self, size_bytes: int, group: _Group, device: torch.device):
         rank = group.rank()
@@ -200,7 +238,7 @@ class Machine:
         self._allocations[rank] += 1
         if number == len(self._allocated):
             # pads come first and must be zero; data is allocated while ranks run, and is NaN
-            fill = 0 if self._scheduler is None else 0xFF
+            fill = 0 if self.scheduler is None else 0xFF
             shards = [torch.full((size_bytes,), fill, dtype=torch.uint8) for _ in self._groups]
             self._allocated.append(tuple(shards))
             self._regions += [
@@ -213,27 +251,27 @@ class Machine:
         return self.product.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
 
     def _barrier(self, rank: int) -> None:
-        if self._scheduler is None:  # while the workspaces are made, one rank after another
+        if self.scheduler is None:  # while the workspaces are made, one rank after another
             return
-        self._scheduler.synchronize()
+        self.scheduler.synchronize()
         self._arrivals[rank] += 1
         mine = self._arrivals[rank]
-        self._scheduler.wait(
+        self.scheduler.wait(
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
 
     def _copy_engine(self, device: torch.device):
-        return _copy_stream(self.product, self._scheduler)
+        return _copy_stream(self.product, self)
 
     def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
         return (min(self._programs, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
-        checker = self._scheduler.running.checker
+        checker = self.scheduler.running.checker
         checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
         cell = ctypes.c_int32.from_address(address)
         awaited = self.product.signals.told(slot, self.world_size)
-        self._scheduler.wait(
+        self.scheduler.wait(
             lambda: self.product.signals.reached(cell.value, epoch),
             f"{awaited}, epoch {epoch} (slot holds {cell.value})",
         )

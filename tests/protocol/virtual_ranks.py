@@ -1,9 +1,12 @@
-"""A deterministic scheduler: many virtual ranks, each with a host and two streams, in one process.
+"""A deterministic scheduler: many virtual ranks, each with a host and its streams, in one process.
 
-Each host program, kernel program, push and signal is a strand: a thread, of which only one runs at
-a time. A rank is modelled on a GPU. Its host runs ahead and only enqueues; `compute` runs kernels
-and torch's in-place operations in order, `copy` runs pushes and signals in order, and events order
-the two. Of a kernel's programs at most `resident` are started, in the order of their ids.
+Each host program, CTA, push and signal is a strand: a thread, of which only one runs at a time. A
+CTA may have further strands, for warps that work apart. A rank is modelled on a GPU. Its host runs
+ahead and only enqueues; `compute` runs kernels and torch's in-place operations in order, `copy`
+runs pushes and signals in order, and events order the two. `second` is another stream like
+`compute`, for callers that change theirs. Of a kernel's CTAs at most `resident` are there at a
+time, and another one starts when one of them has ended: in the order of their ids or, with
+`any_order`, in one that the seed decides.
 
 The schedule decides who runs next whenever a strand waits, ends, or, with `preempt`, is about to
 touch memory. The seed decides it all, so that a failure can be run again. What cannot be seen here:
@@ -44,6 +47,7 @@ class Schedule:
     policy: str  # "sequential" (lowest rank first), "reverse" or "random"
     seed: int = 0
     resident: int = 1_000
+    any_order: bool = False
     # also switch before every access and after everything that a host enqueues
     preempt: bool = False
     # one rank, chosen by the seed, gets only every tenth turn while others can run
@@ -54,11 +58,14 @@ STANDARD = (
     Schedule("sequential", "sequential", resident=1),
     Schedule("reverse", "reverse"),
     Schedule("random 1", "random", seed=1),
-    Schedule("random 2", "random", seed=2, resident=2, late=True),
+    Schedule("random 2", "random", seed=2, resident=2, any_order=True, late=True),
     Schedule("preempt 1", "random", seed=1, preempt=True),
     Schedule("preempt 2", "random", seed=2, preempt=True, late=True),
-    Schedule("preempt 3", "random", seed=3, resident=2, preempt=True, late=True),
+    Schedule("preempt 3", "random", seed=3, resident=2, any_order=True, preempt=True, late=True),
 )
+
+
+STREAMS = ("compute", "second", "copy")
 
 
 class Strand:
@@ -73,10 +80,16 @@ class Strand:
         self._aborted = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        # of a kernel's program: the grid, its place there, and the memory that it may touch
+        # of a CTA: the grid, its place there, and the memory that it may touch
         self.grid: tuple[int, ...] | None = None
         self.place: tuple[int, ...] = ()
         self.checker: AddressChecker | None = None
+        # the CTA that a warp belongs to, its warps, and what they share
+        self.cta, self.children, self.state = self, [], None
+
+    def live(self) -> list[Strand]:
+        """Itself and its warps, without those that have ended."""
+        return [strand for strand in (self, *self.children) if not strand.done]
 
     @property
     def runnable(self) -> bool:
@@ -140,13 +153,15 @@ class Stream:
         while self._items:
             unfinished = [strand for strand in self._items[0] if not strand.done]
             if unfinished:
-                return unfinished[: self._resident]
+                resident = unfinished[: self._resident]
+                return [one for strand in resident for one in strand.live()]
             self._items.popleft()
             self.finished += 1
         return []
 
     def strands(self) -> list[Strand]:
-        return list(itertools.chain.from_iterable(self._items))
+        ctas = itertools.chain.from_iterable(self._items)
+        return [strand for cta in ctas for strand in (cta, *cta.children)]
 
 
 class Graph:
@@ -174,7 +189,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            self._scheduler.enqueue("compute", str(func), lambda: func(*args, **kwargs))
+            current = self._scheduler.current_stream
+            self._scheduler.enqueue(current, str(func), lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0])
         result = func(*args, **kwargs)
         if "empty" in func.__name__ and result.is_floating_point():
@@ -202,7 +218,10 @@ class Scheduler:
         """Until all hosts and streams are done. Raises `Deadlock`, or what a strand raised."""
         resident = self._schedule.resident
         self._hosts = [Strand(r, "host", self._recorded(host)) for r, host in enumerate(hosts)]
-        self._streams = [{"compute": Stream(resident), "copy": Stream(1)} for _ in hosts]
+        self._streams = [
+            {name: Stream(1 if name == "copy" else resident) for name in STREAMS} for _ in hosts
+        ]
+        self._current_streams = ["compute" for _ in hosts]
         with self._interpreting():
             try:
                 while live := self._live():
@@ -249,6 +268,15 @@ class Scheduler:
         return self.running.rank
 
     @property
+    def current_stream(self) -> str:
+        """Of the host that runs now."""
+        return self._current_streams[self.rank]
+
+    def use_stream(self, name: str) -> None:
+        """Where the calling host enqueues kernels and operations from now on."""
+        self._current_streams[self.rank] = name
+
+    @property
     def running(self) -> Strand:
         assert self._current is not None, "called outside of a run"
         return self._current
@@ -260,6 +288,36 @@ class Scheduler:
     def enqueue(self, stream: str, name: str, operation: Callable[[], None]) -> None:
         """Let `operation` run on a stream of the calling rank, in one step."""
         self._put(stream, lambda: [Strand(self.rank, name, operation)])
+
+    def put_grid(
+        self, name: str, grid: tuple[int, ...], body: Callable[[], None],
+        checker: AddressChecker | None = None,
+    ) -> None:  # fmt: skip
+        """Enqueue a kernel of the calling rank: `body` runs in each of its CTAs."""
+        grid = (*grid, *(1,) * (3 - len(grid)))
+
+        def ctas() -> list[Strand]:
+            strands = []
+            for place in itertools.product(*map(range, grid)):
+                cta = Strand(self.rank, f"{name}[{place[0]}]", body)
+                cta.grid, cta.place, cta.checker = grid, place, checker
+                strands.append(cta)
+            if self._schedule.any_order:
+                self._random.shuffle(strands)
+            return strands
+
+        self._put(self.current_stream, ctas)
+
+    def spawn(self, cta: Strand, name: str, body: Callable[[], None]) -> None:
+        """Start a warp of a CTA that runs."""
+        warp = Strand(cta.rank, f"{cta.name} {name}", body)
+        warp.grid, warp.place, warp.checker, warp.cta = cta.grid, cta.place, cta.checker, cta
+        cta.children.append(warp)
+
+    def preemption_point(self) -> None:
+        """Before an access to memory that others see."""
+        if self._schedule.preempt:
+            self.running.pause()
 
     def order(self, later: str, earlier: str) -> None:
         """What is enqueued on `later` from now on runs after what `earlier` holds now."""
@@ -339,8 +397,7 @@ class Scheduler:
         strand = self.running
         if strand.checker is not None:
             strand.checker.check(kind, pointers, mask)
-        if self._schedule.preempt:
-            strand.pause()
+        self.preemption_point()
 
     def _launch(self, kernel, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:
         body = kernel.rewrite()
@@ -353,16 +410,4 @@ class Scheduler:
             name: value if name in constexprs else interpreter._implicit_cvt(value)
             for name, value in arguments.items()
         }
-        grid = (*grid, *(1,) * (3 - len(grid)))
-
-        def programs() -> list[Strand]:
-            strands = []
-            for place in itertools.product(*map(range, grid)):
-                program = Strand(
-                    self.rank, f"{kernel.__name__}[{place[0]}]", partial(body, **values)
-                )
-                program.grid, program.place, program.checker = grid, place, checker
-                strands.append(program)
-            return strands
-
-        self._put("compute", programs)
+        self.put_grid(kernel.__name__, grid, partial(body, **values), checker)

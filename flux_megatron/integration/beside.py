@@ -1,0 +1,43 @@
+"""Whether a run's other communication shares the GPU with the linear layers, by its arguments.
+
+Plans that win beside NCCL's kernels are not those that win alone. Communication of experts and of
+contexts is not looked at: FLUX_MEGATRON_BESIDE=1 says it for them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flux_megatron import settings
+
+# Megatron's names before and after it validates its arguments; a layout may interleave or not.
+INTERLEAVED = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def settle(args: Any) -> None:
+    """Let FLUX_MEGATRON_BESIDE=auto be what Megatron's parsed arguments say, for this process."""
+    if settings.read(os.environ).beside == "auto":
+        os.environ["FLUX_MEGATRON_BESIDE"] = "1" if overlapped_in(args) else "0"
+
+
+def overlapped_in(args: Any) -> bool:
+    """Gradients reduced or parameters gathered by several replicas beside the layers, or
+    activations sent between interleaved stages of a pipeline.
+    """
+
+    def value(name: str, default: Any = None) -> Any:
+        return getattr(args, name, default)
+
+    ranks = value("world_size") or int(os.environ.get("WORLD_SIZE", "1"))  # the parser has none
+    pipeline = value("pipeline_model_parallel_size") or 1
+    # ranks of one context-parallel group share gradients too
+    replicas = ranks // ((value("tensor_model_parallel_size") or 1) * pipeline)
+    data = value("overlap_grad_reduce") or value("overlap_param_gather")
+    sends = value("overlap_p2p_comm", True) and any(value(name) for name in INTERLEAVED)
+    return bool((replicas > 1 and data) or (pipeline > 1 and sends))

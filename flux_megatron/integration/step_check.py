@@ -1,0 +1,44 @@
+"""A step in which a wait ran out of time, or a call failed, reaches neither weights nor a file.
+
+Kernels go on with whatever is there when they have waited too long, and the host learns it later.
+So Megatron-LM's loop asks all ranks after the last call of a step, replayed graphs included:
+before the optimizer's step, and before a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flux_megatron
+
+
+def confirm_steps(training: Any) -> None:
+    """Let `train_step` and `save_checkpoint` of the module megatron.training.training ask first.
+
+    Both are found by these names in every version from 0.14 on.
+    """
+    original = training.train_step
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*given: Any, **named: Any) -> Any:
+        optimizer = signature.bind(*given, **named).arguments["optimizer"]
+        if not hasattr(optimizer.step, "confirmed"):
+            optimizer.step = _confirmed(optimizer.step)
+        return original(*given, **named)
+
+    training.train_step = train_step
+    training.save_checkpoint = _confirmed(training.save_checkpoint)
+
+
+def _confirmed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def confirmed(*given: Any, **named: Any) -> Any:
+        flux_megatron.confirm_step()
+        return function(*given, **named)
+
+    confirmed.confirmed = True  # type: ignore[attr-defined]
+    return confirmed

@@ -1,0 +1,158 @@
+"""What candidates are timed beside: all-reduces of a second communicator of the same ranks.
+
+A training run reduces gradients, gathers parameters and sends activations while a layer's GEMMs
+run. NCCL's all-reduce of large blocks stands for all of that: it holds SMs, memory bandwidth and
+links for as long as the candidate runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import settings
+
+BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one all-reduce
+# The blocks last so many times as long as the longest candidate takes alone: a kernel that gets its
+# last SM only for a second wave takes 1.75 times as long.
+STRETCH = 2.0
+TRIALS = 3  # of one block, of which the shortest counts
+
+_seconds: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()
+
+
+class NoRoom(MemoryError):
+    """Some rank has no memory for a block; raised on every rank."""
+
+
+class AllReduces:
+    """All-reduces of `blocks` blocks, on a stream of their own.
+
+    Collective constructor, for candidates of which the longest takes `longest_us` alone, the same
+    number on every rank. `NoRoom` on every rank if one has no memory for a block.
+
+    The blocks are one block, again and again, in one launch: with CUDA_DEVICE_MAX_CONNECTIONS=1 a
+    launch that waits for the one before holds up all streams, and a candidate behind several would
+    start with the last of them.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, longest_us: float) -> None:
+        self._device, self._second = device, second_communicator(group, device)
+        self._block = _block(group, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._work: dist.Work | None = None
+        self.blocks = 1
+        self._timed_us(group)  # connects the ranks
+        block_us = min(self._timed_us(group) for _ in range(TRIALS))
+        self.blocks = blocks(longest_us, block_us)
+
+    def start(self) -> None:
+        """Enqueue the blocks behind what the current stream holds. What the stream gets from now on
+        runs beside them.
+        """
+        if self._stream is None:
+            self._enqueue()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._enqueue()
+
+    def end(self) -> torch.cuda.Event:
+        """On CUDA, the event of the blocks' end. Enqueued behind the candidate: where
+        CUDA_DEVICE_MAX_CONNECTIONS is 1 it would wait behind this.
+        """
+        end = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            self.wait()  # the side stream, not the host
+            end.record()
+        return end
+
+    def ended(self) -> bool:
+        """Whether the last block is done; on the CPU."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Let the host, on CUDA the current stream, wait for the last block."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+    def _enqueue(self) -> None:
+        self._work = self._second.allreduce_coalesced([self._block] * self.blocks)
+
+    def _timed_us(self, group: ProcessGroup) -> float:
+        """One block with nothing beside it; the same number on every rank."""
+        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        _synchronize(self._device)
+        started = time.perf_counter()
+        self.start()
+        self.wait()
+        _synchronize(self._device)
+        took_us = torch.tensor((time.perf_counter() - started) * 1e6, device=self._device)
+        dist.all_reduce(took_us, op=dist.ReduceOp.MIN, group=group)
+        return took_us.item()
+
+
+def blocks(longest_us: float, block_us: float) -> int:
+    """So many that one is still running when the longest candidate ends."""
+    return math.ceil(STRETCH * longest_us / block_us) + 1
+
+
+def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
+    """A backend of torch.distributed for the ranks of `group`, made once and kept. Collective over
+    `group` alone.
+
+    It is no registered group: making one would ask all ranks of the job, or its name would depend
+    on how many groups a rank has.
+    """
+    if group not in _seconds:
+        nonce = [uuid.uuid4().hex]
+        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        root = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"flux_megatron/beside/{nonce[0]}", root)
+        limit = timedelta(seconds=settings.get().timeout_s)
+        made: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        else:
+            made = dist.ProcessGroupGloo(store, group.rank(), group.size(), limit)
+        _seconds[group] = made
+    return _seconds[group]
+
+
+# Gloo's threads abort a process whose interpreter has begun to end, unless they are joined before.
+atexit.register(_seconds.clear)
+
+
+def _block(group: ProcessGroup, device: torch.device) -> Tensor:
+    """Zeros, which stay zeros however often they are summed."""
+    found: Tensor | None = None
+    said = ""
+    try:
+        found = torch.zeros(BLOCK_BYTES[device.type] // 4, device=device)
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    answers = [""] * group.size()
+    dist.all_gather_object(answers, said, group=group)
+    if lacking := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]:
+        size_bytes = BLOCK_BYTES[device.type]
+        raise NoRoom(f"no {size_bytes} bytes for an all-reduce beside: {'; '.join(lacking)}")
+    assert found is not None, "every rank has one"
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,51 @@
+"""The first wait of a process that ran out of time: written by a kernel, read by the host.
+
+One record a device, for all channels of all groups: after the first, every wait gives up soon, in
+whatever call it is, and results are not to be trusted. It lies in pinned memory, so the host reads
+it at any time, also while kernels run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flux_megatron import settings
+from flux_megatron.symm import signals
+
+
+class Status:
+    """`words`, int32 [STATUS_WORDS], is what waits are given."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)
+        self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
+        self._pads: dict[int, tuple[str, Callable[[int], str]]] = {}
+        self._late = ""
+
+    def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
+        """Waits for slots of `pad` are those of `waiter`; `awaited` tells what a slot announces."""
+        self._pads[pad.data_ptr()] = (waiter, awaited)
+
+    def late(self) -> str:
+        """Who waited for what, or nothing."""
+        if self._record[signals.STATUS_TRIPPED] and not self._late:
+            low, high, slot, expected, seen = (
+                self._record[word]
+                for word in (
+                    signals.STATUS_PAD_LOW, signals.STATUS_PAD_HIGH, signals.STATUS_SLOT,
+                    signals.STATUS_EXPECTED, signals.STATUS_SEEN,
+                )
+            )  # fmt: skip
+            waiter, awaited = self._pads.get(
+                (high << 32) + low % 2**32, ("a rank", lambda slot: f"slot {slot}")
+            )
+            self._late = (
+                f"{waiter} waited {settings.get().timeout_s:g} s for {awaited(slot)}: "
+                f"epoch {expected} expected, {seen} seen"
+            )
+        return self._late

@@ -1,0 +1,133 @@
+"""What emulated kernels hold: pointers, descriptors, shared memory, mbarriers, sums."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from memory_checker import OutOfBounds
+from torch import Tensor
+
+
+class Misuse(AssertionError):
+    """Of an mbarrier: on a GPU nobody knows what happens then."""
+
+
+class PointerType(NamedTuple):
+    element: torch.dtype
+
+
+class Pointer:
+    """Elements of the flat tensor `memory` from `at` on; `at` is a number or a tensor of them."""
+
+    def __init__(self, memory: Tensor, at=0) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = PointerType(memory.dtype)
+
+    def __add__(self, offset) -> Pointer:
+        return Pointer(self.memory, self.at + offset)
+
+    @property
+    def address(self) -> int:
+        self.check()
+        return self.memory.data_ptr() + self.at * self.memory.element_size()
+
+    def check(self, mask: Tensor | None = None) -> None:
+        at = torch.as_tensor(self.at)
+        at = at if mask is None else at[torch.broadcast_to(mask, at.shape)]
+        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < self.memory.numel():
+            span = f"elements {int(at.min())} to {int(at.max())}"
+            raise OutOfBounds(f"{span} of {self.memory.numel()} of {self.memory.dtype}")
+
+
+class Descriptor:
+    """A TMA descriptor of a matrix: loads are 0 beyond its edges, stores end there."""
+
+    def __init__(self, matrix: Tensor, block: Sequence[int]) -> None:
+        self.matrix, self.dtype, self.layout = matrix, matrix.dtype, None
+        nbytes = math.prod(block) * matrix.element_size()
+        self.block_type = SimpleNamespace(shape=list(block), nbytes=nbytes)
+
+    def tile(self, place: Sequence[int]) -> tuple[Tensor, tuple[slice, slice]]:
+        """What lies in the matrix of the tile at `place`, and where that is in the tile."""
+        (row, column), (rows, columns) = place, self.block_type.shape
+        if row < 0 or column < 0 or row >= len(self.matrix):
+            raise OutOfBounds(f"a tile at {place} of a matrix {list(self.matrix.shape)}")
+        inside = self.matrix[row : row + rows, column : column + columns]
+        return inside, (slice(0, inside.shape[0]), slice(0, inside.shape[1]))
+
+
+class Shared:
+    """A buffer in shared memory, or the stages of a ring of them."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.shape = memory, list(memory.shape)
+
+    def index(self, stage: int) -> Shared:
+        return Shared(self.memory[stage])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.memory.permute(*order))
+
+    def store(self, value: Tensor) -> None:
+        self.memory.copy_(torch.as_tensor(value))
+
+    def load(self, layout: object = None) -> Tensor:
+        return self.memory.clone()
+
+
+class Barrier:
+    """An mbarrier: a phase ends with the last arrival, once all announced bytes have come."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self.missing = self.bytes = self.phases = 0
+
+    def arrive(self, count: int = 0, size_bytes: int = 0) -> None:
+        self.missing -= count
+        self.bytes += size_bytes
+        if self.count is None or self.missing < 0:
+            raise Misuse(f"an mbarrier of count {self.count} has {-self.missing} arrivals too many")
+        if not self.missing and not self.bytes:
+            self.phases += 1
+            self.missing = self.count
+
+
+class Barriers:
+    """Several of them; as an operand the first one."""
+
+    def __init__(self, count: int) -> None:
+        self._barriers = [Barrier() for _ in range(count)]
+        self.shape = [count, 1]
+
+    def index(self, place: int) -> Barrier:
+        return self._barriers[place]
+
+
+class Accumulator:
+    """fp32 sums, and the MMAs that are still to be added to them."""
+
+    def __init__(self, sums: Tensor, pending: tuple[tuple[Shared, Shared], ...] = ()) -> None:
+        self.sums, self.pending = sums, pending
+
+    def wait(self, outstanding: int) -> Accumulator | Tensor:
+        done = max(0, len(self.pending) - outstanding)
+        sums = self.sums
+        for left, right in self.pending[:done]:
+            sums = sums + left.memory.float() @ right.memory.float()
+        return Accumulator(sums, self.pending[done:]) if outstanding else sums
+
+
+class Transfers:
+    """The asynchronous copies of a CTA in one direction, in their order."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.steps = name, deque()
+        self.issued = self.read = self.written = 0
+
+
+class MBarrierLayout: ...

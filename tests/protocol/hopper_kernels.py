@@ -1,0 +1,87 @@
+"""The Hopper kernels of a product, from its own source, as kernels that run on virtual ranks.
+
+`@gluon.jit` functions are parsed, freed of decorators and annotations, and run with the names of
+`emulated_gluon.py`. So a change of a kernel's source, a mutant's too, is a change of what runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType, ModuleType
+from unittest import mock
+
+from emulated_gluon import Gluon
+from emulated_memory import Descriptor
+
+MODULES = (
+    "hopper_primitives", "hopper_scheduler", "hopper_tile", "hopper_ag_gemm", "hopper_gemm_rs",
+)  # fmt: skip
+KERNELS = {
+    "hopper_ag_gemm": "hopper_ag_gemm_kernel", "hopper_gemm_rs": "hopper_gemm_rs_kernel",
+}  # fmt: skip
+
+
+class _Plain(ast.NodeTransformer):
+    """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.decorator_list = []
+        for argument in node.args.args:
+            argument.annotation = None
+        self.generic_visit(node)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.Assign:
+        self.generic_visit(node)
+        return ast.Assign([node.target], node.value)
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            return ast.Call(ast.Name("cast", ast.Load()), [node.func.value, *node.args], [])
+        return node
+
+
+def parsed(module: ModuleType) -> tuple[CodeType, dict[str, object], dict[str, list[str]]]:
+    """The functions of a module, its constants, and the parameters of each function."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    parameters = {node.name: [argument.arg for argument in node.args.args] for node in functions}
+    plain = ast.Module([_Plain().visit(node) for node in functions], [])
+    code = compile(ast.fix_missing_locations(plain), module.__file__, "exec")
+    constants = {
+        name: value.value for name, value in vars(module).items() if hasattr(value, "value")
+    }
+    return code, constants, parameters
+
+
+class HopperKernels:
+    """Of one product; parsed once."""
+
+    def __init__(self, product) -> None:
+        self._product = product
+        self._parsed = [parsed(getattr(product, name)) for name in MODULES]
+
+    @contextmanager
+    def launched_on(self, gluon: Gluon) -> Iterator[None]:
+        """`hopper_gemm` launches the emulated kernels, on plain descriptors."""
+        product, names, parameters = self._product, {}, {}
+        for code, constants, of_functions in self._parsed:
+            names |= constants
+            parameters |= of_functions
+            exec(code, names)
+        names |= gluon.names()  # also in place of functions that hold PTX
+        with ExitStack() as stack:
+            for module, name in KERNELS.items():
+                kernel = gluon.kernel(name, parameters[name], names[name])
+                stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
+            described = lambda tensor, *block: Descriptor(tensor, block)  # noqa: E731
+            stack.enter_context(mock.patch.object(product.hopper_gemm, "_described", described))
+            for launcher in (product.hopper_gemm._ag_launcher, product.hopper_gemm._rs_launcher):
+                launcher.cache_clear()
+                stack.callback(launcher.cache_clear)
+            yield

@@ -1,0 +1,193 @@
+"""Errors in the middle of a call, and waits that ran out of time: what all later calls say, on
+every rank, and how soon.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, check
+from ranks import DEVICE, on_device
+
+import flux_megatron
+from flux_megatron import errors, ops
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.status import Status
+from flux_megatron.symm.workspace import workspace
+
+SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "6"}
+
+
+def refused(kind: type[Exception], call: Callable) -> str:
+    """What a call says that must not wait for anybody."""
+    started = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - started < 3
+    return str(caught.value)
+
+
+def fails(*given: torch.Tensor) -> None:
+    raise ZeroDivisionError("no wgrad today")
+
+
+def _layers(rank: int, part: str) -> Callable[[], None]:
+    """A call of which only rank 1 fails, in the middle."""
+    group = dist.group.WORLD
+    x, w = (torch.ones(s, device=DEVICE, requires_grad=True) for s in ((6, 4), (8, 4)))
+    if part == "consume":
+        consume = fails if rank else (lambda rows: None)
+        return lambda: ops.run_ag_gemm(x.detach(), w.detach(), None, group, consume=consume)
+    wgrad = fails if rank else None
+    layer = row_parallel_linear if part == "row" else column_parallel_linear
+    if part == "frozen column":  # a gather alone
+        x = x.detach()
+    given = (x, w) if part == "row" else (x, w, None)
+    y = layer(*given, group=group, wgrad=wgrad)
+    return lambda: y.sum().backward()
+
+
+def one_fails(rank: int, part: str) -> list[str]:
+    group = dist.group.WORLD
+    middle = _layers(rank, part)
+    engine = copy_engine(torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+    dist.barrier()
+    if rank == 1:
+        join = mock.patch.object(engine, "join", wraps=engine.join)
+        with join as joined, pytest.raises(ZeroDivisionError):
+            middle()
+        assert joined.called, "pushes may still read what the call was given"
+        dist.barrier()
+    else:
+        middle()
+        dist.barrier()
+    known, new = Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)
+    said = [refused(errors.GroupBroken, lambda case=case: check(case)) for case in (new, known)]
+    with pytest.raises(errors.GroupBroken):
+        flux_megatron.confirm_step()
+    assert len(workspace(group, torch.empty(0, device=DEVICE).device).open_calls()) == rank * (
+        2 if part == "column" else 1
+    )
+    other = dist.new_group([0, 1])
+    check(known, other)  # another group is as it was
+    return said
+
+
+@pytest.mark.parametrize("part", ["consume", "column", "frozen column", "row"])
+def test_an_error_in_the_middle_is_told_to_every_rank(part):
+    for said in on_device(one_fails, 2, part, environment=SHORT):
+        for text in said:
+            assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
+            assert text.endswith("ZeroDivisionError: no wgrad today")
+
+
+def both_fail(rank: int) -> str:
+    """Rank 0 fails later, and differently."""
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+
+    def consume(rows: torch.Tensor) -> None:
+        if rank == 0:
+            time.sleep(0.5)
+        raise KeyError(f"of rank {rank}")
+
+    with pytest.raises(KeyError, match=f"of rank {rank}"):
+        ops.run_ag_gemm(x, w, None, dist.group.WORLD, consume=consume)
+    dist.barrier()
+    return refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
+
+
+def test_the_first_error_is_told():
+    for said in on_device(both_fail, 2, environment=SHORT):
+        assert said.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
+
+
+def one_waits(rank: int) -> str:
+    """Rank 1 fails before its pushes: rank 0 learns why nothing comes."""
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    group = dist.group.WORLD
+    space = workspace(group, x.device)
+
+    def begun() -> None:
+        with space.guard():
+            space.gather.begin(100)
+            fails()
+
+    def done() -> None:
+        ops.all_gather_gemm(x, w, group)
+        flux_megatron.synchronize()
+
+    done()
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            begun()
+        dist.barrier()
+        return refused(errors.GroupBroken, done)
+    with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
+        done()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_missing_signal_is_explained_by_the_failure():
+    for said in on_device(one_waits, 2, environment=SHORT):
+        assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in said
+
+
+def errors_before_a_call(rank: int) -> None:
+    """What is refused before it begins breaks nothing."""
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    group = dist.group.WORLD
+    scatter = ops.start_gemm_rs(x, w, group)
+    for bad in (
+        lambda: ops.start_gemm_rs(x, w, group),
+        lambda: ops.run_ag_gemm(x, w[:, :3].contiguous(), None, group),
+    ):
+        with pytest.raises((errors.WorkspaceError, ValueError)):
+            bad()
+    scatter.finish()
+    check(Case("gemm_rs", 3, 8, 4))
+    check(Case("ag_gemm", 6, 8, 4))
+
+
+def test_errors_before_a_call_break_nothing():
+    on_device(errors_before_a_call, 2, environment=SHORT)
+
+
+def runs_ahead(rank: int) -> tuple[str, float]:
+    """A host that does not look, as one that enqueues ahead of a GPU; rank 1 has gone."""
+    groups = dist.group.WORLD, dist.new_group([0, 1])
+    cases = Case("ag_gemm", 3, 5, 4), Case("gemm_rs", 3, 5, 4)
+    for group in groups:
+        for case in cases:
+            check(case, group)
+    x, w = torch.ones(3, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
+    six = torch.ones(6, 4, device=DEVICE)
+    if rank == 1:
+        time.sleep(12)
+        return "", 0.0
+    started = time.monotonic()
+    with mock.patch.object(Status, "late", return_value=""):
+        for _ in range(3):
+            for group in groups:
+                ops.all_gather_gemm(x, w, group)
+                ops.gemm_reduce_scatter(six, w, group)
+    with pytest.raises(errors.SignalTimeout) as caught:
+        flux_megatron.synchronize()
+    seconds = time.monotonic() - started
+    texts = {str(caught.value)}
+    for group in groups:
+        texts.add(refused(errors.SignalTimeout, lambda group=group: check(cases[0], group)))
+    assert len({text.partition(" (")[0] for text in texts}) == 1, "the first is told, not others"
+    return str(caught.value), seconds
+
+
+def test_after_one_wait_ran_out_of_time_no_other_waits():
+    (said, seconds), _ = on_device(runs_ahead, 2, environment=SHORT)
+    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in said
+    assert 5.9 < seconds < 10, "twelve calls wait as long as one"

@@ -1,0 +1,124 @@
+"""The copy engine of GPUs, on a driver that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from flux_megatron.symm.copy_engine import CopyEngine, CudaCopyEngine, Delivery, Push
+
+STREAM, CALLERS = 7, 5
+DELIVERIES = tuple(
+    Delivery(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
+    for n in range(3)
+)
+
+
+class Driver:
+    """CUDA's driver, as far as the engine calls it; `done` is what came to the streams."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUstreamBatchMemOpType = SimpleNamespace(
+        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
+    )
+
+    def __init__(self) -> None:
+        self.done: list[tuple] = []
+
+    def CUstream(self, handle: int) -> int:
+        return handle
+
+    def cuEventCreate(self, flags: int) -> tuple[int, str]:
+        return 0, "event"
+
+    def CUstreamBatchMemOpParams(self) -> SimpleNamespace:
+        return SimpleNamespace(writeValue=SimpleNamespace(), waitValue=SimpleNamespace())
+
+    def cuEventRecord(self, event: str, stream: int) -> tuple[int]:
+        return self._note("record", stream)
+
+    def cuStreamWaitEvent(self, stream: int, event: str, flags: int) -> tuple[int]:
+        return self._note("follow", stream)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
+        return self._note("copy", target, source, size, stream)
+
+    def cuStreamWriteValue32(self, stream: int, address: int, word: int, flags: int) -> tuple[int]:
+        return self._note("write", address, word, stream)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, count: int, flags: int) -> tuple[int]:
+        return self._note("wait", address, count, stream)
+
+    def cuStreamBatchMemOp(self, stream: int, count: int, given: list, flags: int) -> tuple[int]:
+        assert len(given) == count
+        for one in given:
+            if getattr(one.writeValue, "operation", None) == "write":
+                self._note("write", one.writeValue.address, one.writeValue.value, stream)
+            else:
+                self._note("wait", one.waitValue.address, one.waitValue.value, stream)
+        return (0,)
+
+    def _note(self, *what: object) -> tuple[int]:
+        self.done.append(what)
+        return (0,)
+
+
+@pytest.fixture
+def engine(monkeypatch) -> CudaCopyEngine:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    stream = SimpleNamespace(cuda_stream=STREAM)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
+    return CudaCopyEngine(torch.device("cuda", 0))
+
+
+def done(engine: CudaCopyEngine) -> list[tuple]:
+    return engine._driver.done
+
+
+@pytest.mark.parametrize("epoch", [1, 2**31, 2**32 + 5])
+def test_deliveries_wait_push_signal_and_clear_their_counters(engine, epoch):
+    """What the engine gives the driver in few calls is what any engine does in many."""
+    for _ in range(2):  # the second time what was kept of the first is used
+        done(engine).clear()
+        engine.deliver(DELIVERIES, 50, epoch)
+        together = [*done(engine)]
+        done(engine).clear()
+        CopyEngine.deliver(engine, DELIVERIES, 50, epoch)
+        assert together == done(engine)
+    word = epoch % 2**32
+    expected = [
+        one
+        for delivery in DELIVERIES
+        for one in (
+            ("wait", delivery.counter, delivery.tiles, STREAM),
+            ("copy", delivery.push.destination, 50 + delivery.push.offset,
+             delivery.push.size_bytes, STREAM),
+            ("write", delivery.push.signal, word, STREAM),
+        )
+    ]  # fmt: skip
+    cleared = [("write", delivery.counter, 0, STREAM) for delivery in DELIVERIES]
+    assert together == expected + cleared
+
+
+def test_fork_and_join_order_the_two_streams(engine):
+    engine.fork()
+    engine.join()
+    orders = [("record", CALLERS), ("follow", STREAM), ("record", STREAM), ("follow", CALLERS)]
+    assert done(engine) == orders
+
+
+def test_a_refusal_of_the_driver_is_an_error(engine):
+    with (
+        mock.patch.object(engine._driver, "cuStreamBatchMemOp", return_value=(1,)),
+        pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"),
+    ):
+        engine.deliver(DELIVERIES, 50, 1)

@@ -1,0 +1,156 @@
+"""Beyond 32 bits: offsets in large shards, slots that small calls leave alone for 2**31 calls, and
+logs of as many calls.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from cases import Case, check
+from ranks import DEVICE, on_device, run_ranks
+
+from flux_megatron import errors
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
+from flux_megatron.overlap import transfer
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm import signals
+from flux_megatron.symm.call_log import ENTRIES, CallLog
+from flux_megatron.symm.channel import REFRESH_EVERY, Channel
+from flux_megatron.symm.workspace import workspace
+
+LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2**31 elements
+
+
+class Part:
+    """Addresses without memory."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self) -> None:
+        self.pads = [torch.zeros(signals.pad_words(2), dtype=torch.int32) for _ in range(2)]
+
+    def view(self, rank, shape, dtype):
+        size = torch.empty(shape, dtype=dtype, device="meta")[0].nbytes
+        rows = [SimpleNamespace(data_ptr=lambda r=r: (1 + rank << 40) + r * size) for r in range(2)]
+        return _Rows(rows)
+
+
+class _Rows(list):
+    def flatten(self, *dims):
+        return self
+
+
+def test_pushes_of_a_large_shard():
+    """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes."""
+    M_shard, K = LARGE
+    route = transfer._route(Part(), torch.Size(LARGE), torch.bfloat16, 5000)
+    shard_bytes, end = M_shard * K * 2, 0
+    assert shard_bytes > 2**32
+    for push in route.pushes:
+        assert push.offset == end
+        assert push.destination == (1 << 40) + shard_bytes + end, "rank 1's rows at rank 0"
+        end += push.size_bytes
+    assert end == shard_bytes
+    assert route.own_rows == (2 << 40) + shard_bytes
+
+
+@triton.jit
+def last_tile_kernel(x, w, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """The tile at the end of x [M, K] and of y [M, N]."""
+    acc = gemm_tile(x, w, M - BM, N - BN, M, N, K, BM, BN, BK, False, False)
+    store_tile(y, acc, M - BM, N - BN, M, N, BM, BN, False)
+
+
+def mapped(*shape: int) -> torch.Tensor:
+    """Zeros whose pages the machine has only where they are written."""
+    return torch.from_numpy(np.zeros(shape, dtype=np.float16))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the memory is the host's")
+def test_tiles_beyond_2_31_elements():
+    """Rows at the end of x, of w and of y lie where 32-bit offsets would be negative."""
+    M, N, K = 2**15 + 16, 2**16 + 16, 2**16
+    assert min((M - 16) * K, (N - 16) * K, (M - 16) * N) >= 2**31
+    x, w, y = mapped(M, K), mapped(N, K), mapped(M, N)
+    x[-16:, -16:] = torch.arange(16, dtype=torch.float16)[:, None]
+    w[-16:, -16:] = torch.eye(16, dtype=torch.float16)
+    last_tile_kernel[(1,)](x, w, y, M, N, K, BM=16, BN=16, BK=4096)
+    assert torch.equal(y[-16:, -16:], x[-16:, -16:])
+
+
+def channel_of(pattern: str) -> Channel:
+    space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    return space.gather if pattern == "ag_gemm" else space.scatter
+
+
+def unused_for_long(rank: int, pattern: str, strategy: str, calls: int) -> list[bool]:
+    """Three communication tiles a call, one for very long, and three again, which come late.
+
+    Whether each step on the way has stopped for a refresh.
+    """
+    fine = Case(pattern, 20, 5, 4, plan=Plan(strategy, comm_rows=7, tile=Tile(16, 16, 16)))
+    coarse = Case(pattern, 20, 5, 4, plan=Plan(strategy, comm_rows=20, tile=Tile(16, 16, 16)))
+    check(fine)
+    channel, refreshed = channel_of(pattern), []
+    refresh = channel._refresh
+    channel._refresh = lambda: (refreshed.append(channel.epoch), refresh())
+    first = channel.epoch
+    while channel.epoch < first + calls:
+        # as many calls of one tile as lead to the next refresh, or to the last call
+        end = min(first + calls, (channel.epoch // REFRESH_EVERY + 1) * REFRESH_EVERY - 1)
+        if end == channel.epoch:
+            check(coarse)
+            continue
+        dist.barrier()
+        for source in range(2):
+            channel._pads[rank][signals.slot(source, 0)] = signals.as_int32(end)
+        channel.epoch = end
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+    announced = channel._pads[rank][signals.slot(1 - rank, 2)].item()
+    stale = signals.reached(announced, signals.as_int32(channel.epoch + 1))
+    dist.barrier()  # before the other rank's next call writes there
+    check(fine)
+    return [stale, len(refreshed) == (first + calls) // REFRESH_EVERY]
+
+
+@pytest.mark.parametrize("calls", [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 1])
+@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
+def test_slots_unused_for_2_31_calls_announce_nothing(pattern, calls):
+    for stale, as_often in on_device(unused_for_long, 2, pattern, "fused", calls):
+        assert not stale
+        assert as_often
+
+
+def long_log(rank: int, start: int) -> tuple[bool, str]:
+    """Five thousand calls around call `start`, then one that differs."""
+    log = CallLog(dist.group.WORLD)
+    log._count, log._compared = start, [start] * 2
+    for place in range(ENTRIES):  # what the calls before have left
+        log._rings[rank][place] = start % 2**31 << 32
+    dist.barrier()
+    for number in range(5000):
+        log.note(f"kind {number % 3}")
+        if number % 1000 == rank:
+            dist.barrier()
+    compared = log._compared[1 - rank] > start + 2000
+    dist.barrier()
+    log._put("this" if rank else "that")
+    dist.barrier()
+    with pytest.raises(errors.ProblemMismatch) as caught:
+        log.note("kind 0")
+    return compared, str(caught.value)
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 2500, 2**32 - 2500])
+def test_a_log_of_2_31_calls_still_compares(start):
+    for rank, (compared, said) in enumerate(run_ranks(long_log, 2, start)):
+        assert compared
+        assert f"call {start + 5001} of rank {rank} is {'this' if rank else 'that'}" in said

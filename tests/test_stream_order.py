@@ -1,0 +1,205 @@
+"""One order for all calls of a device, whatever streams, groups and directions they use.
+
+Two kernels without an order between them can each fill the GPU and wait for what stands behind the
+other. So every pair of kernels must be ordered by streams and events alone. Here an engine notes
+what is enqueued where, without a GPU; `test_streams.py` does it with real streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from contextlib import ExitStack
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from flux_megatron import errors, ops
+from flux_megatron.kernels.launch import Launcher
+from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm.copy_engine import CopyEngine, CpuCopyEngine
+from flux_megatron.symm.stream_order import StreamOrder
+
+COPY = -1  # the copy engine's stream
+SMALL = Tile(16, 16, 16)
+
+
+class Enqueued(NamedTuple):
+    name: str
+    stream: int
+    seen: dict[int, int]  # of each stream, how many items come before this one for sure
+
+    def before(self, other: Enqueued) -> bool:
+        return other.seen.get(self.stream, 0) >= self.seen[self.stream]
+
+
+class Recorder:
+    """Streams as vector clocks: what is enqueued on `stream`, and what events put before it."""
+
+    def __init__(self) -> None:
+        self.stream = 0
+        self.items: list[Enqueued] = []
+        self._clocks: dict[int, dict[int, int]] = defaultdict(dict)
+
+    def put(self, name: str, stream: int) -> None:
+        clock = self._clocks[stream]
+        clock[stream] = clock.get(stream, 0) + 1
+        self.items.append(Enqueued(name, stream, dict(clock)))
+
+    def order(self, later: int, earlier: int) -> None:
+        for stream, count in self._clocks[earlier].items():
+            clock = self._clocks[later]
+            clock[stream] = max(clock.get(stream, 0), count)
+
+    def recording(self) -> ExitStack:
+        launch, copy = Launcher.__call__, CpuCopyEngine.copy
+
+        def launched(launcher, *given):
+            self.put(launcher._kernel.fn.__name__, self.stream)
+            launch(launcher, *given)
+
+        def pushed(engine, *given):
+            self.put("push", COPY)
+            copy(engine, *given)
+
+        stack = ExitStack()
+        for name, replacement in {
+            "current": lambda engine: self.stream,
+            "order": lambda engine, later, earlier: self.order(later, earlier),
+            "fork": lambda engine: self.order(COPY, self.stream),
+            "join": lambda engine: self.order(self.stream, COPY),
+            "copy": pushed,
+        }.items():
+            stack.enter_context(mock.patch.object(CpuCopyEngine, name, replacement))
+        stack.enter_context(mock.patch.object(Launcher, "__call__", launched))
+        return stack
+
+
+def on_streams(rank: int, program: str) -> list[tuple[str, str]]:
+    """The pairs of kernels that nothing orders."""
+    record = Recorder()
+    groups = dist.group.WORLD, dist.new_group([0, 1])
+    with record.recording():
+        PROGRAMS[program](record, groups)
+    kernels = [item for item in record.items if item.name != "push"]
+    assert len({item.stream for item in kernels}) > 1, "the program uses one stream only"
+    return [
+        (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
+        for a, b in itertools.combinations(kernels, 2)
+        if not a.before(b)
+    ]
+
+
+def _x_and_w() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(16, 16), torch.ones(16, 16)
+
+
+def two_groups(record: Recorder, groups) -> None:
+    """A scatter of one group stays open while the other group gathers on another stream."""
+    x, w = _x_and_w()
+    fused = Plan("fused", tile=SMALL)
+    for _ in range(2):
+        record.stream = 1
+        scatter = ops.start_gemm_rs(x, w, groups[0], plan=fused)
+        record.stream = 2
+        ops.all_gather_gemm(x, w, groups[1], plan=fused)
+        record.stream = 1
+        scatter.finish()
+
+
+def two_directions(record: Recorder, groups) -> None:
+    """Both operations of one group, and one that is ended on another stream than it began on."""
+    x, w = _x_and_w()
+    record.stream = 1
+    ops.all_gather_gemm(x, w, groups[0], plan=Plan("pipelined"))
+    record.stream = 2
+    scatter = ops.start_gemm_rs(x, w, groups[0], plan=Plan("fused", tile=SMALL))
+    record.stream = 3
+    scatter.finish()
+    record.stream = 1
+    ops.all_gather_gemm(x, w, groups[0], plan=Plan("fused", tile=SMALL))
+
+
+def backward(record: Recorder, groups) -> None:
+    """A layer's backward has its own stream, and between its pieces another group calls."""
+    x, w = (tensor.requires_grad_() for tensor in _x_and_w())
+
+    def wgrad(w, dy, x):
+        record.stream = 3
+        ops.all_gather_gemm(dy[:16].contiguous(), w.detach(), groups[1])
+        record.stream = 2
+
+    record.stream = 1
+    y = column_parallel_linear(x, w, None, group=groups[0], wgrad=wgrad)
+    record.stream = 2
+    y.sum().backward()
+    record.stream = 1
+    ops.gemm_reduce_scatter(x.detach(), w.detach(), groups[0])
+
+
+PROGRAMS = {f.__name__: f for f in (two_groups, two_directions, backward)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_two_kernels_are_ordered(program):
+    assert run_ranks(on_streams, 2, program) == [[], []]
+
+
+class Streams(CpuCopyEngine):
+    """An engine whose streams may be in captures."""
+
+    def __init__(self) -> None:
+        self.stream = 1
+        self.captures: dict[int, int] = {}
+        self.ordered: list[tuple[int, int]] = []
+
+    def current(self) -> int:
+        return self.stream
+
+    def capture(self, stream: int) -> int:
+        return self.captures.get(stream, 0)
+
+    def order(self, later: int, earlier: int) -> None:
+        self.ordered.append((later, earlier))
+
+
+def follow(engine: Streams, order: StreamOrder, *streams: int) -> list[tuple[int, int]]:
+    engine.ordered.clear()
+    for engine.stream in streams:
+        order.follow()
+    return [*engine.ordered]
+
+
+def test_one_stream_costs_no_event():
+    engine = Streams()
+    assert follow(engine, StreamOrder(engine), 1, 1, 1, 2, 2, 1) == [(2, 1), (1, 2)]
+
+
+def test_a_graph_orders_its_own_calls_and_eager_ones_go_on_where_they_were():
+    engine = Streams()
+    order = StreamOrder(engine)
+    follow(engine, order, 1)
+    engine.captures = {5: 70, 6: 70}
+    assert follow(engine, order, 5, 6, 6, 5) == [(6, 5), (5, 6)]
+    engine.captures = {6: 71}
+    assert follow(engine, order, 6) == [], "another graph"
+    engine.captures = {}
+    assert follow(engine, order, 6) == [(6, 1)], "the eager call before was on stream 1"
+
+
+def test_an_eager_call_is_not_pulled_into_a_capture():
+    engine = Streams()
+    order = StreamOrder(engine)
+    follow(engine, order, 5)
+    engine.captures = {5: 70}
+    with pytest.raises(errors.WorkspaceError, match="which is being captured"):
+        follow(engine, order, 1)
+
+
+def test_engines_without_captures_say_so():
+    assert CopyEngine.capture(CpuCopyEngine(), 0) == 0

@@ -1,0 +1,97 @@
+"""What a checkpoint holds besides tensors, and in which order it becomes the newest one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the extra `train`")
+
+import numpy as np
+import torch
+from ranks import run_ranks
+
+from flux_megatron.train import checkpoint
+from flux_megatron.train.cpu_device import pretend_cuda
+
+
+class Nothing:
+    """A model, an optimizer or a schedule without a state."""
+
+    def sharded_state_dict(self, *given: object, **named: object) -> dict:
+        return {}
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+TRAINEE = SimpleNamespace(module=Nothing(), optimizer=Nothing(), scheduler=Nothing())
+
+
+def draws() -> list[float]:
+    """A number from each generator that training may draw from."""
+    on_device = torch.Generator()
+    on_device.set_state(torch.cuda.get_rng_state())
+    drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+    drawn.append(torch.rand(1, generator=on_device).item())
+    torch.cuda.set_rng_state(on_device.get_state())
+    with checkpoint.get_cuda_rng_tracker().fork("here"):
+        return [*drawn, torch.cuda.get_rng_state().sum().item()]
+
+
+def start() -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # the writer is a child
+    pretend_cuda()
+    checkpoint.get_cuda_rng_tracker().add("here", 3)
+
+
+def draws_again(rank: int, out: Path) -> None:
+    start()
+    draws()
+    checkpoint.save(out, TRAINEE, 1, 10)
+    first = draws()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(1)
+    checkpoint.get_cuda_rng_tracker().reset()
+    checkpoint.get_cuda_rng_tracker().add("here", 4)
+    assert not {*draws()} & {*first}
+    assert checkpoint.load(checkpoint.latest(out), TRAINEE) == (1, 10)
+    assert draws() == first
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    run_ranks(draws_again, 1, tmp_path)
+
+
+def dies_before_the_rename(rank: int, out: Path) -> None:
+    start()
+    checkpoint.save(out, TRAINEE, 1, 10)
+    newest, rename = checkpoint.latest(out), Path.rename
+
+    def dies(path: Path, target: Path) -> Path:
+        if path.suffix == ".partial":
+            raise OSError("killed")
+        return rename(path, target)
+
+    with (
+        mock.patch.object(Path, "rename", dies),
+        pytest.raises(OSError, match="killed"),
+    ):
+        checkpoint.save(out, TRAINEE, 2, 20)
+    assert checkpoint.latest(out) == newest
+    assert checkpoint.load(newest, TRAINEE) == (1, 10)
+    checkpoint.save(out, TRAINEE, 2, 20)
+    assert checkpoint.load(checkpoint.latest(out), TRAINEE) == (2, 20)
+
+
+def test_latest_never_names_what_is_not_there(tmp_path):
+    run_ranks(dies_before_the_rename, 1, tmp_path)
