@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
+from flux_megatron.train.peers import of_a_collective
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
@@ -53,6 +54,10 @@ def _write(
 
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
 filesystem_async._results_queue = queue.Queue()  # else a process of its own serves one
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Look at the disk; the last whole one is still there."""
 
 
 def latest(out: Path) -> Path | None:
@@ -88,7 +93,15 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
         "world_size": dist.get_world_size(),
     }
     if not final.exists():  # else an earlier run came this far, but did not move the pointer
-        dist_checkpointing.save(state, str(partial))
+        try:
+            dist_checkpointing.save(state, str(partial))
+        except (Exception, CheckpointException) as error:  # whatever writers say of a full disk
+            if of_a_collective(error):
+                raise
+            free = shutil.disk_usage(out).free
+            raise CheckpointError(
+                f"{partial} could not be written, {free} bytes are free there ({_last_line(error)})"
+            ) from error
     if dist.get_rank() == 0:
         if not final.exists():
             for written in (*partial.iterdir(), partial):
@@ -112,15 +125,22 @@ def load(path: Path, trainee: Trainee) -> tuple[int, int]:
     except ConfigError:
         raise
     except (Exception, CheckpointException) as error:  # whatever readers say of a file that is torn
+        if of_a_collective(error):
+            raise
         raise ConfigError(
             f"{path} cannot be read; whole ones may be among {_whole(path.parents[1])}: write one "
-            f"into {path.with_name('latest')} ({type(error).__name__}: {error})"
+            f"into {path.with_name('latest')} ({_last_line(error)})"
         ) from error
     trainee.module.load_state_dict(state["model"])
     trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(state["scheduler"])
     _set_random_state(state["random"])
     return state["step"], state["consumed_samples"]
+
+
+def _last_line(error: BaseException) -> str:
+    """Where it quotes other ranks' tracebacks, the end of one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _sync(path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,20 +28,6 @@ class Peers:
         dist.all_gather_object(self._places, (self._host, os.getpid()))
         self._rank = dist.get_rank()
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Raise `RankLost` in place of what a collective says of its connections and clocks."""
-        try:
-            yield
-        except (Exception, CheckpointException) as error:
-            if not _of_a_collective(error):
-                raise
-            said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise errors.RankLost(
-                f"rank {self._rank} waited for other ranks in a collective ({said}): "
-                f"{self.states()}"
-            ) from error
-
     def states(self) -> str:
         """What the kernel tells of the other ranks' processes."""
         others = [
@@ -52,7 +38,24 @@ class Peers:
         return ", ".join(others)
 
 
-def _of_a_collective(error: BaseException) -> bool:
+@contextmanager
+def named(who: Callable[[], str]) -> Iterator[None]:
+    """Raise `RankLost` in place of what a collective says of its connections and clocks.
+
+    `who` tells of the other ranks.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if not of_a_collective(error):
+            raise
+        said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise errors.RankLost(
+            f"rank {os.environ['RANK']} waited for other ranks in a collective ({said}): {who()}"
+        ) from error
+
+
+def of_a_collective(error: BaseException) -> bool:
     """NCCL and the store have types of their own, gloo gives the place in its sources."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 

@@ -73,7 +73,7 @@ def run(
     import torch.distributed as dist
 
     from flux_megatron.train.cpu_device import without_compiler
-    from flux_megatron.train.peers import Peers
+    from flux_megatron.train.peers import Peers, named
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     with contextlib.nullcontext() if on_gpu else without_compiler():
@@ -89,15 +89,17 @@ def run(
         pretend_cuda()
     # NCCL counts from a collective's enqueueing: a kernel's wait before it must end first
     bound_s = settings.get().timeout_s * (2 if on_gpu else 1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=store,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=bound_s),
-        device_id=device if on_gpu else None,
-    )
-    with Peers().named():
+    with named(_starting):
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(seconds=bound_s),
+            device_id=device if on_gpu else None,
+        )
+        peers = Peers()
+    with named(peers.states):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
             distributed_timeout_minutes=bound_s / 60,
@@ -112,16 +114,19 @@ def _store(listener: int | None) -> dist.Store:
     """Where the ranks of one run have met: rank 0 serves it, on a socket that its parent bound."""
     import torch.distributed as dist
 
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=listener is not None,
-        master_listen_fd=listener,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=_START_S),
-    )
-    store.set(f"started/{os.environ['RANK']}", "")
-    store.wait([f"started/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
+    from flux_megatron.train.peers import named
+
+    with named(_starting):
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=listener is not None,
+            master_listen_fd=listener,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=_START_S),
+        )
+        store.set(f"started/{os.environ['RANK']}", "")
+        store.wait([f"started/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
     store.set_timeout(datetime.timedelta(seconds=settings.get().timeout_s))
     return store
 
@@ -147,6 +152,10 @@ def _train(
         if resume:
             loop.resume()
         return loop.run(console)
+
+
+def _starting() -> str:
+    return "the run was starting"
 
 
 def _seed(seed: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_job import ROOT, Job, children
+from fault_job import ROOT, Job, children, ending
 
 RANKS = 2
 STEPS, SAVE_EVERY = 4, 2
@@ -98,6 +98,12 @@ class Case:
         if not job.running():
             raise Ended
         self.since = time.monotonic()
+
+    def strike(self, job: Job, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank; `Ended` if that is about to be gone by itself."""
+        if ending(job.rank(rank)):
+            raise Ended
+        os.kill(job.rank(rank), number)
 
     def failed(self, job: Job, says: str, spared: int | None = None) -> End:
         """The job must fail by `says`, and every rank but `spared` must have a named error."""

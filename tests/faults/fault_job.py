@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 4
 
 
 def kept(body: Callable[..., Any], *arguments: object) -> Any:
@@ -55,15 +56,21 @@ def kept(body: Callable[..., Any], *arguments: object) -> Any:
 
 def children() -> list[int]:
     """This process's children that have not ended."""
-    alive = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid() and fields[0] != "Z":
-            alive.append(int(stat.parent.name))
-    return alive
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if _stat(pid)[1] == str(os.getpid()) and _stat(pid)[0] != "Z"]
+
+
+def ending(pid: int) -> bool:
+    """Whether a process has called exit, or is gone: no signal reaches it any more."""
+    return _stat(pid)[0] == "Z" or bool(int(_stat(pid)[6]) & _PF_EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, ... of a process, as proc(5) lists them after its name."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "0", *["0"] * 5]
 
 
 class Job:

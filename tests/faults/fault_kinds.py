@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_case import RANKS, SAVE_EVERY, STEPS, Case, End
+from fault_case import RANKS, SAVE_EVERY, STEPS, Case, End, Ended
 
 WAITED = r"SignalTimeout|RankLost|ProblemMismatch"
 FAULTS: dict[str, Callable[[Case], End]] = {}
@@ -30,7 +30,7 @@ def fault(name: str) -> Callable[[Callable[[Case], End]], Callable[[Case], End]]
 def kill(case: Case) -> End:
     job, victim = case.start(), case.any_rank()
     case.reach_a_moment(job)
-    os.kill(job.rank(victim), signal.SIGKILL)
+    case.strike(job, victim, signal.SIGKILL)
     return case.failed(job, f"rank_{victim} was killed by SIGKILL")
 
 
@@ -38,7 +38,7 @@ def kill(case: Case) -> End:
 def stop(case: Case) -> End:
     job, victim = case.start(), case.any_rank()
     case.reach_a_moment(job)
-    os.kill(job.rank(victim), signal.SIGSTOP)
+    case.strike(job, victim, signal.SIGSTOP)
     return case.failed(job, f"rank_{victim} is stopped")
 
 
@@ -47,7 +47,7 @@ def stop_all(case: Case) -> End:
     job = case.start()
     case.reach_a_moment(job)
     for rank in range(RANKS):
-        os.kill(job.rank(rank), signal.SIGSTOP)
+        case.strike(job, rank, signal.SIGSTOP)
     return case.failed(job, "rank_0 is stopped")
 
 
@@ -117,7 +117,10 @@ def full_disk(case: Case) -> End:
     for rank in range(RANKS):
         hard = resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE)[1]
         resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE, (room, hard))
-    return case.resumed(case.failed(job, "File too large"))
+    end = case.failed(job, "File too large|could not be written")
+    if job.code == 0:  # nothing was written any more, or only what had room
+        raise Ended
+    return case.resumed(end)
 
 
 @fault("a full shared memory")
@@ -169,7 +172,7 @@ def torn_plans(case: Case) -> End:
     file.write_bytes(case.random.choice(shipped).read_bytes()[:100_000])
     _tear(case, file)
     environment = {"FLUX_MEGATRON_CACHE": str(case.folder / "cache")}
-    job = case.start(settings={"strategy": "auto"}, environment=environment)
+    job = case.start(settings={"strategy": "auto", "train.steps": 1}, environment=environment)
     end = case.end(job)
     log = (job.out / "logs" / "rank_0.log").read_text()
     if job.code or "measured plans are left out" not in log:

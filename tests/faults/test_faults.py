@@ -20,12 +20,19 @@ if torch.cuda.is_available():
     pytest.skip("real GPUs: `tests/faults/run.py --device cuda`", allow_module_level=True)
 
 
+BOUND_S = 4.0
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     run.prepare("cpu")
-    made = World(tmp_path_factory.mktemp("faults") / "world", "cpu", run.BOUND_S)
-    made.seconds = kept(made.prepare)
-    return made
+    from flux_megatron.train import rank_processes
+
+    made = World(tmp_path_factory.mktemp("faults") / "world", "cpu", BOUND_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_processes, "GRACE_S", 2.0)
+        made.seconds = kept(made.prepare)
+        yield made
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -38,7 +45,7 @@ def test_a_fault(world, name):
 def test_a_job_that_hangs_is_noticed(world, monkeypatch):
     """With the patience that gloo has by itself."""
     monkeypatch.setattr(world, "bound_s", 1800.0)
-    monkeypatch.setattr(world, "limit_s", 8.0)
+    monkeypatch.setattr(world, "limit_s", 5.0)
     end = run.try_once(world, "SIGSTOP of one rank", "hang")
     assert not end.ended
     assert not end.named
