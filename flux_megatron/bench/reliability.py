@@ -1,4 +1,5 @@
-"""The page of reliability: faults of a job, calls beside held SMs, racing orders. No torch.
+"""The page of reliability: faults of a job, calls while SMs are held, beside an all-reduce, and in
+racing orders. No torch.
 
 Written from rows, one JSON object a line, told apart by `table`; rows of other tables are left to
 other pages. Of two rows about the same the later one counts.
@@ -14,8 +15,8 @@ from typing import Any
 Rows = list[dict[str, Any]]
 FAULT = ("fault", "device", "ranks", "runs", "ended", "named", "longest_s", "bound_s", "orphans",
          "leftovers", "errors", "git", "date")  # fmt: skip
-HOLD = ("pattern", "M", "N", "K", "tp", "strategy", "held_sms", "held_on", "arm", "ms")
-RACE = ("mode", "calls", "hangs")
+HOLD = ("piece", "M", "N", "K", "tp", "version", "strategy", "held_sms", "held_on", "gpu")
+RACE = ("calls", "hangs", "wrong", "replays", "all_reduces", "tp", "max_connections", "gpu")
 
 
 def write(out: Path, sources: Sequence[Path]) -> None:
@@ -28,7 +29,7 @@ def write(out: Path, sources: Sequence[Path]) -> None:
         "[faults.md](faults.md) says how faults are made and what is asked of each end.",
     ]
     for table, render in TABLES.items():
-        if own := [row for row in rows if row.get("table") == table]:
+        if own := [row for row in rows if _table_of(row) == table]:
             parts += render(own)
     out.write_text("\n\n".join(parts) + "\n")
 
@@ -53,32 +54,109 @@ def faults(rows: Rows) -> list[str]:
 
 
 def hold(rows: Rows) -> list[str]:
-    """A line a call, plan and number of held SMs: ms of each arm, by the ranks that hold them."""
-    calls: dict[tuple[Any, ...], dict[str, float]] = {}
+    """A line a call and strategy: us by the number of SMs held on all ranks, and the largest ratio
+    to NCCL + cuBLAS under the same hold, on all ranks or on one.
+    """
+    rows = [row for row in rows if "us" in row]
+    counts = sorted({row["held_sms"] for row in rows})
+    calls: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
-        key = (row["pattern"], row["tp"], row["M"], row["N"], row["K"], row["strategy"],
-               row["held_sms"])  # fmt: skip
-        calls.setdefault(key, {})[f"{row['arm']}, {row['held_on']}"] = row["ms"]
-    columns = [*dict.fromkeys(name for times in calls.values() for name in times)]
-    lines = [
-        [pattern, str(tp), f"{M} x {N} x {K}", strategy, str(held),
-         *(f"{times[name]:.2f}" if name in times else "-" for name in columns)]
-        for (pattern, tp, M, N, K, strategy, held), times in calls.items()
-    ]  # fmt: skip
-    header = ["pattern", "TP", "M x N x K", "strategy", "held SMs", *columns]
-    intro = "Milliseconds until the call is done, by arm and by the ranks on which SMs are held."
-    return ["## Beside other kernels", intro, _table(header, lines)]
+        name = row["strategy"] + (", before" if row["version"] == "old" else "")
+        shape = f"{row['M']} x {row['N']} x {row['K']}"
+        calls.setdefault((row["piece"], row["tp"], shape, name), []).append(row)
+    lines = []
+    for (piece, tp, shape, name), own in calls.items():
+        cells = {row["held_sms"]: _held(row) for row in own if row["held_on"] in ("none", "all")}
+        worst = max((row["to_sequential"] for row in own if row["held_sms"]), default=0.0)
+        lines.append([piece, str(tp), shape, name, *(cells.get(count, "-") for count in counts),
+                      f"{worst:.2f}"])  # fmt: skip
+    header = ["call", "TP", "M x N x K, local", "strategy", *map(_sms, counts), "worst"]
+    intro = (
+        "Microseconds until a call is done while a kernel that only spins holds SMs of every rank; "
+        "`worst` is the largest ratio to `sequential` (cuBLAS and NCCL) under the same hold, on "
+        'all ranks or on one. **Bold: the call did not end before the hold did.** "Before" is the '
+        "version whose tiles belong to CTAs (decision 19), in the same race."
+    )
+    return ["## While SMs are held", _where(rows), intro, _table(header, lines)]
 
 
 def race(rows: Rows) -> list[str]:
-    """A line a mode: calls in random orders with a second communicator, and how many hung."""
-    lines = [[_bold(row["mode"], row["hangs"]), str(row["calls"]), str(row["hangs"])]
-             for row in {row["mode"]: row for row in rows}.values()]  # fmt: skip
-    return ["## Racing orders", _table(["mode", "calls", "hangs"], lines)]
+    """A line a run: calls in random orders beside all-reduces of a second communicator."""
+    lines = [
+        [f"{row['tp']} x {row['gpu']}", str(row["max_connections"]), str(row["calls"]),
+         str(row["replays"]), str(row["all_reduces"]), _bold(str(row["hangs"]), row["hangs"]),
+         _bold(str(row["wrong"]), row["wrong"])]
+        for row in rows
+    ]  # fmt: skip
+    header = ["ranks", "CUDA_DEVICE_MAX_CONNECTIONS", "calls", "of them replays of graphs",
+              "all-reduces of 512 MB", "hangs", "wrong results"]  # fmt: skip
+    intro = (
+        "Every rank launches all-reduces of a second communicator before or after a call, each in "
+        "an order of its own."
+    )
+    return ["## Racing orders", intro, _table(header, lines)]
 
 
-TABLES: dict[str, Callable[[Rows], list[str]]] = {"faults": faults, "hold": hold, "race": race}
+def _held(row: dict[str, Any]) -> str:
+    return _bold(f"{row['us']:.0f}", row["held_sms"] and not row["finished_while_held"])
+
+
+def _sms(count: int) -> str:
+    return f"{count} SMs" if count > 1 else "1 SM" if count else "free"
+
+
+def _where(rows: Rows) -> str:
+    runs = sorted({(row["gpu"], row["date"][:10], row["commit"], row["torch"], row["triton"])
+                   for row in rows})  # fmt: skip
+    return "; ".join(
+        f"{gpu}, {date} (commit {commit}, torch {torch}, triton {triton})"
+        for gpu, date, commit, torch, triton in runs
+    )
+
+
+def beside(rows: Rows) -> list[str]:
+    """A line a call, alone and beside an all-reduce: us, and E, of GEMMs, baselines and strategies.
+
+    Rows are those of `flux-megatron bench --beside`.
+    """
+    calls: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        about, shape = row["provenance"], f"{row['M']} x {row['N_local']} x {row['K_local']}"
+        where = "beside" if row.get("beside") else "alone"
+        key = (f"{row['pattern']} {row['op']}", about["world_size"], shape,
+               about["max_connections"], where)  # fmt: skip
+        calls.setdefault(key, {})[row["candidate"]] = row
+    lines = [
+        [*map(str, key), *(_efficiency(found.get(name)) for name in CANDIDATES)]
+        for key, found in calls.items()
+    ]
+    header = ["call", "TP", "M x N x K, local", "CUDA_DEVICE_MAX_CONNECTIONS", "", *CANDIDATES]
+    intro = (
+        "Microseconds (overlap efficiency E) alone, and beside all-reduces of 512 MB on a second "
+        "communicator of the same ranks, which start first and still run when the call ends. "
+        "[measuring.md](measuring.md) has the protocol; `serial` is the fastest GEMM and NCCL, "
+        "`megatron` what Megatron's own backward does."
+    )
+    where = _where([row["provenance"] for row in rows])
+    return ["## Beside an all-reduce", where, intro, _table(header, lines)]
+
+
+def _efficiency(row: dict[str, Any] | None) -> str:
+    if row is None or row["status"] != "ok":
+        return "-"
+    rounded = "" if row["efficiency"] is None else f" ({row['efficiency']:.2f})"
+    return f"{row['median_us']:.0f}{rounded}"
+
+
+CANDIDATES = ("gemm", "serial", "megatron", "hopper", "fused", "pipelined")
+TABLES: dict[str, Callable[[Rows], list[str]]] = {
+    "faults": faults, "hold": hold, "beside": beside, "race": race
+}  # fmt: skip
 FIELDS = {"faults": FAULT, "hold": HOLD, "race": RACE}
+
+
+def _table_of(row: dict[str, Any]) -> str:
+    return "beside" if "candidate" in row else row.get("table", "")  # bench names no table
 
 
 def _load(file: Path) -> Rows:
