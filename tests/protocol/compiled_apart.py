@@ -16,7 +16,7 @@ def compiled_by(program: str, folder: Path) -> dict[str, dict]:
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
     command = [sys.executable, str(here / program), str(folder / "compiled.json")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads((folder / "compiled.json").read_text())
 

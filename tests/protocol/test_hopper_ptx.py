@@ -20,6 +20,8 @@ from hopper_order import (
 )
 from ptx_order import Misordered, Ptx
 
+pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
+
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 SHARED_BYTES_MAX = 227 * 1024

@@ -23,6 +23,8 @@ from ptx_order import (
     check_release,
 )
 
+pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
+
 SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 
 
