@@ -42,7 +42,7 @@ def w_operand(
     w, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """w, or its descriptor, made once for all tiles of a CTA: that takes some 2 us."""
+    """w, or its descriptor, made once for all tiles of a CTA."""
     operand = w
     if TMA:
         if LAYOUT_NN:

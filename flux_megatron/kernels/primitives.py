@@ -72,7 +72,7 @@ def count_relaxed_gpu(counter):
 @triton.jit
 def _begin_draw_device(work_counter, NUM_WARPS: tl.constexpr):
     # One element a thread, so that the number is awaited where it is used: Triton's own atomic
-    # hands it to all threads at once, which takes 1 us a tile.
+    # hands it to all threads at once, and all wait for it there.
     threads = tl.arange(0, 32 * NUM_WARPS)
     return tl.inline_asm_elementwise(
         """{
