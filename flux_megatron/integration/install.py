@@ -65,7 +65,7 @@ def install(options: FluxOptions, instead_of_te: bool = False) -> None:
         build_from(with_norms_alone(provider), LayerOfTE)
     else:
         build_from(provider)
-    effect.install(options.compare)
+    effect.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
         _output_layer.enter_context(use_flux_output_layer())
