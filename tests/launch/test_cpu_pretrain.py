@@ -29,6 +29,9 @@ def test_nothing_is_pinned():
         assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
