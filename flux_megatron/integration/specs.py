@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,13 @@ from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
 
+WITH_HEADS = tuple(
+    f"megatron.core.models.{name}"
+    for name in (
+        "gpt.gpt_model", "T5.t5_model", "bert.bert_model", "mamba.mamba_model",
+        "hybrid.hybrid_model",
+    )
+)  # fmt: skip
 PROVIDERS = {"flux": FluxSpecProvider, "stock": StockSpecProvider}
 
 
@@ -75,13 +83,17 @@ def local_spec_from(layers: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_flux_output_layer() -> Iterator[None]:
-    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head.
+    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head, and so do other
+    models whose modules have been imported.
 
-    Only the name that gpt_model.py looks up is replaced. The class in megatron-core's own layers.py
-    must stay: its constructor finds its parent by that name.
+    Only the name that those look up is replaced. The class in megatron-core's own layers.py must
+    stay: its constructor finds its parent by that name.
     """
     ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=FluxColumnParallelLinear)
-    with _attribute(gpt_model, "tensor_parallel", ours):
+    with contextlib.ExitStack() as replaced:
+        for name in WITH_HEADS:
+            if name in sys.modules:
+                replaced.enter_context(_attribute(sys.modules[name], "tensor_parallel", ours))
         yield
 
 
