@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
+
+# main imports it later, and TransformerEngine itself with it if that is said to be there
+with contextlib.suppress(ImportError):
+    importlib.import_module("megatron.core.post_training.modelopt.layers")
 
 VERSION = "2.11.0"  # of TransformerEngine, whose source was read
 
