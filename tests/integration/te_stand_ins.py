@@ -7,6 +7,7 @@ Megatron's own local layers', with a norm before them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import importlib
@@ -33,6 +34,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
+
+from flux_megatron.integration import install
+from flux_megatron.integration.flags import add_flux_arguments
 
 # main imports it later, and TransformerEngine itself with it if that is said to be there
 with contextlib.suppress(ImportError):
@@ -274,3 +278,15 @@ def with_gpu() -> Iterator[None]:
     """Inside, `te_can_run()` finds a GPU; checkpoints are to be written outside."""
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         yield
+
+
+def overlap(*flags: str, transformer_impl: str = "transformer_engine") -> bool:
+    """Installs us as a launch does that parses twice; whether Megatron is then to use
+    TransformerEngine's specification.
+    """
+    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(["--flux-overlap", *flags])
+    args.transformer_impl = transformer_impl
+    with with_gpu():
+        for _ in range(2):  # the second time with what the first one left
+            install.install_from(args)
+    return args.transformer_impl == "transformer_engine"
