@@ -12,7 +12,6 @@ from typing import Any
 from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
@@ -74,10 +73,7 @@ def local_spec_from(layers: str) -> Iterator[None]:
     """
     if layers not in PROVIDERS:
         raise ValueError(f"layers is {layers!r}, one of {sorted(PROVIDERS)} expected")
-    with (
-        _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]),
-        _attribute(gpt_layer_specs, "TransformerLayerSubmodules", TransformerLayerSubmodules),
-    ):
+    with _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]):
         yield
 
 
