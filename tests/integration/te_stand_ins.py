@@ -253,8 +253,9 @@ _USERS = (
 def pretend_te() -> None:
     """In this process megatron-core finds TransformerEngine, but for what only a GPU can do.
 
-    Called again, it takes back what was put in the place of Megatron's provider since.
+    Called again, it takes back what `overlap` put in the place of Megatron's provider and LM head.
     """
+    install._output_layer.close()
     for module in (transformer_engine, transformer_engine_spec_provider, backends, attention,
                    multi_latent_attention, multi_token_prediction, transformer_block,
                    gpt_layer_specs):  # fmt: skip
