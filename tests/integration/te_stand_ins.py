@@ -243,9 +243,9 @@ STAND_INS = {
         TELayerNormColumnParallelLinear,
     )
 }  # fmt: skip
-_THEIRS = transformer_engine_spec_provider.TESpecProvider
+THEIRS = transformer_engine_spec_provider.TESpecProvider
 # whoever imports the provider if it finds TransformerEngine, and its norm beside it
-_USERS = (
+USERS = (
     transformer_engine_spec_provider, gpt_layer_specs, moe_module_specs, multi_token_prediction,
 )  # fmt: skip
 
@@ -262,8 +262,8 @@ def pretend_te() -> None:
         for name, stand_in in STAND_INS.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
-    for module in _USERS:
-        module.TESpecProvider = _THEIRS
+    for module in USERS:
+        module.TESpecProvider = THEIRS
     gpt_layer_specs.TENorm = TENorm
     transformer_block.LayerNormImpl = TENorm
     for module in (transformer_engine, gpt_layer_specs, multi_token_prediction):
