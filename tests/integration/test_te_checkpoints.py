@@ -19,9 +19,10 @@ import te_stand_ins as te
 from megatron.core.models.gpt import gpt_layer_specs
 from packaging.version import Version
 from training_cases import FUSION, LLAMA, OVERLAP, ZERO
-from training_checkpoints import LEGACY, Move, Side, differences
+from training_checkpoints import LEGACY, Move, Side, difference
 from training_run import Feature, Training
 
+from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
 TOLERANCE = 1e-5  # docs/decisions/0007
@@ -35,6 +36,9 @@ class TrainingOfTE(Training):
         provide_wgrad_kernels()  # stock has apex's
         self.use_te = te.overlap() if layers == "flux" else True
         super().__init__(feature, layers)
+        linear = type(self.modules[0].decoder.layers[0].mlp.linear_fc1)
+        ours = FluxLayerNormColumnParallelLinear
+        assert linear is (ours if layers == "flux" else te.TELayerNormColumnParallelLinear)
 
     def specifications(self, vp_stage: int | None) -> tuple[Any, Any]:
         config = self.config
@@ -56,7 +60,7 @@ BOTH_WAYS = (("stock", "flux"), ("flux", "stock"))
 
 def apart(source: Side, target: Side, sharding: str, folder: Any) -> float:
     move = Move(source, target, sharding=sharding, training=TrainingOfTE)
-    return max(differences(move, str(folder)))
+    return difference(move, str(folder))
 
 
 @pytest.mark.parametrize("sharding", FORMATS)

@@ -58,10 +58,15 @@ class Step:
         """The largest difference: of losses absolute, of norms relative."""
         losses = [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
         norms = ((self.grad_norm, other.grad_norm), (self.params_norm, other.params_norm))
-        return max(*losses, *(abs(a - b) / a for a, b in norms))
+        return worst([*losses, *(abs(a - b) / a for a, b in norms)])
 
 
-def differences(move: Move, folder: str, **options: Any) -> list[float]:
+def worst(found: list[float]) -> float:
+    """The largest, or NaN if there is one."""
+    return float(torch.tensor(found, dtype=torch.float64).max())
+
+
+def difference(move: Move, folder: str, **options: Any) -> float:
     """Between the next steps, without and with a checkpoint in between."""
     results = run_ranks(
         _move, move.source[1].world_size, move, folder, options,
@@ -70,7 +75,7 @@ def differences(move: Move, folder: str, **options: Any) -> list[float]:
     went_on, goes_on = (
         next(steps for steps in parts if steps[0].losses) for parts in zip(*results, strict=True)
     )
-    return [a.apart(b) for a, b in zip(went_on, goes_on, strict=True)]
+    return worst([a.apart(b) for a, b in zip(went_on, goes_on, strict=True)])
 
 
 def _move(rank: int, move: Move, folder: str, options: dict) -> tuple[list[Step], list[Step]]:
