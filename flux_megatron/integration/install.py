@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 import flux_megatron
 from flux_megatron import settings
 from flux_megatron.integration import beside, effect, requirements
+from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -30,16 +32,17 @@ from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 _output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
 
 
-def install_from(args: Any) -> None:
+def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
     """Do what Megatron's parsed arguments ask for; without `--flux-overlap` nothing.
 
     Call it before Megatron validates them, or at least before models are built; another call
-    changes nothing more. `ValueError` for what cannot be had together.
+    changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
+    made anew. `ValueError` for what cannot be had together.
     """
     options = options_from(args)
     if options is None:
         return
-    requirements.check(args)
+    requirements.check(args, known)
     beside.settle(args)
     # an earlier call may have left "local" in these arguments
     of_te = gpt_layer_specs.TransformerLayerSubmodules is LayerOfTE

@@ -6,15 +6,19 @@ import ast
 import hashlib
 from dataclasses import dataclass
 
-# What `integration` takes over, imitates or relies on in megatron.core; no version has all of it.
-# Not the scripts and what they build models with: those are the user's own to change.
+# What `integration` takes over, imitates or relies on; no version has all of it. Not the scripts
+# and what they build models with: those are the user's own to change. Nor what adds arguments:
+# `integration.arguments` looks at each of them.
 RELIED_ON = {
+    "megatron/core/extensions/transformer_engine_spec_provider.py": ("TESpecProvider",),
     "megatron/core/models/backends.py": ("LocalSpecProvider",),
     "megatron/core/models/gpt/gpt_layer_specs.py": (
         "get_gpt_decoder_block_spec",
         "get_gpt_decoder_layer_specs",
         "get_gpt_layer_local_spec",
         "get_gpt_layer_local_submodules",
+        "get_gpt_layer_with_transformer_engine_spec",
+        "get_gpt_layer_with_transformer_engine_submodules",
         "get_gpt_mtp_block_spec",
         "get_gpt_mtp_block_spec_for_backend",
         "get_mlp_module_spec_for_backend",
@@ -36,6 +40,13 @@ RELIED_ON = {
     "megatron/core/transformer/transformer_block.py": (
         "TransformerBlock._build_layers",
         "_get_block_submodules",
+    ),
+    "megatron/core/utils.py": ("drain_embedding_wgrad_compute",),
+    "megatron/training/training.py": (
+        "get_model",
+        "save_checkpoint_and_time",
+        "train_step",
+        "training_log",
     ),
 }
 
