@@ -57,9 +57,10 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded
     "integration": room(
-        "errors settings ops nn patching.installed __init__", "torch megatron",
+        "errors settings ops nn patching.installed __init__",
+        "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
-    ),  # fmt: skip
+    ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
         "errors settings ops nn integration __init__",

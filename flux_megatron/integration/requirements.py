@@ -66,7 +66,9 @@ def check(args: Any, known: Mapping[str, Argument] | None = None, asked: Any = N
     """
     if known is None:
         known = arguments.arguments_of_megatron()
-    allowed, found, gone_on = names_allowed(args), [], []
+    allowed = names_allowed(args)
+    found: list[Complaint] = []
+    gone_on: list[Complaint] = []
     for complaint in complaints(args, known, asked):
         goes_on = complaint.may_be_allowed and complaint.allowed_as in allowed
         (gone_on if goes_on else found).append(complaint)
@@ -122,9 +124,7 @@ def _of_values(args: Any) -> Iterator[Complaint]:
     if value("position_embedding_type") == "relative":
         yield Complaint("--position-embedding-type relative", _TE_ALONE)
     if value("spec") not in (None, OUR_SPEC):
-        yield Complaint(
-            f"--spec {' '.join(args.spec)}", "it says itself which layers are built"
-        )
+        yield Complaint(f"--spec {' '.join(args.spec)}", "it says itself which layers are built")
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
         yield Complaint("--context-parallel-size", "it needs TransformerEngine's attention")
     yield from _of_modelopt(args)

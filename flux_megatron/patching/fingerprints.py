@@ -65,6 +65,10 @@ class Function:
         return range(self.first, self.last)
 
 
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def functions(source: str) -> dict[str, Function]:
     """The functions and classes of a module by their qualified names."""
     lines = source.split("\n")
@@ -77,9 +81,7 @@ def functions(source: str) -> dict[str, Function]:
                 first = min(part.lineno for part in (child, *child.decorator_list))
                 last = child.end_lineno or first
                 text = "\n".join(lines[first - 1 : last])
-                found[prefix + child.name] = Function(
-                    first, last, hashlib.sha256(text.encode()).hexdigest()
-                )
+                found[prefix + child.name] = Function(first, last, digest(text))
                 inside = f"{prefix}{child.name}."
             visit(child, inside)
 

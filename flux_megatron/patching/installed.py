@@ -6,13 +6,12 @@ others are parsed, and their functions compared with those of every release.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from flux_megatron.patching.fingerprints import RELIED_ON, functions
+from flux_megatron.patching.fingerprints import RELIED_ON, digest, functions
 from flux_megatron.patching.series import Series, supported
 
 
@@ -33,7 +32,7 @@ def changed() -> tuple[tuple[str, str], ...]:
 
 def differences(path: str, source: str, known: list[Series]) -> Iterator[tuple[str, str]]:
     """(name, reason) for each function that `path` of some release has, but not with this text."""
-    if sha256(source) in {series.files.get(path) for series in known}:
+    if digest(source) in {series.files.get(path) for series in known}:
         return
     found = functions(source)
     recorded = [series.hashes.get(path, {}) for series in known]
@@ -44,10 +43,6 @@ def differences(path: str, source: str, known: list[Series]) -> Iterator[tuple[s
                 yield name, f"{path} has no such function, every release that we know has"
         elif found[name].sha256 not in texts:
             yield name, f"its text in {path} is that of no release that we know"
-
-
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _file(path: str) -> Path | None:
