@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,6 +109,9 @@ def parsed_again() -> Any:
 def _parser_of_megatron() -> argparse.ArgumentParser | None:
     if PARSER not in sys.modules:
         return None
-    add_arguments = inspect.unwrap(sys.modules[PARSER].add_megatron_arguments)
-    parser: argparse.ArgumentParser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return parser
+    return _made_by(inspect.unwrap(sys.modules[PARSER].add_megatron_arguments))
+
+
+@cache  # Megatron-LM parses up to three times
+def _made_by(add_arguments: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False))
