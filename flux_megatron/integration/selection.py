@@ -15,7 +15,7 @@ QUESTIONS = {
     "column_parallel_layer_norm_linear": {"qkv", "fc1"},
     "row_parallel_linear": {"proj", "fc2"},
 }
-STOCK = {FluxSpecProvider: StockSpecProvider, FluxTEProvider: TESpecProvider}
+STOCK: dict[type, type] = {FluxSpecProvider: StockSpecProvider, FluxTEProvider: TESpecProvider}
 
 
 def provider_of(layers: Collection[str], provider: type) -> type:

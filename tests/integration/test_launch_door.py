@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,6 +27,7 @@ from flux_megatron.integration import (
     FluxColumnParallelLinear,
     FluxNorm,
     FluxRowParallelLinear,
+    provider,
     requirements,
 )
 from flux_megatron.integration import install as door
@@ -42,7 +43,6 @@ REPOSITORY = Path(__file__).parents[2]
 SUBSTITUTED = (
     (backends, "LocalSpecProvider"),
     (gpt_layer_specs, "LocalSpecProvider"),
-    (gpt_layer_specs, "TransformerLayerSubmodules"),
     (gpt_layer_specs, "LNImpl"),
     (transformer_block, "LayerNormImpl"),
     (gpt_model, "tensor_parallel"),
@@ -65,7 +65,7 @@ def _restored(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(door, "_tell_at_exit", lambda: None)
-    door._say_once.cache_clear()
+    door._said.clear()
     yield
     withdraw_wgrad_kernels()
     door._output_layer.close()
@@ -142,13 +142,28 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
 def test_latent_attention_goes_where_its_projections_stay_stock(monkeypatch):
     args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
     args.multi_latent_attention = True
-    (complaint,) = complaints(args, {})
-    assert str(complaint) == "--multi-latent-attention: it needs TransformerEngine's layers"
+    needs_te = ["--multi-latent-attention: it needs TransformerEngine's layers"]
+    assert [*map(str, complaints(args, {}))] == needs_te
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
     assert not complaints(args, {})
-    args.flux_layers = None
+    args.transformer_impl = "local"
+    assert [*map(str, complaints(args, {}))] == needs_te
+    args.transformer_impl, args.flux_layers = "transformer_engine", None
+    assert "--flux-layers without qkv can go with it" in str(complaints(args, {})[0])
+
+
+def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
+    args = parse("--flux-overlap")
+    args.qk_l2_norm = True
     (complaint,) = complaints(args, {})
-    assert "--flux-layers without qkv" in str(complaint)
+    assert str(complaint).startswith("--qk-l2-norm: Megatron drops it")
+    args.num_experts = 2  # layer by layer it is told
+    assert not complaints(args, {})
+    args.num_experts, args.spec = None, OUR_SPEC
+    assert not complaints(args, {})
+    args.spec = None
+    monkeypatch.setattr(requirements, "te_can_run", lambda: True)
+    assert not complaints(args, {})
 
 
 @pytest.mark.usefixtures("_restored")
@@ -177,11 +192,23 @@ def test_installing_twice_is_installing_once(capsys):
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
-def test_what_stands_in_for_transformer_engine_is_said(monkeypatch):
-    monkeypatch.setattr(door, "te_can_run", lambda: True)
-    said = door._instead_of("transformer_engine")
-    assert said.endswith("the norms before them are ours, attention and other norms are "
-                         "TransformerEngine's")  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "of_te", "can_run", "layers", "said"),
+    [
+        ("transformer_engine", True, True, None, "transformer_engine: linear layers of GPT models "
+         "are ours, with the norms inside them; experts and all else are TransformerEngine's"),
+        ("transformer_engine", True, True, ("qkv", "head"), "transformer_engine: linear layers of "
+         "GPT models (qkv head) are ours, with the norms inside them; experts and all else are "
+         "TransformerEngine's"),
+        ("transformer_engine", False, False, None, "local, not transformer_engine: linear layers "
+         "of GPT models and norms are ours, attention is torch's"),
+        ("local", False, True, ("fc1",), "local: linear layers of GPT models (fc1) and norms are "
+         "ours, attention is TransformerEngine's"),
+    ],
+)  # fmt: skip
+def test_what_is_built_of_what_is_said(monkeypatch, asked, of_te, can_run, layers, said):
+    monkeypatch.setattr(door, "te_can_run", lambda: can_run)
+    assert door._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
 
 
 OURS = {
@@ -236,7 +263,7 @@ def _fused_stock_wgrad(rank) -> None:
 def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
     calls = []
     theirs = types.SimpleNamespace(grouped_mlp_modules=lambda *args: calls.append(args) or "theirs")
-    monkeypatch.setattr(transformer_engine_spec_provider, "TESpecProvider", lambda: theirs)
+    monkeypatch.setattr(provider, "TESpecProvider", lambda: theirs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flux = FluxSpecProvider()
     assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
@@ -341,7 +368,7 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert done.returncode == 0, done.stderr
     said, ran, told = done.stdout.splitlines()
     assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
-    assert "linear layers and norms are ours" in said
+    assert said.endswith("of GPT models and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
     assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
 

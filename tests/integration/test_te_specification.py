@@ -24,6 +24,7 @@ from ranks import run_ranks
 
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+from flux_megatron.integration.provider import FluxTEProvider
 
 # Read in TransformerEngine v2.11, pytorch/module/layernorm_linear.py and linear.py: what their
 # constructors register, in this order, and how reset_parameters tags it (v1.7 to v2.18 do the
@@ -198,6 +199,17 @@ def _as_read(rank: int, name: str) -> None:
         assert list(found) == list(READ[name])
         assert found == {name: {**UNTAGGED, **read} for name, read in READ[name].items()}
         assert [*built.state_dict()] == [*READ[name], "_extra_state"]
+
+
+def test_every_specification_asks_our_provider():
+    run_ranks(_asked, 1)
+
+
+def _asked(rank: int) -> None:
+    te.pretend_te()
+    assert te.overlap()
+    assert {user.TESpecProvider for user in te.USERS} == {FluxTEProvider}
+    assert issubclass(FluxTEProvider, te.THEIRS)
 
 
 CHOSEN = {
