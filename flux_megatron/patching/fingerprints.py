@@ -10,6 +10,11 @@ from dataclasses import dataclass
 # and what they build models with: those are the user's own to change. Nor what adds arguments:
 # `integration.arguments` looks at each of them.
 RELIED_ON = {
+    "megatron/core/extensions/transformer_engine.py": (
+        "TEColumnParallelLinear",
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+    ),
     "megatron/core/extensions/transformer_engine_spec_provider.py": ("TESpecProvider",),
     "megatron/core/models/backends.py": ("LocalSpecProvider",),
     "megatron/core/models/gpt/gpt_layer_specs.py": (
