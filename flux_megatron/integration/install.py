@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
@@ -16,6 +17,7 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 import flux_megatron
 from flux_megatron import settings
 from flux_megatron.integration import beside, effect, requirements, written_specs
+from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -34,16 +36,17 @@ _said: set[str] = set()
 _output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
 
 
-def install_from(args: Any) -> None:
+def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
     """Do what Megatron's parsed arguments ask for; without `--flux-overlap` nothing.
 
     Call it before Megatron validates them, or at least before models are built; another call
-    changes nothing more. `ValueError` for what cannot be had together.
+    changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
+    made anew. `ValueError` for what cannot be had together.
     """
     options = options_from(args)
     if options is None:
         return
-    requirements.check(args)
+    requirements.check(args, known)
     beside.settle(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     install(options, of_te, (getattr(args, "spec", None) or [None])[0])

@@ -34,7 +34,7 @@ from flux_megatron.integration import install as door
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
-from flux_megatron.integration.requirements import OUR_SPEC, REFUSED, attribute, complaints
+from flux_megatron.integration.requirements import OUR_SPEC, complaints
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
 
@@ -79,16 +79,18 @@ def test_flags_become_options():
     assert FluxOptions().environment() == {}
     words = (
         "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
-        "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered"
+        "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered "
+        "--flux-allow sft train_step"
     )
     given = options_from(parse(*words.split()))
     assert given == FluxOptions(
         layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
-        tune_seconds=7.0, cache="plans", strict=True, trace=True,
+        tune_seconds=7.0, cache="plans", strict=True, trace=True, allow=("sft", "train_step"),
     )  # fmt: skip
     assert settings.read(given.environment()) == settings.Settings(
-        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"), nvtx=True
-    )
+        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"),
+        nvtx=True, allow=("sft", "train_step"),
+    )  # fmt: skip
 
 
 def test_arguments_are_added_once():
@@ -113,13 +115,17 @@ def test_deterministic_runs_measure_nothing(mode):
         options_from(args)
 
 
-COMBINATIONS = [(attribute(flag), True, flag) for flag in REFUSED] + [
+COMBINATIONS = [
     ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized"),
     ("cuda_graph_impl", "transformer_engine", "--cuda-graph-impl transformer_engine"),
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
     ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
     ("context_parallel_size", 2, "--context-parallel-size"),
     ("multi_latent_attention", True, "--multi-latent-attention"),
+    ("qk_l2_norm", True, "--qk-l2-norm"),
+    ("export_kd_teacher_load", "teacher", "--export-kd-teacher-load"),
+    ("export_real_quant_cfg", "fp8_real_quant", "--export-real-quant-cfg"),
+    ("modelopt_enabled", True, "--modelopt-enabled"),
 ]
 
 
@@ -137,27 +143,27 @@ def test_latent_attention_goes_where_its_projections_stay_stock(monkeypatch):
     args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
     args.multi_latent_attention = True
     needs_te = ["--multi-latent-attention: it needs TransformerEngine's layers"]
-    assert complaints(args) == needs_te
+    assert [*map(str, complaints(args, {}))] == needs_te
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args)
+    assert not complaints(args, {})
     args.transformer_impl = "local"
-    assert complaints(args) == needs_te
+    assert [*map(str, complaints(args, {}))] == needs_te
     args.transformer_impl, args.flux_layers = "transformer_engine", None
-    assert "--flux-layers without qkv can go with it" in complaints(args)[0]
+    assert "--flux-layers without qkv can go with it" in str(complaints(args, {})[0])
 
 
 def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     args = parse("--flux-overlap")
     args.qk_l2_norm = True
-    (complaint,) = complaints(args)
-    assert complaint.startswith("--qk-l2-norm: Megatron drops it")
+    (complaint,) = complaints(args, {})
+    assert str(complaint).startswith("--qk-l2-norm: Megatron drops it")
     args.num_experts = 2  # layer by layer it is told
-    assert not complaints(args)
+    assert not complaints(args, {})
     args.num_experts, args.spec = None, OUR_SPEC
-    assert not complaints(args)
+    assert not complaints(args, {})
     args.spec = None
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args)
+    assert not complaints(args, {})
 
 
 @pytest.mark.usefixtures("_restored")
@@ -309,7 +315,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
         ({"transformer_impl": "transformer_engine"}, "transformer_engine given, local expected"),
         ({"mtp_num_layers": 1}, "cannot combine it with --mtp-num-layers: use --flux-overlap"),
         ({"num_experts": 2, "moe_layer_freq": 2}, "dense and expert layers alternate"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: it needs"),
     ],
 )
 def test_spec_refuses_what_it_cannot_say(arguments, complaint):
@@ -322,6 +328,7 @@ import argparse
 def add_megatron_arguments(parser):
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--brand-new", type=int, default=7)
     return parser
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -370,6 +377,17 @@ def test_launcher_refuses_before_anything_starts(script):
     done = launched(script, "--flux-overlap", "--fp8-format", "hybrid")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{script}: --flux-overlap cannot go with:\n  --fp8-format: ")
+
+
+def test_launcher_refuses_what_nobody_looked_at(script):
+    words = ["--flux-overlap", "--brand-new", "3"]
+    done = launched(script, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
+    done = launched(script, *words, "--flux-allow", "brand-new")
+    assert done.returncode == 0, done.stderr
+    assert "flux_megatron: --flux-allow goes on with --brand-new\n" in done.stdout
+    assert launched(script, *words[1:]).returncode == 0
 
 
 def test_launcher_says_what_is_missing(script, tmp_path):
