@@ -22,7 +22,7 @@ from flux_megatron.cli import app
 from flux_megatron.launch import experiment
 from flux_megatron.train.run_folder import metrics
 
-STEPS, SAVE_INTERVAL, REQUEUED_AT = 6, 2, 4
+STEPS, SAVE_INTERVAL, REQUEUED_AT = 8, 4, 6
 GOING_WELL = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "COMPLETED"}
 COMMAND = (sys.executable, "-m", "flux_megatron.cli")
 
@@ -84,7 +84,7 @@ exec {sys.executable} "$@"
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
-    """Two nodes of two ranks, which are interrupted after step 4.
+    """Two nodes of two ranks, which are interrupted after step 6.
 
     The first start has done the steps after the checkpoint without interruption: the second start
     repeats them to the last bit, and does not repeat the others.
