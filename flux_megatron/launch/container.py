@@ -20,14 +20,18 @@ _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?")
 
 def _mount(text: str) -> str:
     if not _MOUNT.fullmatch(text):
-        raise ValueError(f"{text!r} given, /HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro")
+        raise ValueError(
+            f"{text!r} given, /HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
+        )
     return text
 
 
 def _image(text: str) -> str:
     """A squashfs file is looked for on the nodes, from whatever folder they start in."""
     if not text or any(character.isspace() for character in text):
-        raise ValueError(f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:25.06-py3 expected")
+        raise ValueError(
+            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:25.06-py3 expected"
+        )
     if text.endswith((".sqsh", ".squashfs")) and not text.startswith("/"):
         raise ValueError(f"{text!r} given, an absolute path expected")
     return text
@@ -65,7 +69,10 @@ class Container(BaseModel):
         if self.runtime != "pyxis":
             return []
         mounts = [_whole(mount) for mount in self._mounts(folders)]
-        options = [f"--container-image={self.image_of(arm)}", f"--container-mounts={','.join(mounts)}"]
+        options = [
+            f"--container-image={self.image_of(arm)}",
+            f"--container-mounts={','.join(mounts)}",
+        ]
         return options + ([f"--container-workdir={self.workdir}"] if self.workdir else [])
 
     def prefix(self, arm: Arm, folders: Iterable[Path]) -> list[str]:

@@ -110,7 +110,9 @@ def prepare(request: Request) -> Prepared:
     site.check_images(settings.site, kept.arms)
     rounds = [f"round-{number}" for number in range(1, request.rounds + 1)] or [""]
     commands = tuple(
-        command_line.of(kept, arm, replace(settings, round=one)) for one in rounds for arm in kept.arms
+        command_line.of(kept, arm, replace(settings, round=one))
+        for one in rounds
+        for arm in kept.arms
     )
     preparation.check_arguments(kept, commands)
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms

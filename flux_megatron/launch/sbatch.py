@@ -34,7 +34,9 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str, alterna
         alternating=alternating,
         mode=mode,
         progress=first.progress,
-        srun=[f"--{key}" if value is None else f"--{key}={value}" for key, value in site.srun.items()],
+        srun=[
+            f"--{key}" if value is None else f"--{key}={value}" for key, value in site.srun.items()
+        ],
         containers=_containers(commands),
         preflight=site.preflight and cluster.gpu != "cpu",
         why_no_preflight="no GPUs" if cluster.gpu == "cpu" else "as the site says",

@@ -73,7 +73,9 @@ def check_images(site: Site, arms: Iterable[Arm]) -> None:
     """`LaunchError` unless every arm has an image, where there are containers at all."""
     missing = [arm for arm in arms if site.container and not site.container.image_of(arm)]
     if missing:
-        raise LaunchError(f"container.image: none given, and none in container.images for {missing}")
+        raise LaunchError(
+            f"container.image: none given, and none in container.images for {missing}"
+        )
 
 
 def _pair(option: str, text: str) -> tuple[str, str | None]:

@@ -16,13 +16,19 @@ ANSWER_S = 60  # a driver that is broken may hang
 SMI = "nvidia-smi"
 # field of nvidia-smi: the values of a sound GPU, and what another one means
 MEMORY = {
-    "ecc.errors.uncorrected.volatile.total": ("0", "uncorrected ECC errors since the driver started"),
+    "ecc.errors.uncorrected.volatile.total": (
+        "0",
+        "uncorrected ECC errors since the driver started",
+    ),
     "remapped_rows.pending": ("No", "rows of memory wait to be remapped by a reset"),
     "remapped_rows.failure": ("No", "a row of memory could not be remapped"),
 }
 HELD = {
     "clocks_throttle_reasons.hw_thermal_slowdown": ("Not Active", "clocks are held for its heat"),
-    "clocks_throttle_reasons.hw_power_brake_slowdown": ("Not Active", "clocks are held by its board"),
+    "clocks_throttle_reasons.hw_power_brake_slowdown": (
+        "Not Active",
+        "clocks are held by its board",
+    ),
 }
 UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "")
 
@@ -112,4 +118,6 @@ def _of_gpus(question: str) -> dict[str, list[str]]:
 def _rows(fields: str) -> list[list[str]]:
     """The fields of each GPU. Asked one at a time: a driver refuses all if it does not know one."""
     text = asked([SMI, f"--query-gpu={fields}", "--format=csv,noheader,nounits"], ANSWER_S)
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [
+        [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
+    ]

@@ -250,7 +250,10 @@ def test_unfit_node_stops_the_job_before_it_starts(slurm):
 
 def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
     """Twice without progress; a checkpoint counts as progress. The task alone is meant."""
-    requeued, latest = slurm.work / "requeued", slurm.run / "flux" / "train" / "checkpoints" / "latest"
+    requeued, latest = (
+        slurm.work / "requeued",
+        slurm.run / "flux" / "train" / "checkpoints" / "latest",
+    )
     for restart, times in enumerate((1, 2, 2)):
         assert slurm.start(CODE="7", SLURM_RESTART_COUNT=str(restart)).returncode == 7
         assert requeued.read_text() == "10006_1\n" * times

@@ -23,7 +23,14 @@ STEPS = 12
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 # cpu/tiny as a cluster with GPUs, so that nodes are examined; nothing is expected of their speed, and
 # Slurm is not asked for GPUs, which the nodes have not
-ON_GPUS = ["--set", "cluster.gpu=H200-SXM5", "--set", "cluster.link.kind=nvlink", "--sbatch", "gres=none"]
+ON_GPUS = [
+    "--set",
+    "cluster.gpu=H200-SXM5",
+    "--set",
+    "cluster.link.kind=nvlink",
+    "--sbatch",
+    "gres=none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,13 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     job.submit("--alternate", "2")
     job.end()
     assert job.fields()["JobState"] == "COMPLETED", job.output()
-    rounds = ["round-1/megatron", "round-1/flux", "round-1/flux", "round-2/megatron", "round-2/flux"]
+    rounds = [
+        "round-1/megatron",
+        "round-1/flux",
+        "round-1/flux",
+        "round-2/megatron",
+        "round-2/flux",
+    ]
     assert [part for part, _, _ in job.trained()] == rounds
     assert job.fields()["Restarts"] == "1"
     rows = (job.run / "round-1" / "flux" / "train" / "metrics.jsonl").read_text().splitlines()
@@ -171,5 +184,3 @@ def test_every_arm_runs_in_its_image(slurm, tmp_path, runtime):
     started = (tmp_path / "enroot").read_text().splitlines()
     assert len(started) == 2 * 2 * 2  # arms, nodes, doctor and ranks
     assert all("/data:/d" in one and f"{job.run}:{job.run}" in one for one in started)
-
-
