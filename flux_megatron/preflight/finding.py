@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+Status = Literal["ok", "note", "unfit", "not checked"]
+
 
 @dataclass(frozen=True)
 class Finding:
     """`unfit` excludes the node. `not checked` says why nothing is known: it never counts as ok."""
 
-    status: Literal["ok", "note", "unfit", "not checked"]
+    status: Status
     text: str
 
 

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from flux_megatron.preflight.finding import Finding, NotChecked, asked
+from flux_megatron.preflight.finding import Finding, NotChecked, Status, asked
 
 ANSWER_S = 60  # a driver that is broken may hang
 SMI = "nvidia-smi"
@@ -55,7 +55,7 @@ def _guarded(subject: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Fi
 
 def _count(count: int) -> Iterator[Finding]:
     found = len(_rows("index"))
-    status = "ok" if found >= count else "unfit"
+    status: Status = "ok" if found >= count else "unfit"
     yield Finding(status, f"{found} GPUs, {count} expected")
 
 
@@ -97,7 +97,7 @@ def _link_errors() -> Iterator[Finding]:
             number, kind, count = match[1], match[2], int(match[3])
             total += 1
             if count:
-                status = "unfit" if "recovery" in kind.lower() else "note"
+                status: Status = "unfit" if "recovery" in kind.lower() else "note"
                 yield Finding(status, f"GPU {gpu}: NVLink {number}: {count} {kind} errors")
     if not total:
         raise NotChecked(f"{SMI} nvlink --errorcounters shows no counter")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from flux_megatron.preflight.finding import Finding, NotChecked, asked
+from flux_megatron.preflight.finding import Finding, NotChecked, Status, asked
 
 LOAD_S = 180  # importing torch on a busy file system included
 
@@ -29,7 +29,7 @@ def examine(gpus: int, allreduce_gbps: float | None, sm_mhz: int | None) -> Iter
         if gbps is None:
             yield Finding("not checked", "all-reduce: a single GPU")
         else:
-            status = "ok" if gbps >= allreduce_gbps else "unfit"
+            status: Status = "ok" if gbps >= allreduce_gbps else "unfit"
             yield Finding(status, f"all-reduce {gbps:.0f} GB/s, {allreduce_gbps:g} expected")
     if sm_mhz is not None:
         yield from _clocks(reached["sm_mhz"], sm_mhz)

@@ -33,7 +33,8 @@ def test_enroot_starts_the_command():
     assert one.srun_options("te", FOLDERS) == []
     assert one.prefix("te", FOLDERS) == [
         "enroot", "start", "--rw", "--mount=/x:/y:none:x-create=auto,rbind,ro",
-        "--mount=/run:/run:none:x-create=auto,rbind", "--mount=/data:/data:none:x-create=auto,rbind",
+        "--mount=/run:/run:none:x-create=auto,rbind",
+        "--mount=/data:/data:none:x-create=auto,rbind",
         "/te.sqsh",
     ]  # fmt: skip
     assert one.prefix("flux", FOLDERS)[-1] == "/a.sqsh"
@@ -79,7 +80,8 @@ def test_data_and_checkout_are_mounted_and_srun_gets_the_sites_options(tmp_path)
     file = tmp_path / "site.yaml"
     file.write_text("container: {image: a}\nsrun: {network: x, quiet: null}")
     request = Request("paper/gpt3-175b_h800-nvlink", run=tmp_path / "run", site=file,
-                      checkout=tmp_path / "Megatron-LM", data=(str(tmp_path / "texts" / "a"),))  # fmt: skip
+                      checkout=tmp_path / "Megatron-LM",
+                      data=(str(tmp_path / "texts" / "a"),))  # fmt: skip
     job = launching.prepare(request).job
     for folder in ("run", "Megatron-LM", "texts"):
         assert f"{tmp_path / folder}:{tmp_path / folder}" in job

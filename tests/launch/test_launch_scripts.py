@@ -43,7 +43,7 @@ PROGRAMS = {
         case "$*" in
         "show hostnames "*) printf 'first\\nsecond\\n' ;;
         *"show node first") echo "NodeName=first NodeAddr=10.0.0.1 NodeHostName=first" ;;
-        *"show job "*) echo "JobId=10007 ArrayJobId=10006 JobState=${STATE:-RUNNING} ExcNodeList=(null)" ;;
+        *"show job "*) echo "JobId=10007 JobState=${STATE:-RUNNING} ExcNodeList=(null)" ;;
         "requeue "*) echo "$2" >>"$WORK/requeued" ;;
         *) exit 9 ;;
         esac

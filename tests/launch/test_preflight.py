@@ -61,7 +61,8 @@ UNFIT = {
     ),
     "all links are down": ("--status", "GPU 0: A\n\t Link 0: <inactive>\n", "0 active NVLinks"),
     "a link was lost": (
-        "--errorcounters", "GPU 0: A\n\t Link 3: Recovery Errors: 2\n", "NVLink 3: 2 Recovery errors",
+        "--errorcounters", "GPU 0: A\n\t Link 3: Recovery Errors: 2\n",
+        "NVLink 3: 2 Recovery errors",
     ),
 }  # fmt: skip
 

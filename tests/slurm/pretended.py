@@ -10,8 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
-# Ranks of a node: the first node's write rows, a log and a checkpoint of every step, as `flux-megatron
-# train` does. A fault is an order for one arm: crash-ARM N and hang-ARM N times, after three steps.
+# Ranks of a node: the first node's write rows, a log and a checkpoint, as `flux-megatron train`
+# does. A fault is an order for one arm: to crash or to hang at step 3, so many times.
 PYTHON = f"""
 case "$*" in
 "-m flux_megatron.doctor "*) exit 0 ;;
@@ -32,12 +32,16 @@ fault() {{ # NAME: whether it is ordered, once less the next time
     [ "$left" -gt 0 ] && echo $((left - 1)) >"$WORK/$1-${{part##*/}}"
 }}
 for step in $(seq "$first" "$STEPS"); do
-    echo "{{\\"step\\": $step, \\"loss\\": 1.0, \\"seconds\\": 0.0$((step % 3 + 1)), \\"first_step\\": $first}}" >>"$out/metrics.jsonl"
+    row="'step': $step, 'loss': 1.0, 'seconds': 0.0$((step % 3 + 1)), 'first_step': $first"
+    echo "{{$row}}" | tr "'" '"' >>"$out/metrics.jsonl"
     echo "step $step" >>"$logs/stdout.log"
     [ "$step" != 3 ] || {{
         echo 2 >"$out/checkpoints/latest"
         ! fault crash || exit 7
-        ! fault hang || {{ {sys.executable} "$(dirname "$0")/hangs.py" 2>>"$logs/stderr.log"; exit 1; }}
+        ! fault hang || {{
+            {sys.executable} "$(dirname "$0")/hangs.py" 2>>"$logs/stderr.log"
+            exit 1
+        }}
     }}
 done
 echo "$STEPS" >"$out/checkpoints/latest"
@@ -85,8 +89,8 @@ case "$*" in
 *ecc.errors*) printf '0, 0\\n1, %s\\n' "$errors" ;;
 *remapped_rows*) printf '0, No\\n1, No\\n' ;;
 *clocks_throttle*) printf '0, Not Active\\n1, Not Active\\n' ;;
-"nvlink --status") printf 'GPU 0: X\\n\\t Link 0: 26.562 GB/s\\nGPU 1: X\\n\\t Link 0: 26.562 GB/s\\n' ;;
-"nvlink --errorcounters") printf 'GPU 0: X\\n\\t Link 0: Replay Errors: 0\\n\\t Link 0: Recovery Errors: 0\\n' ;;
+"nvlink --status") printf 'GPU %s: X\\n Link 0: 26.562 GB/s\\n' 0 1 ;;
+"nvlink --errorcounters") printf 'GPU %s: X\\n Link 0: Recovery Errors: 0\\n' 0 1 ;;
 *) exit 2 ;;
 esac
 """
