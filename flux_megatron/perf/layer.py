@@ -17,8 +17,8 @@ from flux_megatron.perf.workload import Workload
 
 # Measured over the least: what traces of stock Megatron's norms, activations and other small
 # kernels took beside one read and write of each tensor: 3.2 and 4.1 (GPT-3 at M = 2048 and 8192),
-# 1.9 and 2.3 (Llama-2), geometric mean (docs/results/h200x2/breakdown.jsonl). Concatenated
-# gradients of Q, K and V, casts, copies before attention, sums for biases, and kernels that are not fused.
+# 1.9 and 2.3 (Llama-2), geometric mean (docs/results/h200x2/breakdown.jsonl). There are gradients
+# of Q, K and V to be joined, casts, copies before attention, sums for biases, kernels not fused.
 UNFUSED = 2.7
 # No kernel runs while the host catches up after the synchronisations of a step, whatever M: 8.2 to
 # 14.5 ms in the same traces.

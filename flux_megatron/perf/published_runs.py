@@ -45,6 +45,22 @@ RUNS = (
     Published("1T", 25600, 160, 128, 64, 1, 512, 1, 71.49, 94.42),
 )
 
+# MFU of GPT-3 175B on 96 H100 with a batch of 1152 sequences: README of Megatron-LM core_v0.16.1,
+# strong scaling. It states neither the split nor the length of sequences.
+HOPPER_MFU = 0.47
+
+
+def on_hopper(pp: int) -> Workload:
+    """That run, assumed: TP 8, PP 4 or 12, sequences of 4096, exchanges of replicas overlapped."""
+    link, nics = Link("nvlink", 450.0), Nics(8, 50.0)
+    return Workload(
+        model=Model("GPT-3 175B", 96, 12288, 96, 96, 49152, 131072, 4096),
+        cluster=Cluster("eos", "H100-SXM5-80GB", 12, 8, 2, 80.0, link, nics),
+        parallel=Parallel(8, pp, 12 // pp, {4: 6, 12: 4}[pp]),
+        training=Training(1, 1152, 10, 1, overlap_grad_reduce=True, overlap_param_gather=True),
+        arm="megatron",
+    )
+
 
 def workload(run: Published, *, full: bool) -> Workload:
     """The run in our words: fp16, unfused attention, one replica."""

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from flux_megatron.perf import flops, layer, published_runs
+from flux_megatron.perf import flops, layer, published_runs, step
 from flux_megatron.perf.published_runs import RUNS, seconds, workload
 
 PAGE = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
@@ -38,6 +38,12 @@ def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published
     scores = 6 * run.layers * 2048**2 * run.hidden * run.batch
     whole = counted * (1 + scores / flops.model_flops(one))
     assert whole == pytest.approx(published, abs=0.005)
+
+
+@pytest.mark.parametrize("pp", [4, 12])
+def test_hopper_is_predicted_near_megatrons_own_figure(pp):
+    found = step.predict(published_runs.on_hopper(pp)).mfu
+    assert found == pytest.approx(published_runs.HOPPER_MFU, abs=0.03)
 
 
 def test_page_has_the_table():
