@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import atexit
 import contextlib
 import faulthandler
@@ -36,6 +38,16 @@ def prepare(script: str) -> None:
     import flux_megatron.integration.install
 
     utils.compile_helpers = lambda: None
+    _read_sources_once()
+
+
+def _read_sources_once() -> None:
+    """Newer parsers read the sources of their classes for help texts, three times a run."""
+    from megatron.training import arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    ast.parse = functools.cache(ast.parse)
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def main(script: str, run: Any, number: int) -> int:

@@ -1,0 +1,103 @@
+"""What counts as equal: docs/decisions/0007, and for half precision the rule of random data.
+
+fp32: no loss, norm or weight differs by more than 1e-5, and no moment by more than 1e-4 of its norm.
+bf16 and fp16: stock in fp32 is the reference. The mean distance of ours from it, over the run, is at
+most twice stock's own, or ours is as near to stock as stock is to the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LOSS, WEIGHT, MOMENT = 1e-5, 1e-5, 1e-4
+NORMS = ("grad_norm", "params_norm")
+EXACT = ("iteration", "skipped_iter", "loss_scale")
+UNCOMPARED = ("num_zeros_in_grad",)  # rounding decides what is exactly zero
+Record = dict[str, Any]
+
+
+@dataclass
+class Difference:
+    """The largest differences by what differs, and what is wrong with them; empty: equal."""
+
+    largest: dict[str, float] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, name: str, value: float, bound: float | None, where: str) -> None:
+        if not value <= self.largest.get(name, -1.0):
+            self.largest[name] = value
+        if bound is not None and not value <= bound:
+            self.wrong.append(f"{where}: {name} differs by {value:.2g}, {bound:.0e} allowed")
+
+
+def compare(stock: list[Record], ours: list[Record], reference: list[Record] | None) -> Difference:
+    """Of all ranks. `reference`: of a half-precision run, stock's in fp32."""
+    found = Difference()
+    for rank, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
+        for kind in ("iterations", "evaluations"):
+            _of_lists(found, theirs[kind], mine[kind], f"rank {rank}", reference is None)
+        if reference is None:
+            _of_state(found, theirs["state"], mine["state"], f"rank {rank}")
+        else:
+            _of_half(found, theirs, mine, reference[rank], f"rank {rank}")
+    return found
+
+
+def _of_lists(
+    found: Difference, stock: list[Record], ours: list[Record], where: str, bounded: bool
+) -> None:
+    if [[*entry] for entry in stock] != [[*entry] for entry in ours]:
+        found.wrong.append(f"{where}: {len(stock)} entries of stock, {len(ours)} of ours, or others")
+        return
+    for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True), 1):
+        for name, value in theirs.items():
+            here = f"{where}, entry {number}"
+            if name in UNCOMPARED or (value is None and mine[name] is None):
+                continue
+            if name in EXACT or value is None or mine[name] is None:
+                if value != mine[name]:
+                    found.wrong.append(f"{here}: {name} is {value} with stock, {mine[name]} with ours")
+                continue
+            apart = abs(value - mine[name])
+            if name in NORMS:
+                apart /= max(1.0, abs(value))
+            found.note(_word(name), apart, LOSS if bounded else None, here)
+
+
+def _of_state(found: Difference, stock: Record, ours: Record, where: str) -> None:
+    if [(k, v.shape, v.dtype) for k, v in stock.items()] != [
+        (k, v.shape, v.dtype) for k, v in ours.items()
+    ]:
+        found.wrong.append(f"{where}: parameters or the optimizer's state have other names or shapes")
+        return
+    for name, theirs in stock.items():
+        apart = (theirs.double() - ours[name].double()).abs()
+        if "exp_avg" in name or "momentum" in name:
+            norm = float(theirs.double().norm())
+            found.note("moments", float(apart.norm()) / max(norm, 1e-6), MOMENT, f"{where}, {name}")
+        elif theirs.numel():
+            found.note("weights", float(apart.max()), WEIGHT, f"{where}, {name}")
+
+
+def _of_half(found: Difference, stock: Record, ours: Record, truth: Record, where: str) -> None:
+    names = {name for entry in truth["iterations"] for name, v in entry.items() if v is not None}
+    for name in sorted(names - {*EXACT, *UNCOMPARED}):
+        curves = [
+            torch.tensor([entry[name] for entry in record["iterations"]], dtype=torch.float64)
+            for record in (stock, ours, truth)
+        ]
+        if len({len(curve) for curve in curves}) > 1:
+            found.wrong.append(f"{where}: the reference has another number of iterations")
+            return
+        theirs, mine, exact = curves
+        spread = float((theirs - exact).abs().mean())
+        near = min(float((mine - exact).abs().mean()) / 2, float((mine - theirs).abs().mean()))
+        if not near <= spread:
+            found.wrong.append(f"{where}: {name} of ours is {near:.2g} away, stock's {spread:.2g}")
+
+
+def _word(name: str) -> str:
+    return name.replace("_", " ") if name in NORMS else "loss"
