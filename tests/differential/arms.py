@@ -18,6 +18,7 @@ REFUSAL = re.compile(
     r"--flux-overlap cannot go with|--flux-[a-z-]+ .*given"
     r'|File "[^"]*flux_megatron/[^\n]*\n\s+raise [^\n]*(\n\s[^\n]*)*\n[\w.]*Error: '
 )
+INTERPRETED = 5  # times as long may our kernels take in Triton's interpreter
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b|.*\berror:|  --\S+: ")
 
 
@@ -77,11 +78,11 @@ class Arms:
             "reference": [*training_space.in_fp32(wanted), *wanted.stock],
         }[arm]
         cache = ["--data-cache-path", str(self._here / "cache")]
-        broken = self._options.broken if arm == "ours" else None
-        return self._server.run(
-            Run([*arguments, *cache, *more], wanted.ranks, str(self._here / name),
-                self._options.limit, broken)
-        )  # fmt: skip
+        broken, limit = None, self._options.limit
+        if arm == "ours":
+            broken, limit = self._options.broken, INTERPRETED * limit
+        folder = str(self._here / name)
+        return self._server.run(Run([*arguments, *cache, *more], wanted.ranks, folder, limit, broken))
 
     def _checkpoint(self, arm: str) -> str:
         return str(self._here / f"checkpoint of {arm}")

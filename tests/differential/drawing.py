@@ -38,8 +38,11 @@ class Hand:
         return option in self.parser
 
     def give(self, option: str, *values: Any) -> bool:
-        """Whether it was given: the release has it, and it was not given before."""
-        if not self.knows(option) or option in self.arguments:
+        """Whether it was given: the release has it and takes it, and it was not given before."""
+        kind = self.parser.get(option)
+        among = kind.get("choices") if isinstance(kind, dict) else None
+        unknown = kind is None or (among is not None and not {*values} <= {*among})
+        if unknown or option in self.arguments:
             return False
         self.arguments += [option, *map(str, values)]
         return True

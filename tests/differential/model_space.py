@@ -60,10 +60,12 @@ def _pipeline(hand: Hand) -> None:
         return
     if facts["interleaved"]:
         hand.give("--num-layers-per-virtual-pipeline-stage", 1)
-        hand.perhaps(0.3, "--no-overlap-p2p-communication")
         hand.perhaps(0.2, "--overlap-p2p-communication-warmup-flush")
     elif facts["layers"] == 4 and hand.chance(0.3):
         hand.give("--decoder-first-pipeline-num-layers", hand.one({1: 1, 3: 1}))
+    elif hand.chance(0.15):
+        hand.give("--account-for-embedding-in-pipeline-split")
+        hand.give("--account-for-loss-in-pipeline-split")
     hand.perhaps(0.2, "--defer-embedding-wgrad-compute")
     if hand.has("--defer-embedding-wgrad-compute"):
         hand.perhaps(0.5, "--wgrad-deferral-limit", 1, 2)
@@ -83,12 +85,11 @@ def _attention(hand: Hand) -> None:
     hand.perhaps(0.1, "--attention-backend", "unfused", "local", "auto", "flash", "fused")
     hand.perhaps(0.05, "--attention-output-gate")
     hand.perhaps(0.05, "--apply-wd-to-qk-layernorm")
-    hand.perhaps(0.02, "--multi-latent-attention")
-    hand.perhaps(0.02, "--context-parallel-size", 2)
+    hand.perhaps(0.01, "--multi-latent-attention")
 
 
 def _positions(hand: Hand) -> None:
-    kind = hand.one({"rope": 6, "learned_absolute": 2, "none": 1, "yarn": 0.3, "relative": 0.2})
+    kind = hand.one({"rope": 6, "learned_absolute": 2, "none": 1})
     hand.give("--position-embedding-type", kind)
     if kind != "rope":
         return
@@ -104,9 +105,11 @@ def _mlp(hand: Hand) -> None:
     kind = hand.one({None: 5, "--swiglu": 5, "--squared-relu": 1, "--quick-geglu": 1})
     if kind:
         hand.give(kind)
-    if kind in ("--swiglu", "--quick-geglu"):
-        hand.perhaps(0.1, "--glu-linear-offset", 1.0)
-        hand.perhaps(0.1, "--activation-func-clamp-value", 1.0)
+    if kind == "--squared-relu":
+        hand.give("--no-bias-gelu-fusion")
+    if kind == "--quick-geglu":
+        hand.perhaps(0.2, "--glu-linear-offset", 1.0)
+        hand.perhaps(0.2, "--activation-func-clamp-value", 1.0)
     hand.perhaps(0.35, "--disable-bias-linear")
     for fusion in ("gelu", "swiglu", "dropout"):
         hand.perhaps(0.15, f"--no-bias-{fusion}-fusion")
@@ -120,6 +123,8 @@ def _experts(hand: Hand) -> None:
     facts["experts"] = True
     hand.give("--num-experts", hand.rng.choice([2, 4]))
     hand.give("--moe-router-topk", hand.rng.choice([1, 2]))
+    if hand.chance(0.2) or hand.arguments[-1] == "1":
+        hand.give("--moe-router-pre-softmax")
     hand.give("--disable-bias-linear")
     if facts["dp"] == 2:
         hand.perhaps(0.5, "--expert-model-parallel-size", 2)
@@ -137,7 +142,6 @@ def _experts(hand: Hand) -> None:
     if hand.perhaps(0.2, "--moe-expert-capacity-factor", 1.0, 2.0):
         hand.perhaps(0.3, "--moe-pad-expert-input-to-capacity")
         hand.perhaps(0.3, "--moe-token-drop-policy", "position")
-    hand.perhaps(0.2, "--moe-router-pre-softmax")
     hand.perhaps(0.2, "--moe-router-dtype", "fp32", "fp64")
     if hand.perhaps(0.2, "--moe-router-score-function", "sigmoid"):
         hand.perhaps(0.5, "--moe-router-enable-expert-bias")
@@ -146,7 +150,6 @@ def _experts(hand: Hand) -> None:
     hand.perhaps(0.1, "--moe-router-topk-scaling-factor", 2.0)
     hand.perhaps(0.1, "--moe-apply-probs-on-input")
     hand.perhaps(0.1, "--moe-input-jitter-eps", 0.01)
-    hand.perhaps(0.1, "--moe-latent-size", 32)
     hand.perhaps(0.05, "--moe-grouped-gemm")
     hand.perhaps(0.05, "--moe-router-force-load-balancing")
     hand.perhaps(0.05, "--moe-per-layer-logging")
@@ -158,8 +161,7 @@ def _variants(hand: Hand) -> None:
     hand.perhaps(0.1, "--norm-epsilon", 1e-6, 1e-3)
     hand.perhaps(0.4, "--untie-embeddings-and-output-weights")
     hand.perhaps(0.1, "--init-method-std", 0.006, 0.05)
-    hand.perhaps(0.1, "--init-method-xavier-uniform")
+    hand.perhaps(0.03, "--init-method-xavier-uniform")
     hand.perhaps(0.05, "--embedding-init-method-std", 0.1)
     hand.perhaps(0.05, "--apply-residual-connection-post-layernorm")
     hand.perhaps(0.04, "--use-mup")
-    hand.perhaps(0.05, "--fp32-residual-connection")

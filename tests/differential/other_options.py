@@ -9,19 +9,19 @@ from typing import Any
 from drawing import Hand
 
 HARMLESS = """
-    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+   
     --allow-ambiguous-pad-tokens --batch-invariant-mode --check-for-large-grads
-    --check-for-spiky-loss --dataloader-defer-npy-index-mmap --dataloader-inter-document-masking
+    --check-for-spiky-loss --dataloader-inter-document-masking
     --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
     --disable-align-grad-reduce --disable-async-tensor-model-parallel-allreduce
     --disable-bf16-reduced-precision-matmul --disable-clone-scatter-output-in-embedding
     --disable-jit-fuser --disable-manual-gc-eval --disable-pad-vocab-size
     --disable-symmetric-registration --enable-experimental --enable-mhc-connections
-    --freeze-all-layers --full-validation --fused-residual-rmsnorm --inference-wandb-logging
-    --log-device-memory-used --log-max-attention-logit --log-memory-to-tensorboard
+    --freeze-all-layers --fused-residual-rmsnorm
+    --log-max-attention-logit --log-memory-to-tensorboard
     --log-num-zeros-in-grad --log-progress --log-throughput --log-timers-to-tensorboard
     --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc
-    --mtp-use-repeated-layer --multiple-validation-sets --no-async-tensor-model-parallel-allreduce
+    --mtp-use-repeated-layer --no-async-tensor-model-parallel-allreduce
     --no-barrier-with-level-1-timing --no-check-for-nan-in-loss-and-grad
     --no-clone-scatter-output-in-embedding --no-data-sharding --no-initialization
     --no-log-loss-scale-to-tensorboard --no-mmap-bin-files --no-one-logger --no-pad-vocab-size
@@ -29,14 +29,14 @@ HARMLESS = """
     --no-use-layer-wise-param-layout --openai-gelu --overlap-param-gather-with-optimizer-step
     --te-rng-tracker --use-flash-attn --use-mcore-models --use-rotary-position-embeddings
     --use-same-sampling-seed-across-dp-ranks --use-tp-pp-dp-mapping --verify-integrity
-    --enable-cuda-graph --external-cuda-graph --tp-comm-overlap --delay-wgrad-compute
-    --use-torch-fsdp2 --use-megatron-fsdp --overlap-moe-expert-parallel-comm
+    --external-cuda-graph --tp-comm-overlap --delay-wgrad-compute
+    --overlap-moe-expert-parallel-comm
     --overlap-dispatch-backward-with-experts-wgrad --use-te-activation-func
 """.split()
 WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--adam-beta1": (0.8,), "--check-weight-hash-across-dp-replicas-interval": (2,),
-    "--empty-unused-memory-level": (0, 1, 2), "--fp8-format": ("e4m3", "hybrid"),
-    "--head-lr-mult": (0.5,), "--high-priority-stream-groups": ("tp",), "--hysteresis": (1, 3),
+    "--empty-unused-memory-level": (0, 1, 2), "--fp8-format": ("e4m3",),
+    "--head-lr-mult": (0.5,), "--hysteresis": (1, 3),
     "--iterations-to-skip": (2,), "--logging-level": (40,), "--log-memory-interval": (2,),
     "--loss-scale-window": (2,), "--lr-warmup-init": (1e-5,), "--manual-gc-interval": (2,),
     "--mid-level-dataset-surplus": (0.1,), "--mlp-chunks-for-training": (2,),
@@ -44,7 +44,7 @@ WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--rerun-mode": ("disabled", "validate_results", "report_stats"),
     "--timing-log-level": (0, 1, 2), "--timing-log-option": ("max", "minmax", "all"),
     "--train-sync-interval": (2,), "--exit-duration-in-mins": (60,), "--save-params-interval": (2,),
-    "--cuda-graph-impl": ("none", "local", "transformer_engine"), "--output-logit-dtype": ("fp32",),
+    "--cuda-graph-impl": ("none", "transformer_engine"), "--output-logit-dtype": ("fp32",),
     "--expert-tensor-parallel-num-weight-shards": (2,), "--tensor-parallel-num-weight-shards": (2,),
     "--gtp-remat-opt-in-modules": ("mlp",), "--activation-offload-fraction": (0.5,),
 }  # fmt: skip

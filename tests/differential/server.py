@@ -60,6 +60,7 @@ class Server:
         environment = {
             **os.environ, **CPU, "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_ALGO": "Ring",  # for --deterministic-mode
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(checkout), script],

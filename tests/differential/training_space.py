@@ -39,6 +39,7 @@ def _precision(hand: Hand) -> None:
     precision = hand.facts["precision"] = hand.one({"fp32": 75, "bf16": 17, "fp16": 8})
     if precision == "fp32":
         return
+    hand.perhaps(0.15, "--fp32-residual-connection")
     hand.give(f"--{precision}")
     if precision == "fp16":
         hand.give("--initial-loss-scale", 1024)
@@ -88,7 +89,9 @@ def _optimizer(hand: Hand) -> None:
     hand.perhaps(0.1, "--lr-warmup-iters", 2)
     hand.perhaps(0.1, "--adam-beta2", 0.95)
     hand.perhaps(0.05, "--decoupled-lr", 5e-4)
-    if hand.chance(0.5 if hand.facts["dp"] > 1 else 0.2):
+    if hand.has("--optimizer"):
+        pass
+    elif hand.chance(0.5 if hand.facts["dp"] > 1 else 0.2):
         hand.give("--use-distributed-optimizer")
         if hand.perhaps(0.5, "--overlap-grad-reduce"):
             hand.perhaps(0.6, "--overlap-param-gather")
@@ -136,7 +139,10 @@ def _checkpoint(hand: Hand) -> None:
 
 def knobs(hand: Hand) -> list[str]:
     """Ours. Interpreted kernels take seconds where `pipelined` takes milliseconds."""
-    strategy = hand.one({"pipelined": 60, "fused": 17, "auto": 13, "sequential": 10})
+    interpreted = 0.3 if hand.facts["tp"] == 4 else 1
+    strategy = hand.one({
+        "pipelined": 60, "fused": 17 * interpreted, "auto": 13 * interpreted, "sequential": 10,
+    })  # fmt: skip
     given = ["--flux-overlap"]
     if strategy != "auto" or hand.chance(0.3):
         given += ["--flux-strategy", strategy]
