@@ -95,7 +95,7 @@ def _of_half(found: Difference, stock: Record, ours: Record, truth: Record, wher
         theirs, mine, exact = curves
         spread = float((theirs - exact).abs().mean())
         near = min(float((mine - exact).abs().mean()) / 2, float((mine - theirs).abs().mean()))
-        if not near <= spread:
+        if not near <= max(spread, LOSS * float(exact.abs().mean())):
             found.wrong.append(f"{where}: {name} of ours is {near:.2g} away, stock's {spread:.2g}")
 
 

@@ -148,7 +148,8 @@ def _experts(hand: Hand) -> None:
     hand.perhaps(0.15, "--moe-layer-freq", 2)
     hand.perhaps(0.15, "--moe-ffn-hidden-size", 96)
     hand.perhaps(0.1, "--moe-router-topk-scaling-factor", 2.0)
-    hand.perhaps(0.1, "--moe-apply-probs-on-input")
+    if hand.arguments[hand.arguments.index("--moe-router-topk") + 1] == "1":
+        hand.perhaps(0.2, "--moe-apply-probs-on-input")
     hand.perhaps(0.1, "--moe-input-jitter-eps", 0.01)
     hand.perhaps(0.05, "--moe-grouped-gemm")
     hand.perhaps(0.05, "--moe-router-force-load-balancing")

@@ -9,24 +9,23 @@ from typing import Any
 from drawing import Hand
 
 HARMLESS = """
-   
     --allow-ambiguous-pad-tokens --batch-invariant-mode --check-for-large-grads
     --check-for-spiky-loss --dataloader-inter-document-masking
     --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
     --disable-align-grad-reduce --disable-async-tensor-model-parallel-allreduce
     --disable-bf16-reduced-precision-matmul --disable-clone-scatter-output-in-embedding
-    --disable-jit-fuser --disable-manual-gc-eval --disable-pad-vocab-size
+    --disable-jit-fuser --disable-manual-gc-eval
     --disable-symmetric-registration --enable-experimental --enable-mhc-connections
     --freeze-all-layers --fused-residual-rmsnorm
-    --log-max-attention-logit --log-memory-to-tensorboard
+    --log-memory-to-tensorboard
     --log-num-zeros-in-grad --log-progress --log-throughput --log-timers-to-tensorboard
     --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc
     --mtp-use-repeated-layer --no-async-tensor-model-parallel-allreduce
     --no-barrier-with-level-1-timing --no-check-for-nan-in-loss-and-grad
     --no-clone-scatter-output-in-embedding --no-data-sharding --no-initialization
-    --no-log-loss-scale-to-tensorboard --no-mmap-bin-files --no-one-logger --no-pad-vocab-size
+    --no-log-loss-scale-to-tensorboard --no-mmap-bin-files --no-one-logger
     --no-persist-layer-norm --no-position-embedding --no-scatter-gather-tensors-in-pipeline
-    --no-use-layer-wise-param-layout --openai-gelu --overlap-param-gather-with-optimizer-step
+    --no-use-layer-wise-param-layout --openai-gelu
     --te-rng-tracker --use-flash-attn --use-mcore-models --use-rotary-position-embeddings
     --use-same-sampling-seed-across-dp-ranks --use-tp-pp-dp-mapping --verify-integrity
     --external-cuda-graph --tp-comm-overlap --delay-wgrad-compute
@@ -43,7 +42,7 @@ WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--num-dataset-builder-threads": (2,),
     "--rerun-mode": ("disabled", "validate_results", "report_stats"),
     "--timing-log-level": (0, 1, 2), "--timing-log-option": ("max", "minmax", "all"),
-    "--train-sync-interval": (2,), "--exit-duration-in-mins": (60,), "--save-params-interval": (2,),
+    "--train-sync-interval": (2,), "--exit-duration-in-mins": (60,),
     "--cuda-graph-impl": ("none", "transformer_engine"), "--output-logit-dtype": ("fp32",),
     "--expert-tensor-parallel-num-weight-shards": (2,), "--tensor-parallel-num-weight-shards": (2,),
     "--gtp-remat-opt-in-modules": ("mlp",), "--activation-offload-fraction": (0.5,),
