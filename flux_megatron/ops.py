@@ -16,14 +16,16 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.overlap.dispatch import decide, guard, refuse
 from flux_megatron.overlap.phase import phase
-from flux_megatron.overlap.report import note_fallback
+from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 
 __all__ = [
+    "Layers",
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "guard",
     "note_fallback",
+    "note_layers",
     "phase",
     "refuse",
     "run_ag_gemm",

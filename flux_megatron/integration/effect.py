@@ -2,7 +2,7 @@
 
 Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
 every version from 0.14 on, and these are wrapped there. The loop also asks whether its steps are
-good: `step_check`.
+good, `step_check`, and which layers of its models are ours, `coverage`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from typing import Any
 
 import flux_megatron
 from flux_megatron.integration.comparison import Comparison, alternate
+from flux_megatron.integration.coverage import confirm_models
 from flux_megatron.integration.step_check import confirm_steps
 
 TRAINING = "megatron.training.training"
 
 
-def install(compare: int | None) -> None:
-    """Log, and alternate blocks of `compare` iterations if given. Another call changes nothing.
+def install(compare: int | None, chosen: tuple[str, ...] | None = None) -> None:
+    """Log, count the layers that were `chosen`, None for all, and alternate blocks of `compare`
+    iterations if given. Another call changes nothing.
 
     A program without Megatron-LM's training loop logs nothing; `ValueError` if it is to compare.
     """
     training = sys.modules.get(TRAINING)
     if training is not None:
-        _install(training, compare)
+        _install(training, compare, chosen)
     elif compare:
         raise ValueError(f"--flux-compare given, but {TRAINING}, whose loop it needs, is not there")
 
 
 @functools.cache
-def _install(training: Any, compare: int | None) -> None:
+def _install(training: Any, compare: int | None, chosen: tuple[str, ...] | None) -> None:
     confirm_steps(training)
+    confirm_models(training, chosen)
     comparison = alternate(training, compare) if compare else None
     log_with(training, comparison)
     if comparison is not None:
@@ -80,13 +83,14 @@ class Effect:
         calls, overlapped = now.total - before.total, now.overlapped - before.overlapped
         fallbacks = Counter(now.fallbacks) - Counter(before.fallbacks)
         new = [f"{p}: {why}" for p, why in sorted(fallbacks.keys() - before.fallbacks.keys())]
-        workspace = now.workspace_bytes / 2**20
+        workspace, layers = now.workspace_bytes / 2**20, now.layers
         exposed_ms = None
         if now.exposed_us is not None:
             exposed_ms = (now.exposed_us - (before.exposed_us or 0.0)) / self.iterations * 1e-3
         self.iterations = 0
         self._training.print_rank_last(
-            f" flux: {overlapped} of {calls} calls overlapped | {fallbacks.total()} fallbacks"
+            (f" flux: ours {layers.ours} of {layers.total} layers |" if layers else " flux:")
+            + f" {overlapped} of {calls} calls overlapped | {fallbacks.total()} fallbacks"
             + (f" ({'; '.join(new)})" if new else "")
             + f" | workspace {workspace:.1f} MiB"
             + (f" | exposed {exposed_ms:.1f} ms an iteration" if exposed_ms is not None else "")
@@ -96,6 +100,8 @@ class Effect:
             "flux/fallbacks": fallbacks.total(),
             "flux/workspace-MiB": workspace,
         }
+        if layers is not None:
+            scalars |= {"flux/layers-ours": layers.ours, "flux/layers": layers.total}
         if exposed_ms is not None:
             scalars["flux/exposed-communication-ms"] = exposed_ms
         self._write(scalars, iteration)

@@ -8,11 +8,10 @@ import functools
 import os
 from typing import Any
 
-from megatron.core.extensions import transformer_engine
+from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
 from megatron.core.models import backends
-from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import transformer_block
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+from megatron.core.transformer import multi_token_prediction, transformer_block
 
 import flux_megatron
 from flux_megatron import settings
@@ -21,12 +20,17 @@ from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.integration.norm_places import LayerOfTE, with_norms_alone
-from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider, te_can_run
+from flux_megatron.integration.provider import (
+    FluxSpecProvider,
+    FluxTEProvider,
+    StockSpecProvider,
+    te_can_run,
+)
 from flux_megatron.integration.selection import provider_of
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
+_said: set[str] = set()
 _output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
 
 
@@ -41,68 +45,86 @@ def install_from(args: Any) -> None:
         return
     requirements.check(args)
     beside.settle(args)
-    # an earlier call may have left "local" in these arguments
-    of_te = gpt_layer_specs.TransformerLayerSubmodules is LayerOfTE
-    install(options, of_te or args.transformer_impl == "transformer_engine")
+    of_te = args.transformer_impl == "transformer_engine" and te_can_run()
+    install(options, of_te)
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
-    if args.transformer_impl != "local":
-        _say_once(_instead_of(args.transformer_impl))
+    _say_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers))
+    if not of_te:  # which a later call then finds in these arguments
         args.transformer_impl = "local"
 
 
-def install(options: FluxOptions, instead_of_te: bool = False) -> None:
+def install(options: FluxOptions, of_te: bool = False) -> None:
     """Settings, and our linears in the layers that were chosen, for models built after this.
 
-    Checkpoints have the keys of TransformerEngine's layers if ours stand for those and it can run,
-    else those of Megatron's local layers.
+    `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
+    local one.
     """
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
-    provider = provider_of(options.layers) if options.layers else FluxSpecProvider
-    if instead_of_te and te_can_run():
-        build_from(with_norms_alone(provider), LayerOfTE)
+    provider: type = FluxTEProvider if of_te else FluxSpecProvider
+    if options.layers:
+        provider = provider_of(options.layers, provider)
+    if of_te:
+        build_te_layers_from(provider)
     else:
         build_from(provider)
-    effect.install(options.compare)
+    effect.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
         _output_layer.enter_context(use_flux_output_layer())
     _tell_at_exit()
 
 
-def build_from(
-    provider: type[StockSpecProvider],
-    layer: type[TransformerLayerSubmodules] = TransformerLayerSubmodules,
-) -> None:
+def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
+    """Make Megatron's specifications of Transformer Engine's layers of this provider's classes.
+
+    Its functions make a provider by the name in their own module; whoever imports that name later
+    finds it where it comes from.
+    """
+    for module in (
+        transformer_engine_spec_provider,
+        gpt_layer_specs,
+        moe_module_specs,
+        multi_token_prediction,
+    ):
+        module.TESpecProvider = provider
+    provide_wgrad_kernels()
+
+
+def build_from(provider: type[StockSpecProvider]) -> None:
     """Make Megatron's local specifications of this provider's classes, final norms too.
 
     Linear layers that stay stock can then fuse their weight gradients without apex.
     """
     backends.LocalSpecProvider = gpt_layer_specs.LocalSpecProvider = provider
-    gpt_layer_specs.TransformerLayerSubmodules = layer
     gpt_layer_specs.LNImpl = provider().layer_norm()
     # the final norm where all layers are alike: in Megatron it does not depend on their kind
     transformer_block.LayerNormImpl = transformer_engine.TENorm if te_can_run() else FluxNorm
     provide_wgrad_kernels()
 
 
-def _instead_of(transformer_impl: str) -> str:
-    parts = "linear layers and norms are ours, attention is torch's"
-    if te_can_run():
-        parts = (
-            "linear layers and the norms before them are ours, attention and other norms are "
-            "TransformerEngine's"
+def _what_is_built(asked: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
+    chosen = f" ({' '.join(layers)})" if layers else ""
+    if of_te:
+        return (
+            f"--transformer-impl {asked}: linear layers of GPT models{chosen} are ours, with the "
+            "norms inside them; experts and all else are TransformerEngine's"
         )
-    return f"--transformer-impl local, not {transformer_impl}: {parts}"
+    impl = "local" if asked == "local" else f"local, not {asked}"
+    attention = "TransformerEngine's" if te_can_run() else "torch's"
+    return (
+        f"--transformer-impl {impl}: linear layers of GPT models{chosen} and norms are ours, "
+        f"attention is {attention}"
+    )
 
 
-@functools.cache
-def _say_once(text: str) -> None:
+def _say_once(about: str, text: str) -> None:
     """On rank 0. Megatron-LM parses its arguments up to three times."""
-    if os.environ.get("RANK", "0") == "0":
+    if about not in _said and os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)
+    _said.add(about)
 
 
 @functools.cache
@@ -112,4 +134,5 @@ def _tell_at_exit() -> None:
 
 def _tell() -> None:
     done = flux_megatron.report()
-    _say_once(str(done) if done.total else "no call came to our layers, so nothing was overlapped")
+    nothing = "no call came to our layers, so nothing was overlapped"
+    _say_once("calls", str(done) if done.total else nothing)

@@ -8,6 +8,7 @@ GEMM, Row as a whole, because its reduce-scatter stands outside the method aroun
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
                 "Megatron calls when the pipeline drains: install apex, or call "
                 "flux_megatron.integration.wgrad_module.provide_wgrad_kernels() first"
             )
+        if kwargs.get("embedding_activation_buffer") is None:
+            # megatron-core's forward puts the input of every layer aside, not the LM head's alone
+            self.embedding_activation_buffer: Any = deque(maxlen=0)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         buffer = kwargs["grad_output_buffer"]

@@ -1,4 +1,9 @@
-"""What megatron-core's local layer specification is built from: its `BackendSpecProvider` seam."""
+"""What megatron-core's layer specifications are built from: its `BackendSpecProvider` seam.
+
+One provider for each specification that a user can ask for. Both change the linear layers; the
+local one also has what Megatron's local layers lack, norms for sequence parallelism and attention
+without stored scores.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,34 @@ import functools
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.extensions import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm import FluxNorm
+from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+
+
+class _FluxLinears:
+    """For a provider: this package's two layers."""
+
+    def column_parallel_linear(self) -> type:
+        return FluxColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return FluxRowParallelLinear
+
+
+class FluxTEProvider(_FluxLinears, TESpecProvider):
+    """Transformer Engine's layers with linears of this package; all else is its own.
+
+    Experts too: they leave communication to their token dispatcher.
+    """
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return FluxLayerNormColumnParallelLinear
 
 
 class StockSpecProvider(LocalSpecProvider):
@@ -28,23 +55,16 @@ class StockSpecProvider(LocalSpecProvider):
         return transformer_engine.TEDotProductAttention if te_can_run() else FluxCoreAttention
 
 
-class FluxSpecProvider(StockSpecProvider):
+class FluxSpecProvider(_FluxLinears, StockSpecProvider):
     """This package's linears; in experts too, where they gain wgrad fusion without apex.
 
     Experts as one grouped GEMM are Transformer Engine's where it can run, as without us: they leave
     communication to their token dispatcher.
     """
 
-    def column_parallel_linear(self) -> type:
-        return FluxColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        return FluxRowParallelLinear
-
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
         if moe_use_grouped_gemm and te_can_run():
-            theirs = transformer_engine_spec_provider.TESpecProvider()
-            return theirs.grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
+            return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         experts = super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         if isinstance(experts, functools.partial):  # newer than 0.16
             submodules = _ours(experts.keywords["submodules"])

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.core.extensions import transformer_engine
 
+from flux_megatron.integration.provider import te_can_run
+
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
 _OWN_LAYERS = "such models are built of other layers than those we replace"
@@ -35,6 +37,7 @@ REFUSED = {
     "--heterogeneous-layers-config-path": _OWN_LAYERS,
     "--heterogeneous-layers-config-encoded-json": _OWN_LAYERS,
     "--modelopt-enabled": _OWN_LAYERS,
+    "--mla-down-proj-fusion": "its projection takes listed classes only",
     "--use-torch-fsdp2": "its weights are no plain tensors",
 }
 
@@ -61,11 +64,16 @@ def complaints(args: Any) -> list[str]:
     if value("cuda_graph_impl") == "transformer_engine":
         found.append(f"--cuda-graph-impl transformer_engine: {_TE_ALONE}")
     layers = value("flux_layers")
-    if value("multi_latent_attention") and (not layers or "qkv" in layers):
+    of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
+    if value("multi_latent_attention") and not of_te:
+        found.append("--multi-latent-attention: it needs TransformerEngine's layers")
+    elif value("multi_latent_attention") and (not layers or "qkv" in layers):
         found.append(
             "--multi-latent-attention: its projections take listed classes only; "
             "--flux-layers without qkv can go with it"
         )
+    if value("qk_l2_norm") and not (of_te or value("num_experts") or value("spec") == OUR_SPEC):
+        found.append("--qk-l2-norm: Megatron drops it where its local layers are all alike")
     if value("position_embedding_type") == "relative":
         found.append(f"--position-embedding-type relative: {_TE_ALONE}")
     if value("spec") not in (None, OUR_SPEC):

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
-from flux_megatron.integration.provider import FluxSpecProvider
+from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider, StockSpecProvider
+
+# what megatron-core asks a provider for, and the layers that it builds of the answer
+QUESTIONS = {
+    "column_parallel_linear": {"qkv", "fc1"},
+    "column_parallel_layer_norm_linear": {"qkv", "fc1"},
+    "row_parallel_linear": {"proj", "fc2"},
+}
+STOCK = {FluxSpecProvider: StockSpecProvider, FluxTEProvider: TESpecProvider}
 
 
-def provider_of(layers: Collection[str]) -> type[FluxSpecProvider]:
-    """A provider whose linears are ours in these layers (of qkv, proj, fc1, fc2), stock in others.
+def provider_of(layers: Collection[str], provider: type) -> type:
+    """`provider` with its linears in these layers (of qkv, proj, fc1, fc2), stock ones in others.
 
-    The projections to queries, keys and values of multi-latent attention are qkv; the projection of
-    multi-token prediction is none of them, and stock.
+    Stock is what the same specification has without us: Transformer Engine's classes, or
+    megatron-core's own. The projections to queries, keys and values of multi-latent attention are
+    qkv; the projection of multi-token prediction is none of them, and stock.
     """
-    column = _ours_in(layers, FluxColumnParallelLinear, ColumnParallelLinear)
-    row = _ours_in(layers, FluxRowParallelLinear, RowParallelLinear)
-
-    class Provider(FluxSpecProvider):
-        def column_parallel_linear(self) -> type:
-            return column
-
-        def row_parallel_linear(self) -> type:
-            return row
-
-    return Provider
+    answers = {}
+    for question, built in QUESTIONS.items():
+        ours, stock = (getattr(each(), question)() for each in (provider, STOCK[provider]))
+        chosen = built & {*layers}
+        answer = _ours_in(chosen, ours, stock) if chosen and ours is not stock else stock
+        answers[question] = lambda self, answer=answer: answer
+    return type("Provider", (provider,), answers)
 
 
 def layer_of(tp_comm_buffer_name: str | None) -> str | None:

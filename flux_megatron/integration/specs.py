@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +12,18 @@ from typing import Any
 from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
 
+WITH_HEADS = tuple(
+    f"megatron.core.models.{name}"
+    for name in (
+        "gpt.gpt_model", "T5.t5_model", "bert.bert_model", "mamba.mamba_model",
+        "hybrid.hybrid_model",
+    )
+)  # fmt: skip
 PROVIDERS = {"flux": FluxSpecProvider, "stock": StockSpecProvider}
 
 
@@ -66,22 +73,23 @@ def local_spec_from(layers: str) -> Iterator[None]:
     """
     if layers not in PROVIDERS:
         raise ValueError(f"layers is {layers!r}, one of {sorted(PROVIDERS)} expected")
-    with (
-        _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]),
-        _attribute(gpt_layer_specs, "TransformerLayerSubmodules", TransformerLayerSubmodules),
-    ):
+    with _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]):
         yield
 
 
 @contextlib.contextmanager
 def use_flux_output_layer() -> Iterator[None]:
-    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head.
+    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head, and so do other
+    models whose modules have been imported.
 
-    Only the name that gpt_model.py looks up is replaced. The class in megatron-core's own layers.py
-    must stay: its constructor finds its parent by that name.
+    Only the name that those look up is replaced. The class in megatron-core's own layers.py must
+    stay: its constructor finds its parent by that name.
     """
     ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=FluxColumnParallelLinear)
-    with _attribute(gpt_model, "tensor_parallel", ours):
+    with contextlib.ExitStack() as replaced:
+        for name in WITH_HEADS:
+            if name in sys.modules:
+                replaced.enter_context(_attribute(sys.modules[name], "tensor_parallel", ours))
         yield
 
 

@@ -4,6 +4,7 @@ reason.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -14,12 +15,34 @@ from flux_megatron.symm.workspace import workspaces
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _exposed_us: float | None = None
+_layers: list[Layers] = []
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How many of the `total` tensor-parallel linear layers of models are `ours`, and how many of
+    each (name, why not) are none.
+    """
+
+    ours: int
+    total: int
+    others: dict[tuple[str, str], int]
+
+    def __add__(self, more: Layers) -> Layers:
+        others = Counter(self.others) + Counter(more.others)
+        return Layers(self.ours + more.ours, self.total + more.total, dict(others))
+
+    def __str__(self) -> str:
+        others = [f"{name} ({n}): {why}" for (name, why), n in sorted(self.others.items())]
+        return f"{self.ours} of {self.total} tensor-parallel linear layers are ours" + (
+            f"; not {', '.join(others)}" if others else ""
+        )
 
 
 @dataclass(frozen=True)
 class Report:
     """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last
-    reset.
+    reset, and the `layers` of the models it trains, None where nobody has counted them.
 
     A fallback is also a `sequential` call; one without a reason was chosen: by a measurement, by
     the cost model or by the user. `workspace_bytes` is the symmetric memory this rank holds.
@@ -31,6 +54,7 @@ class Report:
     fallbacks: dict[tuple[str, str], int]
     workspace_bytes: int
     exposed_us: float | None = None
+    layers: Layers | None = None
 
     @property
     def total(self) -> int:
@@ -57,6 +81,8 @@ class Report:
             + (f"{chosen} sequential by their plan, " if chosen else "")
             + f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
         ]
+        if self.layers:
+            lines.append(f"  {self.layers}")
         lines += [f"  {p} {s}: {n}" for (p, s), n in sorted(self.calls.items())]
         lines += [
             f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())
@@ -85,14 +111,20 @@ def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) ->
     note_call(pattern, "sequential", exposed_us)
 
 
+def note_layers(layers: Layers) -> None:
+    """Models were built; those of earlier ones stay counted."""
+    _layers.append(layers)
+
+
 def report() -> Report:
     """The counts so far, and the symmetric memory held."""
     held = sum(workspace.size_bytes for workspace in workspaces())
-    return Report(dict(_calls), dict(_fallbacks), held, _exposed_us)
+    layers = functools.reduce(Layers.__add__, _layers) if _layers else None
+    return Report(dict(_calls), dict(_fallbacks), held, _exposed_us, layers)
 
 
 def reset_report() -> None:
-    """Start counting anew."""
+    """Start counting calls anew; layers stay what they are."""
     global _exposed_us
     _exposed_us = None
     _calls.clear()

@@ -61,8 +61,10 @@ class _CpuForCuda(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.Tensor.cuda:
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if "pin_memory" in kwargs:  # without a driver there is no memory that can be pinned
+            kwargs["pin_memory"] = False
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             return function(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):

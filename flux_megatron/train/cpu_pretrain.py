@@ -70,6 +70,9 @@ def pretend_gpu() -> None:
     cuda.default_stream = lambda *_: _Stream()
     cuda.set_stream = lambda stream: None
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    # a CUDA build of torch believes that batches can be pinned, and finds no driver
+    loader: Any = torch.utils.data.DataLoader
+    loader.pin_memory = property(lambda self: False, lambda self, value: None)
     _gloo_for_nccl()
     pretend_cuda()
     _without_cuda_toolkit()

@@ -24,7 +24,8 @@ from flux_megatron.integration.comparison import FEWEST_PAIRS, Comparison, alter
 from flux_megatron.integration.flags import add_flux_arguments, options_from
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 from flux_megatron.ops import note_fallback
-from flux_megatron.overlap.report import note_call
+from flux_megatron.overlap import report as report_module
+from flux_megatron.overlap.report import Layers, note_call, note_layers
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 REPOSITORY = Path(__file__).parents[2]
@@ -184,6 +185,7 @@ def training_module(old: bool = False, log_interval: int = 2):
     module.training_log = training_log_old if old else training_log
     module.train_step = train_step
     module.save_checkpoint = lambda: None
+    module.setup_model_and_optimizer = lambda: ([], None, None)
     return module
 
 
@@ -191,6 +193,22 @@ def log(module, iteration: int) -> None:
     given = ({}, {}, 1e-3, iteration, 1.0) if module.get_wandb_writer() is None else (
         {}, 1e-3, iteration, 1.0)  # fmt: skip
     assert module.training_log(*given) == "report memory"
+
+
+def test_layers_are_told_where_they_are_counted(monkeypatch):
+    monkeypatch.setattr(report_module, "_layers", [])
+    module = training_module()
+    effect.log_with(module, None)
+    for iteration in range(1, 5):
+        if iteration == 3:
+            note_layers(Layers(8, 9, {("output_layer", "it is another class"): 1}))
+        log(module, iteration)
+    assert [line for line in module.printed if line.startswith(" flux")] == [
+        " flux: 0 of 0 calls overlapped | 0 fallbacks | workspace 0.0 MiB",
+        " flux: ours 8 of 9 layers | 0 of 0 calls overlapped | 0 fallbacks | workspace 0.0 MiB",
+    ]
+    assert ("flux/layers-ours", 8, 4) in module.board
+    assert ("flux/layers", 9, 4) in module.board
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["0.14", "0.16"])

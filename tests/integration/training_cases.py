@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from megatron.core.tensor_parallel import random as checkpointing
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
 from training_run import Feature
+
+from flux_megatron.integration import wgrad_module
 
 ALL = os.environ.get("FLUX_MEGATRON_ALL_FEATURES") == "1"
 QUICKEST = "pipelined"  # interpreted, `fused` takes three times as long
@@ -120,6 +123,13 @@ def names_of_te() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def name_of_apex() -> Iterator[None]:
+    """Megatron imports its module when the pipeline drains."""
+    with mock.patch.dict(sys.modules, {wgrad_module.NAME: wgrad_module.STAND_IN}):
+        yield
+
+
 NO_SP = "sequence parallelism is off"
 LLAMA = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
@@ -177,6 +187,10 @@ FEATURES: dict[str, Feature] = {
     "deterministic mode": Feature(config={"deterministic_mode": True}),
     "pipeline": Feature(**PP),
     "pipeline, tied, wgrad fusion": Feature(**PP, config=FUSION, model=TIED, quick=True),
+    "pipeline, deferred weight gradient of the LM head": Feature(
+        **PP, config=FUSION, only_ours={"defer_embedding_wgrad_compute": True},
+        around=name_of_apex, quick=True,
+    ),
     "pipeline, interleaved": Feature(**VPP, config=FOUR_LAYERS, quick=True),
     "pipeline, interleaved, overlapped p2p": Feature(
         **VPP, config={**FOUR_LAYERS, "overlap_p2p_comm": True, "batch_p2p_comm": False}

@@ -32,6 +32,7 @@ VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 @dataclass(frozen=True)
 class Feature:
     """One way to train: what it sets beside a plain run, and how its linear layers run then.
+    `only_ours` is set with our layers alone, for what Megatron's local ones cannot do.
 
     `lengths` are the sequence lengths of the steps, in turn. `prepare` changes a model that was
     just built; `around` is entered for the steps. `runs` is "overlapped", or part of the reason why
@@ -39,6 +40,7 @@ class Feature:
     """
 
     config: dict[str, Any] = field(default_factory=dict)
+    only_ours: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     tp: int = 2
@@ -75,7 +77,7 @@ class Training:
             virtual_pipeline_model_parallel_size=feature.vp, **experts,
         )  # fmt: skip
         self.feature, self.layers, self.done = feature, layers, 0
-        self.config = _config(feature)
+        self.config = _config(feature, layers)
         self.modules = [self._model(stage) for stage in range(feature.vp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **feature.ddp)
         self.chunks = [self._wrapped(module, ddp) for module in self.modules]
@@ -168,14 +170,15 @@ class Training:
         }
 
 
-def _config(feature: Feature) -> Any:
+def _config(feature: Feature, layers: str) -> Any:
     defaults = {
         "num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False,
         "pipeline_model_parallel_size": feature.pp, "fp16": feature.dtype == torch.float16,
         "virtual_pipeline_model_parallel_size": feature.vp,
     }  # fmt: skip
-    return sbs.settings(feature.tp, feature.sp, feature.dtype, **{**defaults, **feature.config})
+    options = {**defaults, **feature.config, **(feature.only_ours if layers == "flux" else {})}
+    return sbs.settings(feature.tp, feature.sp, feature.dtype, **options)
 
 
 def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.Tensor, ...]]:

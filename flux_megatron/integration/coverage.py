@@ -1,0 +1,106 @@
+"""Which of a model's tensor-parallel linear layers are ours, and which are not and why.
+
+Megatron builds some layers by name, whatever its specifications say, and others only some
+specifications know. So the models that were built are asked, not the specification.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from torch.nn import Module
+
+from flux_megatron import errors, settings
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.selection import layer_of
+from flux_megatron.ops import Layers, note_layers
+
+NOT_CHOSEN = "--flux-layers leaves it to Megatron"
+_OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
+_WRAPPERS = re.compile(r"^(module\.)+")
+
+
+def confirm_models(training: Any, chosen: tuple[str, ...] | None) -> None:
+    """Let `setup_model_and_optimizer` of the module megatron.training.training count the layers of
+    the models that it makes, and refuse some under `--flux-strict`.
+
+    It is found by this name in every version from 0.14 on, and gives the models first. `chosen` are
+    the layers of `--flux-layers`, None for all.
+    """
+    original = training.setup_model_and_optimizer
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*given: Any, **named: Any) -> Any:
+        result = original(*given, **named)
+        stage = layers_of(result[0], chosen)
+        layers = _of_all_stages(stage)
+        note_layers(layers)
+        training.print_rank_last(f" flux: {layers}")
+        refuse(layers)
+        return result
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+
+
+def layers_of(models: Iterable[Module], chosen: tuple[str, ...] | None = None) -> Layers:
+    """The tensor-parallel linear layers of these models, which are this rank's chunks of one."""
+    ours, others = 0, Counter[tuple[str, str]]()
+    for name, layer in _linear_layers(models):
+        if isinstance(layer, _OURS):
+            ours += 1
+        else:
+            others[re.sub(r"\.\d+\.", ".*.", name), _why(name, layer, chosen)] += 1
+    return Layers(ours, ours + others.total(), dict(others))
+
+
+def refuse(layers: Layers) -> None:
+    """`FallbackRefused` in strict mode, where not all chosen layers are ours."""
+    others = {name: why for name, why in layers.others if why != NOT_CHOSEN}
+    if others and settings.get().strict:
+        raise errors.FallbackRefused(f"layers cannot be overlapped: {layers}")
+
+
+def _linear_layers(models: Iterable[Module]) -> Iterator[tuple[str, Module]]:
+    for model in models:
+        for name, module in model.named_modules():
+            if _is_tensor_parallel_linear(module):
+                yield _WRAPPERS.sub("", name), module
+
+
+def _is_tensor_parallel_linear(module: Any) -> bool:
+    """Experts that leave communication to their token dispatcher are none."""
+    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        return not module.explicit_expert_comm
+    if hasattr(module, "parallel_mode"):  # TransformerEngine's, which has none in such experts
+        return module.parallel_mode in ("column", "row")
+    tagged = (
+        getattr(parameter, "tensor_model_parallel", False) and parameter.dim() == 2
+        for parameter in module.parameters(recurse=False)
+    )
+    return any(tagged) and not isinstance(module, VocabParallelEmbedding)
+
+
+def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:
+    kind = name.rpartition(".")[2].removeprefix("linear_")
+    if chosen and ("head" if kind == "output_layer" else layer_of(kind)) not in chosen:
+        return NOT_CHOSEN
+    return f"Megatron built a {type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def _of_all_stages(stage: Layers) -> Layers:
+    """The sum over the pipeline, on all its ranks."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, stage, group=group)
+    return functools.reduce(Layers.__add__, stages)

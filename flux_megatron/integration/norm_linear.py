@@ -1,0 +1,42 @@
+"""A norm and the column-parallel layer behind it as one module, as TransformerEngine has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.norm import FluxNorm
+from flux_megatron.nn import norm as functions
+
+
+class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
+    """x [s / R, b, K] -> (norm(x) @ w^T [s, b, N / R], bias or None).
+
+    Stands where Megatron builds a `TELayerNormColumnParallelLinear`. Parameters have its names and
+    its order, by which optimizers number their states: layer_norm_weight, layer_norm_bias (none
+    for RMSNorm), weight, bias. All are this module's own, because data parallelism gathers the
+    parameters of a module before its forward. `ValueError` for a normalization other than
+    LayerNorm and RMSNorm.
+    """
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, **options)
+        self.eps = self.config.layernorm_epsilon
+        self.zero_centered_gamma = self.config.layernorm_zero_centered_gamma
+        norm = FluxNorm(self.config, input_size, self.eps)
+        self.register_parameter("layer_norm_weight", norm.weight)
+        self.register_parameter("layer_norm_bias", getattr(norm, "bias", None))
+        for name in ("weight", "bias"):  # behind the norm's
+            self._parameters[name] = self._parameters.pop(name)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return super().forward(self._normalised(input_), *args, **kwargs)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        options = {"eps": self.eps, "zero_centered": self.zero_centered_gamma}
+        if bias is None:
+            return functions.rms_norm(x, weight, **options)
+        return functions.layer_norm(x, weight, bias, **options)

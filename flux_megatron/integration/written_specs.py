@@ -1,0 +1,69 @@
+"""Specifications that name their linear layers and ask no provider: those of T5 and BERT, of vision
+models, and of hybrid ones.
+
+Attention and MLPs become ours there too. The mixers of hybrid models stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+# what they name is found in their globals when a function is called
+OF_ATTENTION_AND_MLP = (
+    "megatron.core.models.T5.t5_spec",
+    "megatron.core.models.bert.bert_layer_specs",
+    "megatron.core.models.bert.bert_lm_head",  # which chooses a norm as they do
+    "megatron.core.models.multimodal.llava_spec",
+    "megatron.core.models.vision.vit_layer_specs",
+)
+# these are finished when they are imported, and have mixers beside the layers of these names
+HYBRID = (
+    "megatron.core.models.mamba.mamba_layer_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+)
+MIXED = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def use(replacements: Mapping[Any, Any], norm: Any, named: str | None = None) -> None:
+    """Put our classes in the place of those that they replace, in every such module that a script
+    has loaded and in the one that `--spec` has `named`; and `norm` where Megatron's own is chosen
+    by what is installed.
+    """
+    if named in HYBRID:
+        importlib.import_module(named)
+    for name in (*OF_ATTENTION_AND_MLP, *HYBRID):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        here, names = dict(replacements), MIXED if name in HYBRID else None
+        if "LNImpl" in vars(module):
+            here[module.LNImpl] = norm
+        for name, value in list(vars(module).items()):
+            if isinstance(value, ModuleSpec):
+                substitute(value, here, names)
+            elif names is None and isinstance(value, type) and value in here:
+                setattr(module, name, here[value])
+
+
+def substitute(part: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:
+    """In a specification and all that it consists of; in parts of these `names` alone, if given."""
+    for name, value in list(_parts(part)):
+        if not isinstance(value, type):
+            substitute(value, replacements, names)
+        elif value in replacements and (names is None or name in names):
+            setattr(part, name, replacements[value])
+
+
+def _parts(part: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(part, functools.partial):
+        return part.keywords.items()
+    if isinstance(part, (list, tuple)):
+        return (("", each) for each in part)
+    return vars(part).items() if dataclasses.is_dataclass(part) else ()

@@ -1,0 +1,267 @@
+"""In a launch with TransformerEngine's layers nothing but the classes of linear layers differs from
+stock: names, order, shapes and tags of parameters are the same, and what a checkpoint holds.
+
+TransformerEngine is not here. Its layers are stand-ins, which are held against its source below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import side_by_side as sbs
+import te_stand_ins as te
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from ranks import run_ranks
+
+from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+
+# Read in TransformerEngine v2.11, pytorch/module/layernorm_linear.py and linear.py: what their
+# constructors register, in this order, and how reset_parameters tags it (v1.7 to v2.18 do the
+# same). Then `_extra_state`, in pytorch/module/base.py.
+SHARDED = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+SHARED = {"sequence_parallel": True}
+READ = {
+    "TELayerNormColumnParallelLinear": {
+        "layer_norm_weight": SHARED, "layer_norm_bias": SHARED, "weight": SHARDED, "bias": SHARDED,
+    },
+    "TEColumnParallelLinear": {"weight": SHARDED, "bias": SHARDED},
+    "TERowParallelLinear": {"weight": {**SHARDED, "partition_dim": 1}, "bias": SHARED},
+}  # fmt: skip
+# what megatron-core takes a parameter without the tag for
+UNTAGGED = {
+    "tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1,
+    "sequence_parallel": False, "allreduce": True,
+}  # fmt: skip
+CLASSES = {
+    te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
+    te.TEColumnParallelLinear: FluxColumnParallelLinear,
+    te.TERowParallelLinear: FluxRowParallelLinear,
+    ColumnParallelLinear: FluxColumnParallelLinear,  # the LM head
+}
+LLAMA = {
+    "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+    "add_bias_linear": False, "num_query_groups": 2,
+}  # fmt: skip
+MOE = {
+    "num_moe_experts": 2, "moe_layer_freq": [0, 1], "add_bias_linear": False,
+    "moe_shared_expert_intermediate_size": 16,
+}  # fmt: skip
+PIPELINE = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
+TIED = {"tied": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "LayerNorm, biases": {},
+    "zero-centered gamma": {"layernorm_zero_centered_gamma": True},
+    "GQA, SwiGLU, RMSNorm": LLAMA,
+    "tied": {**LLAMA, **TIED},
+    "q/k norm": {**LLAMA, "qk_layernorm": True},
+    "q/k L2 norm": {**LLAMA, "qk_l2_norm": True},
+    "MoE, shared experts": MOE,
+    "multi-token prediction": {**LLAMA, "mtp_num_layers": 1},
+    "MoE, multi-token prediction": {**MOE, "mtp_num_layers": 1},
+    "bf16": {**LLAMA, "params_dtype": torch.bfloat16, "bf16": True},
+    "pipeline": {**LLAMA, **PIPELINE},
+    "pipeline, tied": {**PIPELINE, **TIED},
+    "pipeline, multi-token prediction": {**LLAMA, **PIPELINE, "mtp_num_layers": 1},
+    "interleaved": {**LLAMA, **INTERLEAVED},
+    "interleaved, tied": {**INTERLEAVED, **TIED},
+}
+
+
+def chunks(options: dict[str, Any], use_te: bool, alike: bool = False) -> list[GPTModel]:
+    """This rank's models, as Megatron specifies them now; `alike`: by a single layer."""
+    options = {"num_layers": 2, **options}
+    tied = options.pop("tied", False)
+    # an argument of specifications alone before 0.16
+    l2_norm = {"qk_l2_norm": options.pop("qk_l2_norm", False)}
+    config = sbs.settings(2, True, torch.float32, **options)
+    stages = config.virtual_pipeline_model_parallel_size
+    return [
+        _chunk(config, use_te, alike, l2_norm, vp_stage, tied)
+        for vp_stage in (range(stages) if stages else [None])
+    ]
+
+
+def _chunk(
+    config: Any, use_te: bool, alike: bool, l2_norm: dict[str, bool], vp_stage: Any, tied: bool
+) -> GPTModel:
+    sbs.seed()
+    if alike:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, **l2_norm
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_te, config.normalization, **l2_norm, vp_stage=vp_stage
+        )
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_te, vp_stage=vp_stage)
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return GPTModel(
+        config=config, transformer_layer_spec=spec, mtp_block_spec=mtp, vocab_size=16,
+        max_sequence_length=8, share_embeddings_and_output_weights=tied, vp_stage=vp_stage,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+    )  # fmt: skip
+
+
+def start(options: dict[str, Any]) -> None:
+    """TP 2 and as many stages as these options ask for, with TransformerEngine."""
+    names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    sbs.start(2, **{name: options[name] for name in names if name in options})
+    te.pretend_te()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_the_classes_of_linear_layers_differ(name):
+    run_ranks(_compare, 2 * MODELS[name].get("pipeline_model_parallel_size", 1), MODELS[name])
+
+
+def _compare(rank: int, options: dict[str, Any]) -> None:
+    start(options)
+    alike = not options.get("num_moe_experts") and "mtp_num_layers" not in options
+    ways = [False, True] if alike and "pipeline_model_parallel_size" not in options else [False]
+    stock = [model for way in ways for model in chunks(options, True, way)]
+    assert te.overlap()
+    ours = [model for way in ways for model in chunks(options, True, way)]
+    for theirs, own in zip(stock, ours, strict=True):
+        assert classes(theirs, CLASSES) == classes(own, {})
+        assert parameters(theirs) == parameters(own)
+        assert [*theirs.state_dict()] == [*own.state_dict()]
+        assert sharded(theirs) == sharded(own)
+        values = zip(theirs.parameters(), own.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in values)
+
+
+def classes(model: GPTModel, ours: dict[type, type]) -> list[tuple[str, type]]:
+    """Every module in order, with its class; what is in an expert stays as it is."""
+    return [
+        (name, type(module) if ".local_experts." in name else ours.get(type(module), type(module)))
+        for name, module in model.named_modules()
+    ]
+
+
+def parameters(model: GPTModel) -> list[tuple]:
+    """In the order in which optimizers and gradient buffers number them."""
+    return [
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad, tags(parameter))
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def tags(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Everything that others could read, with what they take for granted."""
+    return {**UNTAGGED, **vars(parameter)}
+
+
+def sharded(model: GPTModel) -> list[tuple]:
+    """What a distributed checkpoint holds of it, and where."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    apply_factories(state)
+    return [
+        (type(part), part.key, part.global_shape, part.global_offset, part.replica_id)
+        for part in nested_values(state)
+    ]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_layers_have_what_transformer_engine_s_source_says(name):
+    run_ranks(_as_read, 2, name)
+
+
+def _as_read(rank: int, name: str) -> None:
+    start({})
+    config = sbs.settings(2, True, torch.float32)
+    options = {
+        "bias": True,
+        "skip_bias_add": True,
+        "is_expert": False,
+        "init_method": torch.nn.init.ones_,
+    }
+    options |= {"input_is_parallel": True} if "Row" in name else {"gather_output": False}
+    stand_in = te.STAND_INS[name]
+    for layer in (stand_in, CLASSES[stand_in]):
+        built = build_module(layer, 8, 12, config=config, **options)
+        found = {name: tags(parameter) for name, parameter in built.named_parameters()}
+        assert list(found) == list(READ[name])
+        assert found == {name: {**UNTAGGED, **read} for name, read in READ[name].items()}
+        assert [*built.state_dict()] == [*READ[name], "_extra_state"]
+
+
+CHOSEN = {
+    ("qkv", "fc2"): "linear_qkv linear_fc2",
+    ("proj",): "linear_proj",
+    ("fc1", "head"): "linear_fc1 output_layer",
+}
+
+
+@pytest.mark.parametrize("layers", CHOSEN)
+def test_layers_that_were_not_chosen_are_transformer_engine_s(layers):
+    assert run_ranks(_chosen, 2, layers) == [sorted(CHOSEN[layers].split())] * 2
+
+
+def _chosen(rank: int, layers: tuple[str, ...]) -> list[str]:
+    start({})
+    (stock,) = chunks({}, True)
+    assert te.overlap("--flux-layers", *layers)
+    (model,) = chunks({}, True)
+    assert parameters(stock) == parameters(model)
+    ours = (FluxColumnParallelLinear, FluxRowParallelLinear)
+    found: dict[bool, set] = {True: set(), False: set()}
+    for name, module in model.named_modules():
+        if isinstance(module, (*ours, *CLASSES)):
+            found[isinstance(module, ours)].add(name.split(".")[-1])
+    assert len(found[True]) + len(found[False]) == 5
+    return sorted(found[True])
+
+
+def test_latent_attention_keeps_its_own_projections():
+    run_ranks(_latent, 2)
+
+
+def _latent(rank: int) -> None:
+    start({})
+    stock = _latent_model()
+    assert te.overlap("--flux-layers", "proj", "fc1", "fc2")
+    ours = _latent_model()
+    assert parameters(stock) == parameters(ours)
+    attention = ours.decoder.layers[0].self_attention
+    assert type(attention.linear_proj) is FluxRowParallelLinear
+    assert type(attention.linear_q_down_proj) is te.TELinear
+    assert type(attention.linear_kv_up_proj) is te.TELayerNormColumnParallelLinear
+    tokens = torch.arange(8)[None]
+    mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
+    losses = [model(tokens, tokens, mask, labels=tokens).mean() for model in (stock, ours)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, atol=1e-6, rtol=0)
+    for theirs, own in zip(stock.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, own.grad, atol=1e-6, rtol=1e-5)
+
+
+def _latent_model() -> GPTModel:
+    sbs.seed()
+    config = MLATransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, normalization="RMSNorm",
+        q_lora_rank=8, kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=4,
+        tensor_model_parallel_size=2, sequence_parallel=True, use_cpu_initialization=True,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, rope_type="rope",
+        multi_latent_attention=True, qk_layernorm=True, apply_rope_fusion=False,
+    )  # fmt: skip
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=True, multi_latent_attention=True
+    )
+    return GPTModel(config=config, transformer_layer_spec=spec, vocab_size=16,
+                    max_sequence_length=8, position_embedding_type="rope")  # fmt: skip

@@ -1,0 +1,123 @@
+"""T5, BERT and hybrid models: their specifications name classes, which become ours."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import pytest
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.bert import bert_layer_specs
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.mamba import mamba_layer_specs
+from megatron.core.models.T5 import t5_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
+from ranks import run_ranks
+
+import flux_megatron
+from flux_megatron.integration import (
+    FluxColumnParallelLinear,
+    FluxNorm,
+    FluxRowParallelLinear,
+    coverage,
+    use_flux_output_layer,
+    written_specs,
+)
+
+VOCAB, SEQUENCE, BATCH = 64, 8, 2
+OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
+SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "hidden_dropout": 0.0,
+         "attention_dropout": 0.0, "masked_softmax_fusion": False}  # fmt: skip
+
+
+def t5(config: Any) -> Any:
+    encoder = t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers)
+    decoder = t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers)
+    return T5Model(
+        config=config, encoder_config=config, transformer_encoder_layer_spec=encoder,
+        transformer_decoder_layer_spec=decoder, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+    )  # fmt: skip
+
+
+def bert(config: Any) -> Any:
+    transformer_block.LayerNormImpl = FluxNorm  # the final one, as a launch sets it
+    return BertModel(
+        config=config, num_tokentypes=0, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+        transformer_layer_spec=bert_layer_specs.bert_layer_local_spec,
+    )  # fmt: skip
+
+
+def inputs(model: Any) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (3, BATCH, SEQUENCE), generator=generator)
+    seen = torch.zeros(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)
+    if isinstance(model, T5Model):
+        return tokens[0], tokens[1], seen, seen, seen, tokens[2]
+    return tokens[0], torch.ones(BATCH, SEQUENCE, dtype=torch.long), None, tokens[2]
+
+
+MODELS = {"T5": (t5, 23), "BERT": (bert, 9)}  # and the number of their linear layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_follows_stock_and_its_layers_are_ours(name):
+    alone = run_ranks(_loss_and_gradient, 1, name, False)
+    stock = run_ranks(_loss_and_gradient, 2, name, False)
+    ours = run_ranks(_loss_and_gradient, 2, name, True)
+    for results in (stock, ours):
+        for loss, gradient, *_ in results:
+            assert abs(loss - alone[0][0]) <= 1e-5
+            assert abs(gradient - alone[0][1]) <= 1e-5
+    for *_, layers, report in ours:
+        assert (layers.ours, layers.total) == (MODELS[name][1],) * 2, layers
+        assert report.overlapped == report.total > 2 * layers.total - 2
+
+
+def _loss_and_gradient(rank: int, name: str, ours: bool) -> tuple[Any, ...]:
+    """The norm of the gradient of the words' embeddings, which all of the model has part in."""
+    tp = dist.get_world_size()
+    sbs.start(tp)
+    sbs.seed()
+    written_specs.use(OURS if ours else {}, FluxNorm)
+    with use_flux_output_layer() if ours else contextlib.nullcontext():
+        model = MODELS[name][0](sbs.settings(tp, tp > 1, torch.float32, **SHAPE))
+    result = model(*inputs(model))
+    loss = (result[0] if isinstance(result, tuple) else result).mean()
+    loss.backward()
+    weight = model.embedding.word_embeddings.weight.grad.square().sum()
+    dist.all_reduce(weight)
+    return loss.item(), weight.item(), coverage.layers_of([model]), flux_megatron.report()
+
+
+class TheirColumn: ...
+
+
+class TheirRow: ...
+
+
+class Column: ...
+
+
+class Row: ...
+
+
+def test_hybrid_specifications_keep_their_mixers(monkeypatch):
+    monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", TheirColumn)
+    monkeypatch.setattr(transformer_engine, "TERowParallelLinear", TheirRow)
+    module = importlib.reload(mamba_layer_specs)
+    written_specs.use({TheirColumn: Column, TheirRow: Row}, FluxNorm, module.__name__)
+    layers = module.mamba_stack_spec.submodules
+    attention = layers.attention_layer.submodules.self_attention.submodules
+    mlp = layers.mlp_layer.submodules.mlp.submodules
+    mixer = layers.mamba_layer.submodules.mixer.submodules
+    assert (attention.linear_qkv, attention.linear_proj) == (Column, Row)
+    assert (mlp.linear_fc1, mlp.linear_fc2) == (Column, Row)
+    assert (mixer.in_proj, mixer.out_proj) == (TheirColumn, TheirRow)
+    monkeypatch.undo()
+    importlib.reload(mamba_layer_specs)
