@@ -15,6 +15,7 @@ from flux_megatron.launch.parser_signature import FOLDER
 class Combination:
     """`arguments` go to both arms, `ours` and `stock` to one each. `resume`: whose checkpoint the
     second half of the run loads, of `own`, `stock` and `ours`; None: the run has one part.
+    `te`: TransformerEngine's classes are stood in (te_stand_ins.py), and its specification asked for.
     """
 
     arguments: list[str]
@@ -22,6 +23,7 @@ class Combination:
     stock: list[str]
     ranks: int
     precision: str
+    te: bool = False
     resume: str | None = None
 
 
@@ -85,5 +87,6 @@ def draw(release: str, seed: int, number: int) -> Combination:
     facts = hand.facts
     return Combination(
         hand.arguments, training_space.knobs(hand), training_space.of_stock(hand),
-        facts["tp"] * facts["pp"] * facts["dp"], facts["precision"], facts.get("resume"),
+        facts["tp"] * facts["pp"] * facts["dp"], facts["precision"], facts["te"],
+        facts.get("resume"),
     )  # fmt: skip

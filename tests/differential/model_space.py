@@ -30,6 +30,8 @@ def _parallel(hand: Hand) -> None:
     tp, pp, dp = hand.one(LAYOUTS)
     sp = tp > 1 and hand.chance(0.85)
     hand.facts |= {"tp": tp, "pp": pp, "dp": dp, "sp": sp, "experts": False}
+    hand.facts["te"] = hand.chance(0.4)
+    hand.give("--transformer-impl", "transformer_engine" if hand.facts["te"] else "local")
     hand.give("--tensor-model-parallel-size", tp)
     hand.give("--pipeline-model-parallel-size", pp)
     if sp:

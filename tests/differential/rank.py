@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "integration"))
 SCALARS = ("loss_scale", "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad")
 RECORD: dict[str, Any] = {"iterations": [], "evaluations": [], "state": {}}
 
 
-def prepare(script: str) -> None:
+def prepare(script: str, te: bool) -> None:
     """In the server: import what a run imports, as `python -m flux_megatron.launch --device cpu`."""
     import runpy
     import typing
@@ -41,6 +42,10 @@ def prepare(script: str) -> None:
     utils.compile_helpers = lambda: None
     _read_sources_once()
     _names_of_te()
+    if te:
+        import te_stand_ins
+
+        te_stand_ins.pretend_te()
 
 
 def _names_of_te() -> None:
@@ -168,7 +173,6 @@ def _number(value: Any) -> float | None:
 def _broken(name: str | None) -> contextlib.AbstractContextManager[Any]:
     if name is None:
         return contextlib.nullcontext()
-    sys.path.append(str(Path(__file__).parents[1] / "integration"))
     import training_breaks
 
     return getattr(training_breaks, name)()

@@ -1,6 +1,6 @@
 """A process that has imported one Megatron-LM checkout, and forks the ranks of many runs from it.
 
-    python server.py CHECKOUT SCRIPT
+    python server.py CHECKOUT SCRIPT [te]
 
 Reads one run per line as JSON, answers each with a line. To import Megatron takes longer than to
 train five iterations of a tiny model. torch.distributed starts in the children alone.
@@ -53,7 +53,7 @@ class End:
 class Server:
     """The other end: a client of one such process."""
 
-    def __init__(self, checkout: Path, script: str, site: Path | None = None) -> None:
+    def __init__(self, checkout: Path, script: str, site: Path | None = None, te: bool = False) -> None:
         from flux_megatron.launch.__main__ import CPU
 
         path = [str(checkout), str(ROOT), str(site or ""), os.environ.get("PYTHONPATH", "")]
@@ -63,7 +63,7 @@ class Server:
             "NCCL_ALGO": "Ring",  # for --deterministic-mode
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(checkout), script],
+            [sys.executable, __file__, str(checkout), script, *["te"] * te],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         if self._answer() != "ready":
@@ -88,14 +88,14 @@ class Server:
         return json.loads(line)
 
 
-def serve(checkout: str, script: str) -> None:
-    """The process itself."""
+def serve(checkout: str, script: str, te: str = "") -> None:
+    """The process itself; `te`: with TransformerEngine's classes stood in."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints while it is imported
     os.chdir(checkout)
     import rank
 
-    rank.prepare(script)
+    rank.prepare(script, bool(te))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         end = fork_ranks(Run(**json.loads(line)), lambda run, number: rank.main(script, run, number))

@@ -25,18 +25,27 @@ class Trial:
 
     def __init__(self, checkout: Path, options: Any, folder: Path) -> None:
         self.release, self.options, self.folder = checkout.name, options, folder
-        self._server = Server(checkout, "pretrain_gpt.py", options.site)
+        self._checkout = checkout
+        self._servers: dict[bool, Server] = {}
 
     def close(self) -> None:
-        self._server.close()
+        for server in self._servers.values():
+            server.close()
+
+    def _server(self, te: bool) -> Server:
+        if te not in self._servers:
+            site = self.options.site
+            self._servers[te] = Server(self._checkout, "pretrain_gpt.py", site, te)
+        return self._servers[te]
 
     def row(self, number: int) -> dict[str, Any]:
         """Draw, run and compare; the logs of a finding stay in `options.keep`."""
         combination = draw(self.release, self.options.seed, number)
         here = self.folder / str(number)
         found, calls = Difference(), (0, 0)
+        arms = Arms(self._server(combination.te), combination, here, self.options)
         try:
-            found, calls = judged(Arms(self._server, combination, here, self.options), combination)
+            found, calls = judged(arms, combination)
             outcome, why = "finding" if found.wrong else "equal", "; ".join(found.wrong[:3])
         except Verdict as verdict:
             outcome, why = verdict.outcome, verdict.why
@@ -47,7 +56,7 @@ class Trial:
         return {
             "table": "differential", "release": self.release, "seed": self.options.seed,
             "number": number, "outcome": outcome, "why": why, "ranks": combination.ranks,
-            "precision": combination.precision, "resume": combination.resume,
+            "precision": combination.precision, "te": combination.te, "resume": combination.resume,
             "overlapped": calls[0], "calls": calls[1],
             "largest": {name: float(f"{value:.2g}") for name, value in found.largest.items()},
             "arguments": " ".join(combination.arguments), "ours": " ".join(combination.ours),
