@@ -5,6 +5,7 @@ stock in fp32. A resumed arm is two runs, with a checkpoint between them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Arms:
                 kind: [entry for part in parts for entry in part[kind]]
                 for kind in ("iterations", "evaluations")
             }
-            records.append({**parts[-1], **lists})
+            records.append({**parts[-1], **lists, "calls": _sum([part["calls"] for part in parts])})
         return records
 
     def refused(self) -> bool:
@@ -60,11 +61,12 @@ class Arms:
         return any(REFUSAL.search(text) for text in self._logs("ours"))
 
     def last_words(self, arm: str) -> str:
-        """The last line with an error of the first rank that has one."""
+        """The last line with an error of the first rank that has one; of others it is an echo."""
+        words = []
         for text in self._logs(arm):
-            if words := [line for line in text.splitlines() if ERROR.match(line)]:
-                return words[-1].strip()[:300]
-        return "no words"
+            words += [line for line in text.splitlines() if ERROR.match(line)][-1:]
+        words.sort(key=lambda line: "closed by peer" in line)
+        return words[0].strip()[:300] if words else "no words"
 
     def _logs(self, arm: str) -> list[str]:
         logs = sorted(self._here.glob(f"{arm}-*/*.log"))
@@ -86,3 +88,11 @@ class Arms:
 
     def _checkpoint(self, arm: str) -> str:
         return str(self._here / f"checkpoint of {arm}")
+
+
+def _sum(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    fallbacks = sum((Counter(one["fallbacks"]) for one in calls), Counter())
+    return {
+        **{key: sum(one[key] for one in calls) for key in ("total", "overlapped")},
+        "fallbacks": dict(fallbacks),
+    }  # fmt: skip

@@ -18,7 +18,7 @@ HARMLESS = """
     --disable-symmetric-registration --enable-experimental --enable-mhc-connections
     --freeze-all-layers --fused-residual-rmsnorm
     --log-memory-to-tensorboard
-    --log-num-zeros-in-grad --log-progress --log-throughput --log-timers-to-tensorboard
+    --log-num-zeros-in-grad --log-throughput --log-timers-to-tensorboard
     --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc
     --mtp-use-repeated-layer --no-async-tensor-model-parallel-allreduce
     --no-barrier-with-level-1-timing --no-check-for-nan-in-loss-and-grad
@@ -28,7 +28,7 @@ HARMLESS = """
     --no-use-layer-wise-param-layout --openai-gelu
     --te-rng-tracker --use-flash-attn --use-mcore-models --use-rotary-position-embeddings
     --use-same-sampling-seed-across-dp-ranks --use-tp-pp-dp-mapping --verify-integrity
-    --external-cuda-graph --tp-comm-overlap --delay-wgrad-compute
+    --tp-comm-overlap --delay-wgrad-compute
     --overlap-moe-expert-parallel-comm
     --overlap-dispatch-backward-with-experts-wgrad --use-te-activation-func
 """.split()

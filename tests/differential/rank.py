@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "integration"))
@@ -41,21 +42,22 @@ def prepare(script: str, te: bool) -> None:
 
     utils.compile_helpers = lambda: None
     _read_sources_once()
-    _names_of_te()
+    _old_names()
     if te:
         import te_stand_ins
 
         te_stand_ins.pretend_te()
 
 
-def _names_of_te() -> None:
-    """Some releases ask for these also where they did not find TransformerEngine."""
+def _old_names() -> None:
+    """What some releases ask for where TransformerEngine is not, or NumPy is newer."""
     from megatron.core.tensor_parallel import random as checkpointing
 
     if not hasattr(checkpointing, "FP8GlobalStateManager"):
         checkpointing.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         for name in ("activation_recompute_forward", "fp8_autocast"):
             setattr(checkpointing, name, lambda **_: contextlib.nullcontext())
+    numpy.product = numpy.prod  # type: ignore[attr-defined]
 
 
 def _read_sources_once() -> None:
