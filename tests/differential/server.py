@@ -54,17 +54,9 @@ class Server:
     """The other end: a client of one such process."""
 
     def __init__(self, checkout: Path, script: str, site: Path | None = None, te: bool = False) -> None:
-        from flux_megatron.launch.__main__ import CPU
-
-        path = [str(checkout), str(ROOT), str(site or ""), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ, **CPU, "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_ALGO": "Ring",  # for --deterministic-mode
-        }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(checkout), script, *["te"] * te],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment(checkout, site), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         if self._answer() != "ready":
             raise RuntimeError(f"{checkout}: the server did not start")
@@ -86,6 +78,18 @@ class Server:
         if not line:
             raise RuntimeError(f"the server ended with {self._process.wait()}")
         return json.loads(line)
+
+
+def environment(checkout: Path, site: Path | None) -> dict[str, str]:
+    """Of a process that imports this checkout, and has no GPU."""
+    from flux_megatron.launch.__main__ import CPU
+
+    path = [str(checkout), str(ROOT), str(site or ""), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ, **CPU, "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_ALGO": "Ring",  # for --deterministic-mode
+    }  # fmt: skip
 
 
 def serve(checkout: str, script: str, te: str = "") -> None:

@@ -77,7 +77,7 @@ def judged(arms: Arms, combination: Combination) -> tuple[Difference, tuple[int,
             _stock(arms, arms.second("reference", "reference"), "reference")
         reference = arms.records("reference")
     ours = arms.records("ours")
-    found = compare(arms.records("stock"), ours, reference)
+    found = compare(arms.records("stock"), ours, reference, combination.precision)
     found.wrong += uncounted(ours, combination)
     overlapped, total = (sum(one["calls"][key] for one in ours) for key in ("overlapped", "total"))
     return found, (overlapped, total)
