@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 LOSS, WEIGHT, MOMENT = 1e-5, 1e-5, 1e-4
+NOTHING = 1e-2  # of the largest moment's norm: smaller ones are measured against this
 EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 NORMS = ("grad_norm", "params_norm")
 EXACT = ("iteration", "skipped_iter", "loss_scale")
@@ -77,11 +78,16 @@ def _of_state(found: Difference, stock: Record, ours: Record, where: str) -> Non
     ]:
         found.wrong.append(f"{where}: parameters or the optimizer's state have other names or shapes")
         return
+    largest: dict[str, float] = {}
     for name, theirs in stock.items():
-        apart = (theirs.double() - ours[name].double()).abs()
-        if "exp_avg" in name or "momentum" in name:
-            norm = float(theirs.double().norm())
-            found.note("moments", float(apart.norm()) / max(norm, 1e-6), MOMENT, f"{where}, {name}")
+        kind = name.split()[-1]
+        largest[kind] = max(largest.get(kind, 0.0), float(theirs.double().norm()))
+    for name, theirs in stock.items():
+        apart, kind = (theirs.double() - ours[name].double()).abs(), name.split()[-1]
+        if kind.startswith(("exp_avg", "momentum")):
+            # a gradient that is zero but for rounding, such as that of a key's bias
+            norm = max(float(theirs.double().norm()), NOTHING * largest[kind], 1e-12)
+            found.note("moments", float(apart.norm()) / norm, MOMENT, f"{where}, {name}")
         elif theirs.numel():
             found.note("weights", float(apart.max()), WEIGHT, f"{where}, {name}")
 
