@@ -36,14 +36,14 @@ def main(options: argparse.Namespace) -> int:
     from outcomes import table
     from trial import Trial
 
-    rows = []
+    rows, when = [], _when()
     for share, checkout in enumerate(options.megatron):
         wanted = [*range(options.count)][share :: len(options.megatron)]
         with tempfile.TemporaryDirectory(dir=_memory(), prefix="differential-") as folder:
             trial = Trial(checkout.resolve(), options, Path(folder))
             number, counted = options.first, 0
             while counted < len(wanted):
-                row = trial.row(number) | _when()
+                row = trial.row(number) | when
                 number += 1
                 counted += row["outcome"] != "stock fails"
                 rows.append(row)
