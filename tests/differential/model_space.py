@@ -107,8 +107,9 @@ def _mlp(hand: Hand) -> None:
     kind = hand.one({None: 5, "--swiglu": 5, "--squared-relu": 1, "--quick-geglu": 1})
     if kind:
         hand.give(kind)
-    if kind == "--squared-relu":
+    if kind in ("--squared-relu", "--quick-geglu"):
         hand.give("--no-bias-gelu-fusion")
+        hand.give("--no-bias-swiglu-fusion")
     if kind == "--quick-geglu":
         hand.perhaps(0.2, "--glu-linear-offset", 1.0)
         hand.perhaps(0.2, "--activation-func-clamp-value", 1.0)

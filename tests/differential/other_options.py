@@ -10,7 +10,7 @@ from drawing import Hand
 
 HARMLESS = """
     --allow-ambiguous-pad-tokens --batch-invariant-mode --check-for-large-grads
-    --check-for-spiky-loss --dataloader-inter-document-masking
+    --check-for-spiky-loss
     --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
     --disable-align-grad-reduce --disable-async-tensor-model-parallel-allreduce
     --disable-bf16-reduced-precision-matmul --disable-clone-scatter-output-in-embedding
@@ -22,15 +22,15 @@ HARMLESS = """
     --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc
     --mtp-use-repeated-layer --no-async-tensor-model-parallel-allreduce
     --no-barrier-with-level-1-timing --no-check-for-nan-in-loss-and-grad
-    --no-clone-scatter-output-in-embedding --no-data-sharding --no-initialization
+    --no-data-sharding
     --no-log-loss-scale-to-tensorboard --no-mmap-bin-files --no-one-logger
-    --no-persist-layer-norm --no-position-embedding --no-scatter-gather-tensors-in-pipeline
+    --no-persist-layer-norm --no-scatter-gather-tensors-in-pipeline
     --no-use-layer-wise-param-layout --openai-gelu
     --te-rng-tracker --use-flash-attn --use-mcore-models --use-rotary-position-embeddings
     --use-same-sampling-seed-across-dp-ranks --use-tp-pp-dp-mapping --verify-integrity
-    --tp-comm-overlap --delay-wgrad-compute
-    --overlap-moe-expert-parallel-comm
-    --overlap-dispatch-backward-with-experts-wgrad --use-te-activation-func
+    --tp-comm-overlap
+   
+    --use-te-activation-func
 """.split()
 WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--adam-beta1": (0.8,), "--check-weight-hash-across-dp-replicas-interval": (2,),
@@ -40,12 +40,10 @@ WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--loss-scale-window": (2,), "--lr-warmup-init": (1e-5,), "--manual-gc-interval": (2,),
     "--mid-level-dataset-surplus": (0.1,), "--mlp-chunks-for-training": (2,),
     "--num-dataset-builder-threads": (2,),
-    "--rerun-mode": ("disabled", "validate_results", "report_stats"),
+    "--rerun-mode": ("disabled", "validate_results"),
     "--timing-log-level": (0, 1, 2), "--timing-log-option": ("max", "minmax", "all"),
     "--train-sync-interval": (2,), "--exit-duration-in-mins": (60,),
     "--cuda-graph-impl": ("none", "transformer_engine"), "--output-logit-dtype": ("fp32",),
-    "--expert-tensor-parallel-num-weight-shards": (2,), "--tensor-parallel-num-weight-shards": (2,),
-    "--gtp-remat-opt-in-modules": ("mlp",), "--activation-offload-fraction": (0.5,),
 }  # fmt: skip
 
 

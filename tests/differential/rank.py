@@ -43,10 +43,23 @@ def prepare(script: str, te: bool) -> None:
     utils.compile_helpers = lambda: None
     _read_sources_once()
     _old_names()
+    _spawn_without_main()
     if te:
         import te_stand_ins
 
         te_stand_ins.pretend_te()
+
+
+def _spawn_without_main() -> None:
+    """Processes that checkpointing spawns need not import the script; on 3.11 newer ones fail to."""
+    from multiprocessing import spawn
+
+    prepare = spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        return {k: v for k, v in prepare(name).items() if not k.startswith("init_main")}
+
+    spawn.get_preparation_data = prepared
 
 
 def _old_names() -> None:

@@ -29,7 +29,7 @@ def draw(hand: Hand) -> None:
     _recompute(hand)
     _optimizer(hand)
     _losses_and_data(hand)
-    if hand.chance(0.15) and not hand.has("--optimizer"):  # Megatron cannot save SGD's state
+    if hand.chance(0.2) and not hand.has("--optimizer"):  # Megatron cannot save SGD's state
         _checkpoint(hand)
 
 
@@ -96,8 +96,8 @@ def _optimizer(hand: Hand) -> None:
     elif hand.facts["dp"] > 1:
         hand.perhaps(0.4, "--overlap-grad-reduce")
     if hand.has("--overlap-grad-reduce"):
-        hand.perhaps(0.4, "--ddp-bucket-size", 1000, 20000)
-        hand.perhaps(0.2, "--ddp-num-buckets", 2)
+        if not hand.perhaps(0.4, "--ddp-bucket-size", 1000, 20000):
+            hand.perhaps(0.2, "--ddp-num-buckets", 2)
         hand.perhaps(0.3, "--no-align-grad-reduce")
     if hand.has("--overlap-param-gather"):
         hand.perhaps(0.3, "--no-align-param-gather")
@@ -110,8 +110,8 @@ def _losses_and_data(hand: Hand) -> None:
     # torch's attention, which ours takes without TransformerEngine, draws other numbers than stock's
     hand.give("--attention-dropout", hand.one({0: 4, 0.1: 1}) if hand.facts["te"] else 0)
     hand.perhaps(0.15, "--calculate-per-token-loss")
-    hand.perhaps(0.1, "--cross-entropy-loss-fusion")
-    hand.perhaps(0.1, "--deterministic-mode")
+    if not hand.perhaps(0.1, "--cross-entropy-loss-fusion"):
+        hand.perhaps(0.1, "--deterministic-mode")
     # Megatron's own evaluation fails where the embedding's gradients are deferred
     deferred = hand.has("--defer-embedding-wgrad-compute")
     hand.give("--eval-iters", 0 if deferred else hand.one({0: 4, 1: 1}))
@@ -125,7 +125,7 @@ def _losses_and_data(hand: Hand) -> None:
 
 def _checkpoint(hand: Hand) -> None:
     hand.facts["resume"] = hand.one({"own": 2, "stock": 2, "ours": 1})
-    kind = hand.one({"torch_dist": 5, "torch": 2, "torch_dcp": 0.3})
+    kind = hand.one({"torch_dist": 5, "torch": 2})
     hand.give("--ckpt-format", kind)
     if kind == "torch_dist":
         hand.perhaps(0.3, "--dist-ckpt-optim-fully-reshardable")

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PATIENCE_S = 60.0  # for collectives, and for the other ranks after a test
+PATIENCE_S = 40.0  # for collectives, and for the other ranks after a test
 COUNTS: Counter[str] = Counter()
 _output_layer = contextlib.ExitStack()
 
@@ -119,35 +119,37 @@ def _without_download() -> None:
 
 
 def _bounded_gloo() -> None:
-    """Collectives that wait for a rank which failed are given up.
+    """Gloo for NCCL; collectives that wait for a rank which failed are given up.
 
-    And the suite forgets its process groups by the dozen; each gloo group keeps threads awake.
+    Each gloo group keeps threads awake, and Megatron makes dozens, most of the same ranks as others:
+    those are made once. The suite forgets its groups; here they go with the model-parallel state.
     """
     from megatron.core import parallel_state
 
-    limit = datetime.timedelta(seconds=PATIENCE_S)
-    for name in ("init_process_group", "new_group"):
-        original = getattr(dist, name)
-        setattr(dist, name, _with_limit(original, limit))
+    limit, groups = datetime.timedelta(seconds=PATIENCE_S), {}
+    init_process_group, make = dist.init_process_group, dist.new_group
     destroy_model_parallel = parallel_state.destroy_model_parallel
+
+    def init(backend: Any = None, *given: Any, **named: Any) -> None:
+        gloo = "gloo" if backend == "nccl" else backend
+        init_process_group(gloo, *given, **{**named, "timeout": limit})
+
+    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        key = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if key not in groups:
+            groups[key] = make(key, timeout=limit, backend="gloo")
+        return groups[key]
 
     def destroy() -> None:
         destroy_model_parallel()
+        groups.clear()
         if dist.is_initialized():
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
 
+    dist.init_process_group, dist.new_group = init, new_group
     parallel_state.destroy_model_parallel = destroy
-
-
-def _with_limit(original: Any, limit: datetime.timedelta) -> Any:
-    def bounded(*given: Any, **named: Any) -> Any:
-        if named.get("backend") == "nccl":
-            named["backend"] = "gloo"
-        return original(*given, **{**named, "timeout": limit})
-
-    return bounded
 
 
 def _build_ours() -> None:

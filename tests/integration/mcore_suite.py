@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,15 +32,21 @@ FILES = (
     "models/test_gpt_model.py", "dist_checkpointing/models/test_gpt_model.py",
     "dist_checkpointing/test_optimizer.py", "pipeline_parallel/test_schedules.py",
 )  # fmt: skip
-LIMIT_S = 300.0  # of one test
+LIMIT_S = 600.0  # of the ranks that were forked for a file
+OPTIONS = (
+    "-p", "mcore_plugin", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:timeout",
+    "-p", "no:xdist", "-q", "-W", "ignore", "--assert=plain",
+)  # fmt: skip
 
 
-def row(checkout: Path, file: str, ranks: int, work: Path) -> dict[str, Any]:
+def row(
+    checkout: Path, file: str, tests: list[str], ranks: int, work: Path
+) -> dict[str, Any]:
     """The file's tests with stock layers; of those that passed, with ours."""
     start = time.monotonic()
-    stock = outcomes(file, [file], "stock", ranks, work)
+    stock = outcomes(tests, "stock", ranks, work)
     passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
-    ours = outcomes(file, passed, "flux", ranks, work)
+    ours = outcomes(passed, "flux", ranks, work)
     lines = [ours.get(test, {"outcome": "missing"}) for test in passed]
     count = Counter()
     for line in lines:
@@ -55,7 +65,7 @@ def row(checkout: Path, file: str, ranks: int, work: Path) -> dict[str, Any]:
 
 
 def outcomes(
-    file: str, tests: list[str], layers: str, ranks: int, work: Path
+    tests: list[str], layers: str, ranks: int, work: Path
 ) -> dict[str, dict[str, Any]]:
     """Of each test: passed if it did on all ranks, with counts summed over them.
 
@@ -64,15 +74,10 @@ def outcomes(
     from server import Run, fork_ranks
 
     found: dict[str, dict[str, Any]] = {}
-    while tests and not set(tests) <= found.keys():
+    while rest := [test for test in tests if test not in found]:
         folder = Path(tempfile.mkdtemp(dir=work))
-        rest = [test for test in tests if test not in found]
-        run = Run([layers, *rest, *(f"--deselect={test}" for test in found)], ranks, str(folder), LIMIT_S)
-        end = fork_ranks(run, _body)
-        new = merged(folder, ranks)
-        found |= new
-        if not new or (end.good and not any(o["outcome"] == "failed" for o in new.values())):
-            break
+        fork_ranks(Run([layers, *rest], ranks, str(folder), LIMIT_S), _body)
+        found |= merged(folder, ranks) or {rest[0]: {"outcome": "failed"}}
     return found
 
 
@@ -95,33 +100,38 @@ def merged(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
 
 def _body(run: Any, rank: int) -> int:
     """In a forked rank."""
-    import faulthandler
-    import signal
+    from tests.unit_tests.test_utilities import Utils
 
-    import pytest
-
+    Utils.rank, Utils.world_size = rank, run.ranks  # read when it was imported
     faulthandler.register(signal.SIGUSR1)
     layers, *tests = run.arguments
-    return int(pytest.main([
-        "-p", "mcore_plugin", "--layers", layers, "--outcomes", run.folder, "-o", "addopts=",
-        "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist", "-q", "-W", "ignore",
-        f"--basetemp={run.folder}/tmp{rank}", *tests,
-    ]))  # fmt: skip
+    return int(pytest.main([*OPTIONS, "--layers", layers, f"--outcomes={run.folder}", *tests]))
+
+
+class _Collected:
+    """A plug-in that keeps the names of the tests."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, list[str]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self.tests.setdefault(item.nodeid.split("::")[0], []).append(item.nodeid)
 
 
 def serve(checkout: Path, ranks: int, out: Path, files: list[str]) -> None:
-    """All files of one checkout, in a process of its own that has imported Megatron."""
+    """All files of one checkout, in a process of its own that has imported Megatron and them."""
     import rank
 
     os.chdir(checkout)
+    os.environ["WORLD_SIZE"] = str(ranks)
     rank.prepare("pretrain_gpt.py", te=True)
-    import mcore_plugin  # noqa: F401, with what it imports
-    import pytest  # noqa: F401
-
-    there = [p for f in files for p in sorted(Path("tests/unit_tests").glob(f))]
+    there = [str(p) for f in files for p in sorted(Path("tests/unit_tests").glob(f))]
+    collected = _Collected()
+    pytest.main([*OPTIONS, "--collect-only", "--layers=stock", "--outcomes=.", *there], [collected])
     with tempfile.TemporaryDirectory() as work:
-        for file in there:
-            made = row(checkout, str(file), ranks, Path(work))
+        for file, tests in collected.tests.items():
+            made = row(checkout, file, tests, ranks, Path(work))
             with out.open("a") as stream:
                 stream.write(json.dumps(made) + "\n")
             print(json.dumps(made), flush=True)
