@@ -43,7 +43,7 @@ TABLE = {
     "perf": room("errors problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "errors problem perf __init__ integration.door train.cpu_pretrain",
+        "errors problem perf __init__ integration.arguments integration.door train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors problem", "torch"),
@@ -54,9 +54,12 @@ TABLE = {
     "overlap": room("errors problem settings perf symm kernels", "torch", lazily="cuda triton"),
     "ops": room("errors problem overlap", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),
-    # apex's kernel for the weight gradient, where it is installed
+    # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
+    # that was recorded
     "integration": room(
-        "errors settings ops nn __init__", "torch megatron", lazily="fused_weight_gradient_mlp_cuda"
+        "errors settings ops nn patching.installed __init__",
+        "torch megatron",
+        lazily="fused_weight_gradient_mlp_cuda",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(

@@ -28,6 +28,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_CACHE": "/somewhere",
         "FLUX_MEGATRON_NVTX": "1",
         "FLUX_MEGATRON_RECORD_WAITS": "1",
+        "FLUX_MEGATRON_ALLOW": "sft  train_step",
     }
     assert environment.keys() == {
         f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
@@ -35,7 +36,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, record_waits=True,
+        nvtx=True, record_waits=True, allow=("sft", "train_step"),
     )  # fmt: skip
 
 

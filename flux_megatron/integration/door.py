@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
 
 
@@ -46,13 +49,16 @@ def teach_parser() -> None:
 
     original = arguments.add_megatron_arguments
 
+    @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return _installing(add_flux_arguments(original(parser)))
+        parser = original(parser)
+        known = arguments_of(parser)  # before a script adds its own
+        return _installing(add_flux_arguments(parser), known)
 
     arguments.add_megatron_arguments = add_megatron_arguments
 
 
-def _installing(parser: Any) -> Any:
+def _installing(parser: Any, known: Mapping[str, Argument]) -> Any:
     """The parser, which from now on installs what it parses; bad combinations end the process."""
     from flux_megatron.integration.install import install_from
 
@@ -61,7 +67,7 @@ def _installing(parser: Any) -> Any:
     def parse_known_args(*given: Any, **named: Any) -> Any:
         args, unknown = parse(*given, **named)
         try:
-            install_from(args)
+            install_from(args, known)
         except ValueError as error:
             parser.exit(2, f"{sys.argv[0]}: {error}\n")
         return args, unknown

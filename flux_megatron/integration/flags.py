@@ -29,6 +29,7 @@ class FluxOptions:
     strict: bool | None = None
     trace: bool | None = None
     compare: int | None = None
+    allow: tuple[str, ...] | None = None
 
     def environment(self) -> dict[str, str]:
         """The settings that were given, as the variables which `settings` reads."""
@@ -39,6 +40,7 @@ class FluxOptions:
             "CACHE": self.cache,
             "STRICT": 1 if self.strict else None,
             "NVTX": 1 if self.trace else None,
+            "ALLOW": " ".join(self.allow) if self.allow else None,
         }
         return {f"FLUX_MEGATRON_{name}": str(v) for name, v in given.items() if v is not None}
 
@@ -91,6 +93,10 @@ def add_flux_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--flux-compare", "run N iterations on megatron-core's own code and N on ours in turn, and "
         "tell the speedup with its 95 %% interval", type=int, metavar="N",
     )  # fmt: skip
+    knob(
+        "--flux-allow", "go on although these arguments of Megatron (without dashes) or functions "
+        "of it are unknown or were never tried", nargs="+", metavar="NAME",
+    )  # fmt: skip
     return parser
 
 
@@ -114,8 +120,9 @@ def options_from(args: Any) -> FluxOptions | None:
         )
     if given["compare"] is not None:
         _check_compare(given["compare"], args)
-    layers = given["layers"]
-    return FluxOptions(**{**given, "layers": tuple(layers) if layers else None})
+    for name in ("layers", "allow"):
+        given[name] = tuple(given[name]) if given[name] else None
+    return FluxOptions(**given)
 
 
 def _check_compare(block: int, args: Any) -> None:

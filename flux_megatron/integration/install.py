@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
@@ -15,7 +16,8 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 
 import flux_megatron
 from flux_megatron import settings
-from flux_megatron.integration import beside, effect, requirements
+from flux_megatron.integration import beside, effect, requirements, written_specs
+from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -26,7 +28,7 @@ from flux_megatron.integration.provider import (
     StockSpecProvider,
     te_can_run,
 )
-from flux_megatron.integration.selection import provider_of
+from flux_megatron.integration.selection import provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
@@ -34,19 +36,20 @@ _said: set[str] = set()
 _output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
 
 
-def install_from(args: Any) -> None:
+def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
     """Do what Megatron's parsed arguments ask for; without `--flux-overlap` nothing.
 
     Call it before Megatron validates them, or at least before models are built; another call
-    changes nothing more. `ValueError` for what cannot be had together.
+    changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
+    made anew. `ValueError` for what cannot be had together.
     """
     options = options_from(args)
     if options is None:
         return
-    requirements.check(args)
+    requirements.check(args, known)
     beside.settle(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
-    install(options, of_te)
+    install(options, of_te, (getattr(args, "spec", None) or [None])[0])
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
     _say_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers))
@@ -54,22 +57,22 @@ def install_from(args: Any) -> None:
         args.transformer_impl = "local"
 
 
-def install(options: FluxOptions, of_te: bool = False) -> None:
+def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) -> None:
     """Settings, and our linears in the layers that were chosen, for models built after this.
 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
-    local one.
+    local one. `spec` is the module that `--spec` names.
     """
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
-    provider: type = FluxTEProvider if of_te else FluxSpecProvider
-    if options.layers:
-        provider = provider_of(options.layers, provider)
+    base: type = FluxTEProvider if of_te else FluxSpecProvider
+    provider = provider_of(options.layers, base) if options.layers else base
     if of_te:
         build_te_layers_from(provider)
     else:
         build_from(provider)
+    written_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
     effect.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
@@ -109,13 +112,13 @@ def _what_is_built(asked: str, of_te: bool, layers: tuple[str, ...] | None) -> s
     chosen = f" ({' '.join(layers)})" if layers else ""
     if of_te:
         return (
-            f"--transformer-impl {asked}: linear layers of GPT models{chosen} are ours, with the "
+            f"--transformer-impl {asked}: linear layers{chosen} are ours, with the "
             "norms inside them; experts and all else are TransformerEngine's"
         )
     impl = "local" if asked == "local" else f"local, not {asked}"
     attention = "TransformerEngine's" if te_can_run() else "torch's"
     return (
-        f"--transformer-impl {impl}: linear layers of GPT models{chosen} and norms are ours, "
+        f"--transformer-impl {impl}: linear layers{chosen} and norms are ours, "
         f"attention is {attention}"
     )
 

@@ -1,88 +1,172 @@
 """What cannot be had together with `--flux-overlap`, said by name before a run starts.
 
+Each argument by itself is in the table of `arguments`. Here is what depends on values or on several
+arguments, and on the functions of Megatron that we replace or rely on.
+
 Not here: what only costs the overlap, such as a tensor-parallel group that spans nodes. Such calls
 run without it, are counted and say why, or fail under `--flux-strict`.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.extensions import transformer_engine
 
+from flux_megatron import settings
+from flux_megatron.integration import arguments, written_specs
+from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.provider import te_can_run
+from flux_megatron.patching import installed
 
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
-_OWN_LAYERS = "such models are built of other layers than those we replace"
+_MODELOPT = "ModelOpt builds models of its own layers"
 
-# flags of Megatron, and why they are refused
-REFUSED = {
-    "--yaml-cfg": "it replaces all arguments, ours too",
-    "--tp-comm-overlap": "TransformerEngine would overlap the same layers",
-    "--fp8-format": _TE_ALONE,
-    "--fp4-format": _TE_ALONE,
-    "--kitchen-config-file": "Kitchen replaces the same layers",
-    "--kitchen-recipe-number": "Kitchen replaces the same layers",
-    "--delay-wgrad-compute": _TE_ALONE,
-    "--fine-grained-activation-offloading": (
-        "Megatron wants --transformer-impl transformer_engine with it"
-    ),
-    "--use-te-activation-func": _TE_ALONE,
-    "--use-transformer-engine-op-fuser": _TE_ALONE,
-    "--use-grouped-gemm-for-dense-mlp": _TE_ALONE,
-    "--external-cuda-graph": _TE_ALONE,
-    "--use-legacy-models": _OWN_LAYERS,
-    "--experimental-attention-variant": _OWN_LAYERS,
-    "--heterogeneous-layers-config-path": _OWN_LAYERS,
-    "--heterogeneous-layers-config-encoded-json": _OWN_LAYERS,
-    "--modelopt-enabled": _OWN_LAYERS,
-    "--mla-down-proj-fusion": "its projection takes listed classes only",
-    "--use-torch-fsdp2": "its weights are no plain tensors",
+# Arguments that scripts add for ModelOpt and that ask for its models, with their neutral values:
+# a teacher in every version, the others in 0.14.
+MODELOPT = {
+    "modelopt_enabled": False,
+    "export_kd_teacher_load": None,
+    "export_quant_cfg": None,
+    "export_real_quant_cfg": "None",
+    "export_num_medusa_heads": 0,
+    "export_num_eagle_layers": 0,
 }
 
 
-def check(args: Any) -> None:
-    """`ValueError` that lists everything in Megatron's arguments which we cannot go with."""
-    found = complaints(args)
+@dataclass(frozen=True)
+class Complaint:
+    """`name`: an option, perhaps with its value, or a function of Megatron."""
+
+    name: str
+    why: str
+    may_be_allowed: bool = False
+
+    @property
+    def allowed_as(self) -> str:
+        """What `--flux-allow` calls it: no leading dashes, which would be an option of its own."""
+        return self.name.split()[0].lstrip("-")
+
+    def __str__(self) -> str:
+        way_on = f"; --flux-allow {self.allowed_as} goes on" if self.may_be_allowed else ""
+        return f"{self.name}: {self.why}{way_on}"
+
+
+def check(args: Any, known: Mapping[str, Argument] | None = None, asked: Any = None) -> None:
+    """`ValueError` that lists everything which we cannot go with.
+
+    `known`: the arguments of Megatron's own parser, by default of one that is made anew. `asked`:
+    what was parsed, where `args` have changed since.
+    """
+    if known is None:
+        known = arguments.arguments_of_megatron()
+    allowed = names_allowed(args)
+    found: list[Complaint] = []
+    gone_on: list[Complaint] = []
+    for complaint in complaints(args, known, asked):
+        goes_on = complaint.may_be_allowed and complaint.allowed_as in allowed
+        (gone_on if goes_on else found).append(complaint)
     if found:
         raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {c}" for c in found))
+    if gone_on:
+        _say_once("--flux-allow goes on with " + ", ".join(c.name for c in gone_on))
 
 
-def complaints(args: Any) -> list[str]:
-    """Each as `flag: reason`. A version of Megatron that lacks an argument cannot ask for it."""
+def complaints(args: Any, known: Mapping[str, Argument], asked: Any = None) -> list[Complaint]:
+    """All of them, those that may be allowed too."""
+    found = list(_of_the_table(args if asked is None else asked, known))
+    found += _of_values(args)
+    found += [Complaint(name, why, may_be_allowed=True) for name, why in installed.changed()]
+    return found
+
+
+def names_allowed(args: Any) -> frozenset[str]:
+    """Those of `--flux-allow`, by default of FLUX_MEGATRON_ALLOW."""
+    names = getattr(args, "flux_allow", None) or settings.read(os.environ).allow
+    return frozenset(name.lstrip("-") for name in names)
+
+
+def _of_the_table(args: Any, known: Mapping[str, Argument]) -> Iterator[Complaint]:
+    for argument, value in arguments.given(args, known):
+        row = arguments.row_of(argument)
+        if row.kind == "refused":
+            yield Complaint(row.option, row.because)
+        elif row.kind == "untried":
+            yield Complaint(row.option, f"{row.because} (set to {value!r})", may_be_allowed=True)
+
+
+def _of_values(args: Any) -> Iterator[Complaint]:
+    """A version of Megatron that lacks an argument cannot ask for it."""
 
     def value(name: str) -> Any:
         return getattr(args, name, None)
 
-    def given(flag: str) -> bool:
-        return value(attribute(flag)) is not None and value(attribute(flag)) is not False
-
-    found = [f"{flag}: {why}" for flag, why in REFUSED.items() if given(flag)]
-    if value("transformer_impl") == "inference_optimized":
-        found.append("--transformer-impl inference_optimized: it does not train")
-    if value("cuda_graph_impl") == "transformer_engine":
-        found.append(f"--cuda-graph-impl transformer_engine: {_TE_ALONE}")
-    layers = value("flux_layers")
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
+    if value("transformer_impl") == "inference_optimized":
+        yield Complaint("--transformer-impl inference_optimized", "it does not train")
+    yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
+    layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
-        found.append("--multi-latent-attention: it needs TransformerEngine's layers")
+        yield Complaint("--multi-latent-attention", "it needs TransformerEngine's layers")
     elif value("multi_latent_attention") and (not layers or "qkv" in layers):
-        found.append(
-            "--multi-latent-attention: its projections take listed classes only; "
-            "--flux-layers without qkv can go with it"
+        yield Complaint(
+            "--multi-latent-attention",
+            "its projections take listed classes only; --flux-layers without qkv can go with it",
         )
     if value("qk_l2_norm") and not (of_te or value("num_experts") or value("spec") == OUR_SPEC):
-        found.append("--qk-l2-norm: Megatron drops it where its local layers are all alike")
+        yield Complaint("--qk-l2-norm", "Megatron drops it where its local layers are all alike")
     if value("position_embedding_type") == "relative":
-        found.append(f"--position-embedding-type relative: {_TE_ALONE}")
+        yield Complaint("--position-embedding-type relative", _TE_ALONE)
     if value("spec") not in (None, OUR_SPEC):
-        found.append(f"--spec {' '.join(args.spec)}: it says itself which layers are built")
+        yield _of_spec(args.spec, of_te)
+    if (
+        value("defer_embedding_wgrad_compute")
+        and layers
+        and not (of_te or {"qkv", "fc1"} <= {*layers})
+    ):
+        yield Complaint(
+            "--defer-embedding-wgrad-compute",
+            "Megatron's local layers cannot go with it; --flux-layers with qkv and fc1 can",
+        )
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
-        found.append("--context-parallel-size: it needs TransformerEngine's attention")
-    return found
+        yield Complaint("--context-parallel-size", "it needs TransformerEngine's attention")
+    yield from _of_modelopt(args)
 
 
-def attribute(flag: str) -> str:
-    """What Megatron's parser calls the value of a flag."""
-    return flag.removeprefix("--").removesuffix("-format").replace("-", "_")
+def _of_spec(spec: list[str], of_te: bool) -> Complaint:
+    if of_te and spec[0] in written_specs.HYBRID:
+        why = "hybrid models were never trained with our layers; their mixers would stay Megatron's"
+        return Complaint("--spec " + " ".join(spec), why, may_be_allowed=True)
+    return Complaint("--spec " + " ".join(spec), "it says itself which layers are built")
+
+
+def _of_graphs(impl: Any, scope: Any) -> Iterator[Complaint]:
+    if impl == "transformer_engine":
+        yield Complaint("--cuda-graph-impl transformer_engine", _TE_ALONE)
+    whole = "whole iterations were never captured with our calls in them"
+    if impl == "full_iteration":
+        yield Complaint("--cuda-graph-impl full_iteration", whole, may_be_allowed=True)
+    scopes = [scope] if isinstance(scope, str) else scope or []
+    if any(getattr(one, "name", one) == "full_iteration" for one in scopes):
+        yield Complaint("--cuda-graph-scope full_iteration", whole, may_be_allowed=True)
+
+
+def _of_modelopt(args: Any) -> Iterator[Complaint]:
+    for name, neutral in MODELOPT.items():
+        if getattr(args, name, neutral) != neutral:
+            yield Complaint("--" + name.replace("_", "-"), _MODELOPT)
+    load = getattr(args, "load", None)
+    if load and any(Path(load).glob("*/modelopt_state")):
+        yield Complaint(f"--load {load}", f"a checkpoint of ModelOpt: {_MODELOPT}")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"flux_megatron: {text}", flush=True)

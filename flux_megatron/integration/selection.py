@@ -15,7 +15,7 @@ QUESTIONS = {
     "column_parallel_layer_norm_linear": {"qkv", "fc1"},
     "row_parallel_linear": {"proj", "fc2"},
 }
-STOCK = {FluxSpecProvider: StockSpecProvider, FluxTEProvider: TESpecProvider}
+STOCK: dict[type, type] = {FluxSpecProvider: StockSpecProvider, FluxTEProvider: TESpecProvider}
 
 
 def provider_of(layers: Collection[str], provider: type) -> type:
@@ -32,6 +32,16 @@ def provider_of(layers: Collection[str], provider: type) -> type:
         answer = _ours_in(chosen, ours, stock) if chosen and ours is not stock else stock
         answers[question] = lambda self, answer=answer: answer
     return type("Provider", (provider,), answers)
+
+
+def replacements_by(provider: type, base: type) -> dict[type, type]:
+    """By each class of the specification of `base`, ours or stock, the one that `provider` has."""
+    classes = {}
+    for question in QUESTIONS:
+        stock = getattr(STOCK[base](), question)()
+        if isinstance(stock, type):  # local specifications have no norm within a linear layer
+            classes[stock] = getattr(provider(), question)()
+    return classes
 
 
 def layer_of(tp_comm_buffer_name: str | None) -> str | None:

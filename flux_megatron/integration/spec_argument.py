@@ -8,6 +8,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from flux_megatron.integration import beside, requirements
+from flux_megatron.integration.arguments import parsed_again
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.install import install
 
@@ -26,7 +27,7 @@ def layer_spec_of_this_run() -> ModuleSpec:
     `RuntimeError` before Megatron has parsed its arguments.
     """
     args = _parsed_arguments()
-    requirements.check(args)
+    requirements.check(args, asked=parsed_again())  # Megatron has validated and changed them
     if refused := _complaint(args):
         raise ValueError(f"--spec {' '.join(requirements.OUR_SPEC)}: {refused}")
     if not getattr(args, "flux_overlap", False):

@@ -31,10 +31,10 @@ HYBRID = (
 MIXED = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-def use(replacements: Mapping[Any, Any], norm: Any, named: str | None = None) -> None:
+def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = None) -> None:
     """Put our classes in the place of those that they replace, in every such module that a script
-    has loaded and in the one that `--spec` has `named`; and `norm` where Megatron's own is chosen
-    by what is installed.
+    has loaded and in the one that `--spec` has `named`; and a `norm`, if given, where Megatron
+    takes one by what is installed.
     """
     if named in HYBRID:
         importlib.import_module(named)
@@ -43,7 +43,7 @@ def use(replacements: Mapping[Any, Any], norm: Any, named: str | None = None) ->
         if module is None:
             continue
         here, names = dict(replacements), MIXED if name in HYBRID else None
-        if "LNImpl" in vars(module):
+        if norm is not None and "LNImpl" in vars(module):
             here[module.LNImpl] = norm
         for name, value in list(vars(module).items()):
             if isinstance(value, ModuleSpec):

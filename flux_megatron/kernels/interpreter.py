@@ -5,9 +5,9 @@ The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and comp
 Here arithmetic on bfloat16 goes through fp32 and is rounded to nearest even, as compiled code does.
 Not repaired: fp8 casts and bfloat16 atomics, which our kernels do not use.
 
-It also spends two thirds of its time on nothing, which is left out (triton 3.7.1): every call of a
-device function replaces the language anew, and every integer operation computes a check for
-overflow whose result counts in debug mode only.
+It also spends most of its time on nothing, which is left out (triton 3.7.1): every call of a device
+function replaces the language anew, every integer operation computes a check for overflow whose
+result counts in debug mode only, and every operation makes its types (`interpreter_types`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
+
+from flux_megatron.kernels.interpreter_types import make_types_once
 
 
 def prepare() -> None:
@@ -91,6 +93,7 @@ def repair() -> None:
     _repair_index(interpreter)
     _replace_language_once_a_launch(interpreter)
     _check_no_overflow(interpreter.interpreter_builder)
+    make_types_once(interpreter)
 
 
 def bits_to_fp32(bits):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flux_megatron.errors import FluxError
-from flux_megatron.patching.fingerprints import RELIED_ON, Function, functions
+from flux_megatron.patching.fingerprints import RELIED_ON, Function, digest, functions
 from flux_megatron.patching.series import (
     FINGERPRINTS,
     Hunk,
@@ -112,7 +112,8 @@ def record(checkout: Path, name: str) -> Path:
     for path in sorted(names):
         found = functions(_read(checkout, path))
         hashes[path] = {name: found[name].sha256 for name in sorted(names[path] & found.keys())}
-    content = {"version": version, "touched": touched, "hashes": hashes}
+    files = {path: digest(text) for path in RELIED_ON if (text := _read(checkout, path))}
+    content = {"version": version, "touched": touched, "hashes": hashes, "files": files}
     file = folder / FINGERPRINTS
     file.write_text(json.dumps(content, indent=1) + "\n")
     return file

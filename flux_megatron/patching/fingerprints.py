@@ -6,15 +6,24 @@ import ast
 import hashlib
 from dataclasses import dataclass
 
-# What `integration` takes over, imitates or relies on in megatron.core; no version has all of it.
-# Not the scripts and what they build models with: those are the user's own to change.
+# What `integration` takes over, imitates or relies on; no version has all of it. Not the scripts
+# and what they build models with: those are the user's own to change. Nor what adds arguments:
+# `integration.arguments` looks at each of them.
 RELIED_ON = {
+    "megatron/core/extensions/transformer_engine.py": (
+        "TEColumnParallelLinear",
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+    ),
+    "megatron/core/extensions/transformer_engine_spec_provider.py": ("TESpecProvider",),
     "megatron/core/models/backends.py": ("LocalSpecProvider",),
     "megatron/core/models/gpt/gpt_layer_specs.py": (
         "get_gpt_decoder_block_spec",
         "get_gpt_decoder_layer_specs",
         "get_gpt_layer_local_spec",
         "get_gpt_layer_local_submodules",
+        "get_gpt_layer_with_transformer_engine_spec",
+        "get_gpt_layer_with_transformer_engine_submodules",
         "get_gpt_mtp_block_spec",
         "get_gpt_mtp_block_spec_for_backend",
         "get_mlp_module_spec_for_backend",
@@ -37,6 +46,13 @@ RELIED_ON = {
         "TransformerBlock._build_layers",
         "_get_block_submodules",
     ),
+    "megatron/core/utils.py": ("drain_embedding_wgrad_compute",),
+    "megatron/training/training.py": (
+        "get_model",
+        "save_checkpoint_and_time",
+        "train_step",
+        "training_log",
+    ),
 }
 
 
@@ -54,6 +70,10 @@ class Function:
         return range(self.first, self.last)
 
 
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def functions(source: str) -> dict[str, Function]:
     """The functions and classes of a module by their qualified names."""
     lines = source.split("\n")
@@ -66,9 +86,7 @@ def functions(source: str) -> dict[str, Function]:
                 first = min(part.lineno for part in (child, *child.decorator_list))
                 last = child.end_lineno or first
                 text = "\n".join(lines[first - 1 : last])
-                found[prefix + child.name] = Function(
-                    first, last, hashlib.sha256(text.encode()).hexdigest()
-                )
+                found[prefix + child.name] = Function(first, last, digest(text))
                 inside = f"{prefix}{child.name}."
             visit(child, inside)
 

@@ -31,12 +31,14 @@ class Hunk:
 class Series:
     """Functions by path and name: the first lines of those that hunks go into, as the hunks' own
     line numbers assume them, and the hashes of these and of all that `integration` relies on.
+    `files` has hashes of the whole files of the latter, which tell the usual case quickly.
     """
 
     folder: Path
     version: str
     touched: dict[str, dict[str, int]]
     hashes: dict[str, dict[str, str]]
+    files: dict[str, str]
 
     @cached_property
     def hunks(self) -> list[Hunk]:

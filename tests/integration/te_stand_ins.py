@@ -243,9 +243,9 @@ STAND_INS = {
         TELayerNormColumnParallelLinear,
     )
 }  # fmt: skip
-_THEIRS = transformer_engine_spec_provider.TESpecProvider
+THEIRS = transformer_engine_spec_provider.TESpecProvider
 # whoever imports the provider if it finds TransformerEngine, and its norm beside it
-_USERS = (
+USERS = (
     transformer_engine_spec_provider, gpt_layer_specs, moe_module_specs, multi_token_prediction,
 )  # fmt: skip
 
@@ -253,16 +253,17 @@ _USERS = (
 def pretend_te() -> None:
     """In this process megatron-core finds TransformerEngine, but for what only a GPU can do.
 
-    Called again, it takes back what was put in the place of Megatron's provider since.
+    Called again, it takes back what `overlap` put in the place of Megatron's provider and LM head.
     """
+    install._output_layer.close()
     for module in (transformer_engine, transformer_engine_spec_provider, backends, attention,
                    multi_latent_attention, multi_token_prediction, transformer_block,
                    gpt_layer_specs):  # fmt: skip
         for name, stand_in in STAND_INS.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)
-    for module in _USERS:
-        module.TESpecProvider = _THEIRS
+    for module in USERS:
+        module.TESpecProvider = THEIRS
     gpt_layer_specs.TENorm = TENorm
     transformer_block.LayerNormImpl = TENorm
     for module in (transformer_engine, gpt_layer_specs, multi_token_prediction):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flux_megatron.patching import installed
 from flux_megatron.patching.checkout import examine
 
 
@@ -17,3 +18,4 @@ def test_what_we_rely_on_is_as_recorded():
         pytest.skip(f"megatron-core {state.version} is not recorded in patches/")
     # wheels may lack megatron.training
     assert not [text for text in state.differences if text.startswith("megatron/core/")]
+    assert not installed.changed()  # what a launch asks

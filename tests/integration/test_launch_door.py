@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -23,12 +23,18 @@ from typer.testing import CliRunner
 
 from flux_megatron import settings
 from flux_megatron.cli import app
-from flux_megatron.integration import FluxColumnParallelLinear, FluxNorm, FluxRowParallelLinear
+from flux_megatron.integration import (
+    FluxColumnParallelLinear,
+    FluxNorm,
+    FluxRowParallelLinear,
+    provider,
+    requirements,
+)
 from flux_megatron.integration import install as door
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
-from flux_megatron.integration.requirements import OUR_SPEC, REFUSED, attribute, complaints
+from flux_megatron.integration.requirements import OUR_SPEC, complaints
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
 
@@ -37,7 +43,6 @@ REPOSITORY = Path(__file__).parents[2]
 SUBSTITUTED = (
     (backends, "LocalSpecProvider"),
     (gpt_layer_specs, "LocalSpecProvider"),
-    (gpt_layer_specs, "TransformerLayerSubmodules"),
     (gpt_layer_specs, "LNImpl"),
     (transformer_block, "LayerNormImpl"),
     (gpt_model, "tensor_parallel"),
@@ -60,7 +65,7 @@ def _restored(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(door, "_tell_at_exit", lambda: None)
-    door._say_once.cache_clear()
+    door._said.clear()
     yield
     withdraw_wgrad_kernels()
     door._output_layer.close()
@@ -74,16 +79,18 @@ def test_flags_become_options():
     assert FluxOptions().environment() == {}
     words = (
         "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
-        "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered"
+        "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered "
+        "--flux-allow sft train_step"
     )
     given = options_from(parse(*words.split()))
     assert given == FluxOptions(
         layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
-        tune_seconds=7.0, cache="plans", strict=True, trace=True,
+        tune_seconds=7.0, cache="plans", strict=True, trace=True, allow=("sft", "train_step"),
     )  # fmt: skip
     assert settings.read(given.environment()) == settings.Settings(
-        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"), nvtx=True
-    )
+        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"),
+        nvtx=True, allow=("sft", "train_step"),
+    )  # fmt: skip
 
 
 def test_arguments_are_added_once():
@@ -108,13 +115,17 @@ def test_deterministic_runs_measure_nothing(mode):
         options_from(args)
 
 
-COMBINATIONS = [(attribute(flag), True, flag) for flag in REFUSED] + [
+COMBINATIONS = [
     ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized"),
     ("cuda_graph_impl", "transformer_engine", "--cuda-graph-impl transformer_engine"),
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
     ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
     ("context_parallel_size", 2, "--context-parallel-size"),
     ("multi_latent_attention", True, "--multi-latent-attention"),
+    ("qk_l2_norm", True, "--qk-l2-norm"),
+    ("export_kd_teacher_load", "teacher", "--export-kd-teacher-load"),
+    ("export_real_quant_cfg", "fp8_real_quant", "--export-real-quant-cfg"),
+    ("modelopt_enabled", True, "--modelopt-enabled"),
 ]
 
 
@@ -128,10 +139,31 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     assert gpt_layer_specs.LocalSpecProvider is before
 
 
-def test_latent_attention_goes_where_its_projections_stay_stock():
+def test_latent_attention_goes_where_its_projections_stay_stock(monkeypatch):
     args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
     args.multi_latent_attention = True
-    assert not complaints(args)
+    needs_te = ["--multi-latent-attention: it needs TransformerEngine's layers"]
+    assert [*map(str, complaints(args, {}))] == needs_te
+    monkeypatch.setattr(requirements, "te_can_run", lambda: True)
+    assert not complaints(args, {})
+    args.transformer_impl = "local"
+    assert [*map(str, complaints(args, {}))] == needs_te
+    args.transformer_impl, args.flux_layers = "transformer_engine", None
+    assert "--flux-layers without qkv can go with it" in str(complaints(args, {})[0])
+
+
+def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
+    args = parse("--flux-overlap")
+    args.qk_l2_norm = True
+    (complaint,) = complaints(args, {})
+    assert str(complaint).startswith("--qk-l2-norm: Megatron drops it")
+    args.num_experts = 2  # layer by layer it is told
+    assert not complaints(args, {})
+    args.num_experts, args.spec = None, OUR_SPEC
+    assert not complaints(args, {})
+    args.spec = None
+    monkeypatch.setattr(requirements, "te_can_run", lambda: True)
+    assert not complaints(args, {})
 
 
 @pytest.mark.usefixtures("_restored")
@@ -160,11 +192,23 @@ def test_installing_twice_is_installing_once(capsys):
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
-def test_what_stands_in_for_transformer_engine_is_said(monkeypatch):
-    monkeypatch.setattr(door, "te_can_run", lambda: True)
-    said = door._instead_of("transformer_engine")
-    assert said.endswith("the norms before them are ours, attention and other norms are "
-                         "TransformerEngine's")  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "of_te", "can_run", "layers", "said"),
+    [
+        ("transformer_engine", True, True, None, "transformer_engine: linear layers of GPT models "
+         "are ours, with the norms inside them; experts and all else are TransformerEngine's"),
+        ("transformer_engine", True, True, ("qkv", "head"), "transformer_engine: linear layers of "
+         "GPT models (qkv head) are ours, with the norms inside them; experts and all else are "
+         "TransformerEngine's"),
+        ("transformer_engine", False, False, None, "local, not transformer_engine: linear layers "
+         "of GPT models and norms are ours, attention is torch's"),
+        ("local", False, True, ("fc1",), "local: linear layers of GPT models (fc1) and norms are "
+         "ours, attention is TransformerEngine's"),
+    ],
+)  # fmt: skip
+def test_what_is_built_of_what_is_said(monkeypatch, asked, of_te, can_run, layers, said):
+    monkeypatch.setattr(door, "te_can_run", lambda: can_run)
+    assert door._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
 
 
 OURS = {
@@ -219,7 +263,7 @@ def _fused_stock_wgrad(rank) -> None:
 def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
     calls = []
     theirs = types.SimpleNamespace(grouped_mlp_modules=lambda *args: calls.append(args) or "theirs")
-    monkeypatch.setattr(transformer_engine_spec_provider, "TESpecProvider", lambda: theirs)
+    monkeypatch.setattr(provider, "TESpecProvider", lambda: theirs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flux = FluxSpecProvider()
     assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
@@ -271,7 +315,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
         ({"transformer_impl": "transformer_engine"}, "transformer_engine given, local expected"),
         ({"mtp_num_layers": 1}, "cannot combine it with --mtp-num-layers: use --flux-overlap"),
         ({"num_experts": 2, "moe_layer_freq": 2}, "dense and expert layers alternate"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: it needs"),
     ],
 )
 def test_spec_refuses_what_it_cannot_say(arguments, complaint):
@@ -284,6 +328,7 @@ import argparse
 def add_megatron_arguments(parser):
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--brand-new", type=int, default=7)
     return parser
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -323,7 +368,7 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert done.returncode == 0, done.stderr
     said, ran, told = done.stdout.splitlines()
     assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
-    assert "linear layers and norms are ours" in said
+    assert said.endswith("of GPT models and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
     assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
 
@@ -332,6 +377,17 @@ def test_launcher_refuses_before_anything_starts(script):
     done = launched(script, "--flux-overlap", "--fp8-format", "hybrid")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{script}: --flux-overlap cannot go with:\n  --fp8-format: ")
+
+
+def test_launcher_refuses_what_nobody_looked_at(script):
+    words = ["--flux-overlap", "--brand-new", "3"]
+    done = launched(script, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
+    done = launched(script, *words, "--flux-allow", "brand-new")
+    assert done.returncode == 0, done.stderr
+    assert "flux_megatron: --flux-allow goes on with --brand-new\n" in done.stdout
+    assert launched(script, *words[1:]).returncode == 0
 
 
 def test_launcher_says_what_is_missing(script, tmp_path):

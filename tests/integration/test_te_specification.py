@@ -19,11 +19,12 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from ranks import run_ranks
 
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+from flux_megatron.integration.provider import FluxTEProvider
 
 # Read in TransformerEngine v2.11, pytorch/module/layernorm_linear.py and linear.py: what their
 # constructors register, in this order, and how reset_parameters tags it (v1.7 to v2.18 do the
@@ -82,8 +83,9 @@ def chunks(options: dict[str, Any], use_te: bool, alike: bool = False) -> list[G
     """This rank's models, as Megatron specifies them now; `alike`: by a single layer."""
     options = {"num_layers": 2, **options}
     tied = options.pop("tied", False)
-    # an argument of specifications alone before 0.16
     l2_norm = {"qk_l2_norm": options.pop("qk_l2_norm", False)}
+    if "qk_l2_norm" in TransformerConfig.__dataclass_fields__:  # from 0.16 on
+        options |= l2_norm
     config = sbs.settings(2, True, torch.float32, **options)
     stages = config.virtual_pipeline_model_parallel_size
     return [
@@ -198,6 +200,17 @@ def _as_read(rank: int, name: str) -> None:
         assert list(found) == list(READ[name])
         assert found == {name: {**UNTAGGED, **read} for name, read in READ[name].items()}
         assert [*built.state_dict()] == [*READ[name], "_extra_state"]
+
+
+def test_every_specification_asks_our_provider():
+    run_ranks(_asked, 1)
+
+
+def _asked(rank: int) -> None:
+    te.pretend_te()
+    assert te.overlap()
+    assert {user.TESpecProvider for user in te.USERS} == {FluxTEProvider}
+    assert issubclass(FluxTEProvider, te.THEIRS)
 
 
 CHOSEN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.mamba import mamba_layer_specs
-from megatron.core.models.T5 import t5_spec
+from megatron.core.models.T5 import t5_model, t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
@@ -26,9 +27,11 @@ from flux_megatron.integration import (
     FluxNorm,
     FluxRowParallelLinear,
     coverage,
+    install,
     use_flux_output_layer,
     written_specs,
 )
+from flux_megatron.integration.flags import add_flux_arguments
 
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
@@ -121,3 +124,20 @@ def test_hybrid_specifications_keep_their_mixers(monkeypatch):
     assert (mixer.in_proj, mixer.out_proj) == (TheirColumn, TheirRow)
     monkeypatch.undo()
     importlib.reload(mamba_layer_specs)
+
+
+def test_a_launch_puts_ours_there():
+    assert run_ranks(_launched, 1, ()) == [[FluxColumnParallelLinear, FluxRowParallelLinear, True]]
+    chosen = run_ranks(_launched, 1, ("--flux-layers", "fc1"))
+    assert chosen[0][1:] == [RowParallelLinear, False]
+
+
+def _launched(rank: int, flags: tuple[str, ...]) -> list[Any]:
+    """Classes that T5's local specification then names, and whether its LM head is ours."""
+    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(["--flux-overlap", *flags])
+    args.transformer_impl = "local"
+    install.install_from(args)
+    (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
+    attention = layer.submodules.self_attention.submodules
+    head = t5_model.tensor_parallel.ColumnParallelLinear
+    return [attention.linear_qkv, attention.linear_proj, head is FluxColumnParallelLinear]

@@ -183,6 +183,9 @@ FEATURES: dict[str, Feature] = {
         around=each_rank_a_node, runs="the group spans 2 nodes", quick=True
     ),
     "MoE": Feature(config=MOE, around=names_of_te, quick=True),
+    "MoE, shared experts": Feature(
+        config={**MOE, "moe_shared_expert_intermediate_size": 64}, around=names_of_te, quick=True
+    ),
     "multi-token prediction": Feature(config=MTP, quick=True),
     "deterministic mode": Feature(config={"deterministic_mode": True}),
     "pipeline": Feature(**PP),

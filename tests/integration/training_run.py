@@ -77,6 +77,7 @@ class Training:
             virtual_pipeline_model_parallel_size=feature.vp, **experts,
         )  # fmt: skip
         self.feature, self.layers, self.done = feature, layers, 0
+        self.grad_norm: float | None = None  # of the last step
         self.config = _config(feature, layers)
         self.modules = [self._model(stage) for stage in range(feature.vp or 1)]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **feature.ddp)
@@ -86,13 +87,10 @@ class Training:
 
     def _model(self, stage: int) -> GPTModel:
         sbs.seed()
-        layers = "flux" if self.layers == "flux" else "stock"
         vp_stage = stage if self.feature.vp else None
         place = {"ignore_virtual": False, "vp_stage": vp_stage}
-        spec = gpt_block_spec(self.config, layers, vp_stage)
-        with local_spec_from(layers):
-            mtp = get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
-        with use_flux_output_layer() if layers == "flux" else contextlib.nullcontext():
+        spec, mtp = self.specifications(vp_stage)
+        with use_flux_output_layer() if self.layers == "flux" else contextlib.nullcontext():
             model = GPTModel(
                 config=self.config, transformer_layer_spec=spec, mtp_block_spec=mtp,
                 vocab_size=VOCAB, max_sequence_length=max(self.feature.lengths), vp_stage=vp_stage,
@@ -102,6 +100,13 @@ class Training:
             )  # fmt: skip
         self.feature.prepare(model)
         return model
+
+    def specifications(self, vp_stage: int | None) -> tuple[Any, Any]:
+        """Of the decoder and of multi-token prediction."""
+        layers = "flux" if self.layers == "flux" else "stock"
+        spec = gpt_block_spec(self.config, layers, vp_stage)
+        with local_spec_from(layers):
+            return spec, get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
 
     def _wrapped(self, module: GPTModel, ddp: DistributedDataParallelConfig) -> Any:
         inner = Float16Module(self.config, module) if self.feature.low_precision else module
@@ -150,7 +155,7 @@ class Training:
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        self.optimizer.step()
+        _, self.grad_norm, _ = self.optimizer.step()
         self.done += 1
         if not parts:
             return []

@@ -1,0 +1,242 @@
+"""What a launch refuses by name: arguments in a parser like Megatron's, and changed functions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+
+from flux_megatron.integration import arguments, door, requirements, spec_argument
+from flux_megatron.integration.flags import add_flux_arguments
+from flux_megatron.patching import installed
+
+REFUSED = [row for row in arguments.table().values() if row.kind == "refused"]
+UNTRIED = [row for row in arguments.table().values() if row.kind == "untried"]
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Some of Megatron's own, of each class, and one that flux_megatron does not know."""
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--sft", action="store_true")
+    parser.add_argument("--brand-new", type=int, default="7")
+    parser.add_argument("--no-brand-new-fusion", action="store_false", dest="brand_new_fusion")
+    parser.add_argument("--no-gradient-accumulation-fusion", action="store_false", dest="fusion")
+    return parser
+
+
+def check(*words: str, script=lambda parser: parser) -> None:
+    """As a launch does it; `script` is the script's extra_args_provider."""
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = arguments.arguments_of(parser)
+    args = script(add_flux_arguments(parser)).parse_args(["--flux-overlap", *words])
+    requirements.check(args, known)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch):
+    requirements._say_once.cache_clear()
+    monkeypatch.delenv("FLUX_MEGATRON_ALLOW", raising=False)
+
+
+def test_defaults_and_known_arguments_pass(capsys):
+    check()
+    check("--train-iters", "3", "--no-gradient-accumulation-fusion", "--brand-new", "7")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("row", REFUSED + UNTRIED, ids=lambda row: row.option)
+def test_what_the_table_refuses_is_refused_by_name(row):
+    name = row.option.lstrip("-")
+    parser = argparse.ArgumentParser()
+    parser.add_argument(row.option, dest="anything", action="store_true")
+    args, known = parser.parse_args([row.option]), arguments.arguments_of(parser)
+    with pytest.raises(ValueError, match=f"cannot go with:\n  {row.option}: ") as refused:
+        requirements.check(args, known)
+    assert row.because in str(refused.value)
+    args.flux_allow = [name]
+    if row.kind == "untried":
+        assert str(refused.value).endswith(f"; --flux-allow {name} goes on")
+        requirements.check(args, known)
+    else:
+        with pytest.raises(ValueError, match=row.option):
+            requirements.check(args, known)
+
+
+NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux-allow brand-"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--brand-new 1", [NEW]),
+        ("--no-brand-new-fusion", ["--no-brand-new-fusion: flux_megatron does not know this"]),
+        ("--fp8-format hybrid --brand-new 1 --sft", ["--fp8-format: ", "--sft: ", NEW]),
+        ("--sft --brand-new 1 --flux-allow sft", [NEW]),
+        ("--fp8-format hybrid --flux-allow fp8-format", ["--fp8-format: "]),
+    ],
+)
+def test_unknown_and_refused_arguments_are_named(words, told):
+    with pytest.raises(ValueError, match="cannot go with") as refused:
+        check(*words.split())
+    lines = str(refused.value).splitlines()[1:]
+    assert len(lines) == len(told)
+    assert all(line.startswith(f"  {start}") for line, start in zip(lines, told, strict=True))
+
+
+def test_what_is_allowed_goes_on_and_is_said(monkeypatch, capsys):
+    check("--brand-new", "1", "--sft", "--flux-allow", "sft", "brand-new", "unused")
+    said = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
+    assert capsys.readouterr().out == said
+    monkeypatch.setenv("FLUX_MEGATRON_ALLOW", "brand-new")
+    check("--brand-new", "1")
+    with pytest.raises(ValueError, match=r"--sft: [^\n]*$"):
+        check("--brand-new", "1", "--sft")
+
+
+def test_arguments_of_the_user_s_script_are_its_own():
+    def script(parser):
+        parser.add_argument("--fp4-format", action="store_true")  # not Megatron's in this version
+        parser.add_argument("--mine", type=int, default=0)
+        return parser
+
+    check("--mine", "3", "--fp4-format", script=script)
+
+
+def test_a_default_that_the_script_changes_counts():
+    def script(parser):
+        parser.set_defaults(fp8="hybrid")
+        return parser
+
+    with pytest.raises(ValueError, match="--fp8-format"):
+        check(script=script)
+
+
+def test_the_strictest_option_of_an_argument_counts():
+    argument = arguments.Argument(("--new-name", "--seed", "--sft"), False)
+    assert arguments.row_of(argument).option == "--sft"
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """A Megatron whose arguments have been imported."""
+    module = types.ModuleType(arguments.PARSER)
+    module.add_megatron_arguments = add_megatron_arguments
+    for name, value in (("megatron.training", types.ModuleType("megatron.training")),
+                        (arguments.PARSER, module)):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, value)
+    sys.modules["megatron.training"].arguments = module
+    return module
+
+
+def test_without_the_parser_megatron_s_is_made_anew(megatron):
+    args = argparse.Namespace(transformer_impl="local", brand_new=3)
+    with pytest.raises(ValueError, match="--brand-new"):
+        requirements.check(args)
+    args.brand_new = 7
+    requirements.check(args)
+
+
+def test_what_megatron_changed_since_does_not_matter(megatron, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--train-iters", "3", "--of-the-script"])
+    args = argparse.Namespace(transformer_impl="local", sft=True, fusion=False)
+    requirements.check(args, asked=arguments.parsed_again())
+    sys.argv.append("--sft")
+    with pytest.raises(ValueError, match="--sft"):
+        requirements.check(args, asked=arguments.parsed_again())
+
+
+def test_the_specification_looks_at_the_command_line(megatron, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--transformer-impl", "local", "--sft"])
+    args = argparse.Namespace(transformer_impl="local", sft=False)
+    monkeypatch.setattr(spec_argument, "_parsed_arguments", lambda: args)
+    with pytest.raises(ValueError, match="--sft"):
+        spec_argument.layer_spec_of_this_run()
+
+
+def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
+    """Also where Megatron's parser is made anew in a process with our door."""
+    seen = []
+    monkeypatch.setattr("flux_megatron.integration.install.install_from",
+                        lambda args, known: seen.append(known))  # fmt: skip
+    door.teach_parser()
+    parser = megatron.add_megatron_arguments(argparse.ArgumentParser())
+    parser.add_argument("--of-the-script")
+    parser.parse_args(["--flux-overlap", "--sft"])
+    (known,) = seen
+    assert known == arguments.arguments_of_megatron()
+    assert known["sft"].options == ("--sft",)
+    assert not {"flux_overlap", "of_the_script"} & known.keys()
+    assert arguments.parsed_again().train_iters is None
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("impl", ["full_iteration", "local"])
+def test_graphs_of_whole_iterations_need_to_be_allowed(impl):
+    scope = types.SimpleNamespace(name="full_iteration")
+    args = argparse.Namespace(cuda_graph_impl=impl, cuda_graph_scope=[scope, "attn"])
+    found = requirements.complaints(args, {})
+    assert all(complaint.may_be_allowed for complaint in found)
+    assert [c.allowed_as for c in found][-1] == "cuda-graph-scope"
+    assert len(found) == (1 if impl == "local" else 2)
+    args.cuda_graph_scope = "full"
+    assert len(requirements.complaints(args, {})) == len(found) - 1
+
+
+def test_checkpoints_of_modelopt_are_refused(tmp_path):
+    args = argparse.Namespace(load=str(tmp_path))
+    (tmp_path / "iter_0000003").mkdir()
+    assert not requirements.complaints(args, {})
+    (tmp_path / "iter_0000003" / "modelopt_state").mkdir()
+    (complaint,) = requirements.complaints(args, {})
+    assert str(complaint).startswith(f"--load {tmp_path}: a checkpoint of ModelOpt")
+
+
+def test_without_modelopt_s_arguments_nothing_is_refused():
+    args = argparse.Namespace(export_real_quant_cfg="None", export_num_medusa_heads=0,
+                              export_kd_teacher_load=None, modelopt_enabled=False)  # fmt: skip
+    assert not requirements.complaints(args, {})
+
+
+# functions of Megatron
+
+
+def test_a_changed_function_is_refused_until_it_is_allowed(monkeypatch):
+    args = argparse.Namespace()
+    requirements.check(args, {})
+    told = (("train_step", "its text in training.py is that of no release that we know"),)
+    monkeypatch.setattr(installed, "changed", lambda: told)
+    with pytest.raises(ValueError, match=r"train_step: its text .*; --flux-allow train_step"):
+        requirements.check(args, {})
+    args.flux_allow = ["train_step"]
+    requirements.check(args, {})
+
+
+def test_the_files_that_would_be_imported_are_compared(tmp_path, monkeypatch):
+    """A checkout's training loop beside a wheel's megatron.core, which is as recorded."""
+    loop = tmp_path / "megatron" / "training" / "training.py"
+    loop.parent.mkdir(parents=True)
+    loop.write_text(
+        textwrap.dedent("""
+        def train_step(optimizer):
+            return optimizer.step()
+    """)
+    )
+    (loop.parent / "__init__.py").touch()
+    import megatron
+
+    monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(tmp_path / "megatron")])
+    names = [n for n, why in installed.changed.__wrapped__() if "megatron/training" in why]
+    assert names == ["get_model", "save_checkpoint_and_time", "train_step", "training_log"]
+
+
+def test_a_known_megatron_costs_no_time():
+    installed.changed.__wrapped__()
+    start = time.process_time()
+    installed.changed.__wrapped__()
+    assert time.process_time() - start < 0.2

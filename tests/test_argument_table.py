@@ -1,0 +1,99 @@
+"""`arguments.tsv` has each argument of each recorded parser of Megatron-LM, and tells the truth."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from flux_megatron.integration import arguments
+from flux_megatron.launch import argument_page, experiment, megatron_arguments
+
+TESTS = Path(__file__).parent
+FEATURES = (TESTS / "integration" / "training_cases.py").read_text()
+RELEASES = argument_page.options_by_release()
+SUPPORTED = sorted({r.because for r in arguments.table().values() if r.kind == "supported"})
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_argument_of_a_recorded_parser_is_classified(release):
+    assert not RELEASES[release] - arguments.table().keys()
+
+
+def test_every_row_is_an_argument_of_some_recorded_parser():
+    assert len(RELEASES) == 7
+    assert not arguments.table().keys() - frozenset().union(*RELEASES.values())
+
+
+def test_rows_are_in_order():
+    assert [*arguments.table()] == sorted(arguments.table())
+
+
+@pytest.mark.parametrize("test", SUPPORTED)
+def test_what_is_supported_names_a_test_that_exists(test):
+    assert exists(test)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_graphs.py::test_nothing",
+        "test_nowhere.py::test_replays_between_eager_calls",
+        "integration/test_training_features.py::test_feature_follows_stock[flying]",
+        "attention",
+    ],
+)
+def test_a_test_that_is_not_there_is_noticed(test):
+    assert not exists(test)
+
+
+def exists(test: str) -> bool:
+    """The function in the file; and in brackets a feature of training_cases.py."""
+    file, _, name = test.partition("::")
+    name, _, feature = name.partition("[")
+    if not (TESTS / file).is_file() or not name:
+        return False
+    functions = [
+        n.name
+        for n in ast.walk(ast.parse((TESTS / file).read_text()))
+        if isinstance(n, ast.FunctionDef)
+    ]
+    return name in functions and (not feature or f'"{feature.rstrip("]")}": Feature(' in FEATURES)
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_our_own_experiments_ask_for_nothing_that_is_refused(name):
+    loaded = experiment.load(name)
+    for arm, workload in loaded.arms.items():
+        rendered = megatron_arguments.render(workload, data=["a"], save=Path("/c"), save_interval=1)
+        options = {o for o in rendered if o.startswith("--") and not o.startswith("--flux-")}
+        kinds = {arguments.table()[option].kind for option in options}
+        assert arm != "flux" or kinds == {"harmless", "supported"}
+
+
+@pytest.mark.parametrize("line", ["--new\tharmless", "--new\tfine\tdata", "--seed\tharmless\tdata"])
+def test_a_line_that_is_no_row_is_told(tmp_path, monkeypatch, line):
+    file = tmp_path / "arguments.tsv"
+    file.write_text(f"option\tclass\tbecause\n--seed\tharmless\tdata\n{line}\n")
+    monkeypatch.setattr(arguments, "FILE", file)
+    with pytest.raises(ValueError, match=r"arguments\.tsv: '--"):
+        arguments.table.__wrapped__()
+
+
+def test_the_page_is_that_of_the_table():
+    assert argument_page.PAGE.read_text() == argument_page.page(), (
+        "docs/arguments.md is old: python -m flux_megatron.launch.argument_page"
+    )
+
+
+def test_an_argument_that_nobody_classified_is_named(monkeypatch):
+    less = dict(arguments.table())
+    del less["--seed"]
+    monkeypatch.setattr(arguments, "table", lambda: less)
+    assert argument_page.unclassified() == ["--seed"]
+
+
+def test_the_command_line_s_dashes_do_not_reach_flux_allow():
+    row = arguments.row_of(arguments.Argument(("--brand-new",), None))
+    assert (row.option, row.kind) == ("--brand-new", "untried")
