@@ -95,15 +95,17 @@ def _of_state(found: Difference, stock: Record, ours: Record, where: str) -> Non
 def _of_half(
     found: Difference, stock: Record, ours: Record, truth: Record, epsilon: float, where: str
 ) -> None:
-    names = {name for entry in truth["iterations"] for name, v in entry.items() if v is not None}
+    lists = [record["iterations"] for record in (stock, ours, truth)]
+    if len({len(entries) for entries in lists}) > 1:
+        found.wrong.append(f"{where}: the reference has another number of iterations")
+        return
+    names = {name for entries in lists for entry in entries for name in entry}
     for name in sorted(names - {*EXACT, *UNCOMPARED}):
-        curves = [
-            torch.tensor([entry[name] for entry in record["iterations"]], dtype=torch.float64)
-            for record in (stock, ours, truth)
-        ]
-        if len({len(curve) for curve in curves}) > 1:
-            found.wrong.append(f"{where}: the reference has another number of iterations")
-            return
+        values = [[entry.get(name) for entry in entries] for entries in lists]
+        there = [each for each in zip(*values, strict=True) if None not in each]
+        if not there:  # such as a loss, on other stages than the last
+            continue
+        curves = torch.tensor(there, dtype=torch.float64).unbind(1)
         theirs, mine, exact = curves
         spread = float((theirs - exact).abs().mean())
         near = min(float((mine - exact).abs().mean()) / 2, float((mine - theirs).abs().mean()))
