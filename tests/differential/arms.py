@@ -83,8 +83,8 @@ class Arms:
         broken, limit = None, self._options.limit
         if arm == "ours":
             broken, limit = self._options.broken, INTERPRETED * limit
-        folder = str(self._here / name)
-        return self._server.run(Run([*arguments, *cache, *more], wanted.ranks, folder, limit, broken))
+        given, folder = [*arguments, *cache, *more], str(self._here / name)
+        return self._server.run(Run(given, wanted.ranks, folder, limit, broken))
 
     def _checkpoint(self, arm: str) -> str:
         return str(self._here / f"checkpoint of {arm}")

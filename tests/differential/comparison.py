@@ -1,9 +1,10 @@
 """What counts as equal: docs/decisions/0007, and for half precision the rule of random data.
 
-fp32: no loss, norm or weight differs by more than 1e-5, and no moment by more than 1e-4 of its norm.
-bf16 and fp16: stock in fp32 is the reference. The mean distance of our losses from it, over the run,
-is at most twice stock's own, or ours are as near to stock as stock is to the reference. Five iterations
-are few: nobody is asked to be nearer than an eighth of the dtype's precision, with norms twice it.
+fp32: no loss, norm or weight differs by more than 1e-5, no moment by more than 1e-4 of its norm.
+bf16 and fp16: stock in fp32 is the reference. The mean distance of our losses from it, over the
+run, is at most twice stock's own, or ours are as near to stock as stock is to the reference. Five
+iterations are few: nobody is asked to be nearer than an eighth of the dtype's precision, with norms
+twice it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _of_lists(
     found: Difference, stock: list[Record], ours: list[Record], where: str, bounded: bool
 ) -> None:
     if [[*entry] for entry in stock] != [[*entry] for entry in ours]:
-        found.wrong.append(f"{where}: {len(stock)} entries of stock, {len(ours)} of ours, or others")
+        found.wrong.append(f"{where}: {len(stock)} entries of stock, {len(ours)} or others of ours")
         return
     for number, (theirs, mine) in enumerate(zip(stock, ours, strict=True), 1):
         for name, value in theirs.items():
@@ -64,7 +65,7 @@ def _of_lists(
                 continue
             if name in EXACT or value is None or mine[name] is None:
                 if value != mine[name]:
-                    found.wrong.append(f"{here}: {name} is {value} with stock, {mine[name]} with ours")
+                    found.wrong.append(f"{here}: {name} of stock is {value}, of ours {mine[name]}")
                 continue
             apart = abs(value - mine[name])
             if name in NORMS:
@@ -76,7 +77,7 @@ def _of_state(found: Difference, stock: Record, ours: Record, where: str) -> Non
     if [(k, v.shape, v.dtype) for k, v in stock.items()] != [
         (k, v.shape, v.dtype) for k, v in ours.items()
     ]:
-        found.wrong.append(f"{where}: parameters or the optimizer's state have other names or shapes")
+        found.wrong.append(f"{where}: weights or the optimizer's state have other names or shapes")
         return
     largest: dict[str, float] = {}
     for name, theirs in stock.items():

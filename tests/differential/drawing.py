@@ -1,4 +1,4 @@
-"""What a combination is, and the hand that draws one: only options that the release's parser has."""
+"""What a combination is, and the hand that draws one, of options that the release's parser has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flux_megatron.launch.parser_signature import FOLDER
 class Combination:
     """`arguments` go to both arms, `ours` and `stock` to one each. `resume`: whose checkpoint the
     second half of the run loads, of `own`, `stock` and `ours`; None: the run has one part.
-    `te`: TransformerEngine's classes are stood in (te_stand_ins.py), and its specification asked for.
+    `te`: TransformerEngine's specification, with stand-ins for its classes (te_stand_ins.py).
     """
 
     arguments: list[str]

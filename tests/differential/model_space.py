@@ -10,6 +10,7 @@ LAYOUTS = {
     (1, 1, 1): 1, (1, 1, 2): 3, (1, 2, 1): 3, (1, 2, 2): 2,
 }  # fmt: skip
 HEADS = 8
+BALANCE = {"aux_loss": 4, "seq_aux_loss": 2, "global_aux_loss": 1, "none": 1, "sinkhorn": 1}
 
 
 def draw(hand: Hand) -> None:
@@ -133,7 +134,7 @@ def _experts(hand: Hand) -> None:
         hand.perhaps(0.5, "--expert-model-parallel-size", 2)
     hand.perhaps(0.2, "--expert-tensor-parallel-size", 1)
     hand.perhaps(0.6, "--moe-token-dispatcher-type", "alltoall", "allgather")
-    balance = hand.one({"aux_loss": 4, "seq_aux_loss": 2, "global_aux_loss": 1, "none": 1, "sinkhorn": 1})
+    balance = hand.one(BALANCE)
     hand.give("--moe-router-load-balancing-type", balance)
     if balance.endswith("aux_loss"):
         hand.give("--moe-aux-loss-coeff", 0.01)

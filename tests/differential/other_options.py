@@ -8,30 +8,26 @@ from typing import Any
 
 from drawing import Hand
 
-HARMLESS = """
-    --allow-ambiguous-pad-tokens --batch-invariant-mode --check-for-large-grads
-    --check-for-spiky-loss
-    --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
-    --disable-align-grad-reduce --disable-async-tensor-model-parallel-allreduce
-    --disable-bf16-reduced-precision-matmul --disable-clone-scatter-output-in-embedding
-    --disable-jit-fuser --disable-manual-gc-eval
-    --disable-symmetric-registration --enable-experimental --enable-mhc-connections
-    --freeze-all-layers --fused-residual-rmsnorm
-    --log-memory-to-tensorboard
-    --log-num-zeros-in-grad --log-throughput --log-timers-to-tensorboard
-    --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc
-    --mtp-use-repeated-layer --no-async-tensor-model-parallel-allreduce
-    --no-barrier-with-level-1-timing --no-check-for-nan-in-loss-and-grad
-    --no-data-sharding
-    --no-log-loss-scale-to-tensorboard --no-mmap-bin-files --no-one-logger
-    --no-persist-layer-norm --no-scatter-gather-tensors-in-pipeline
-    --no-use-layer-wise-param-layout --openai-gelu
-    --te-rng-tracker --use-flash-attn --use-mcore-models --use-rotary-position-embeddings
-    --use-same-sampling-seed-across-dp-ranks --use-tp-pp-dp-mapping --verify-integrity
-    --tp-comm-overlap
-   
-    --use-te-activation-func
-""".split()
+HARMLESS = (
+    "--allow-ambiguous-pad-tokens", "--batch-invariant-mode", "--check-for-large-grads",
+    "--check-for-spiky-loss", "--ddp-pad-buckets-for-high-nccl-busbw",
+    "--ddp-reduce-scatter-with-fp32-accumulation", "--disable-align-grad-reduce",
+    "--disable-async-tensor-model-parallel-allreduce", "--disable-bf16-reduced-precision-matmul",
+    "--disable-clone-scatter-output-in-embedding", "--disable-jit-fuser",
+    "--disable-manual-gc-eval", "--disable-symmetric-registration", "--enable-experimental",
+    "--enable-mhc-connections", "--freeze-all-layers", "--fused-residual-rmsnorm",
+    "--log-memory-to-tensorboard", "--log-num-zeros-in-grad", "--log-throughput",
+    "--log-timers-to-tensorboard", "--log-validation-ppl-to-tensorboard",
+    "--log-world-size-to-tensorboard", "--manual-gc", "--mtp-use-repeated-layer",
+    "--no-async-tensor-model-parallel-allreduce", "--no-barrier-with-level-1-timing",
+    "--no-check-for-nan-in-loss-and-grad", "--no-data-sharding",
+    "--no-log-loss-scale-to-tensorboard", "--no-mmap-bin-files", "--no-one-logger",
+    "--no-persist-layer-norm", "--no-scatter-gather-tensors-in-pipeline",
+    "--no-use-layer-wise-param-layout", "--openai-gelu", "--te-rng-tracker", "--tp-comm-overlap",
+    "--use-flash-attn", "--use-mcore-models", "--use-rotary-position-embeddings",
+    "--use-same-sampling-seed-across-dp-ranks", "--use-te-activation-func",
+    "--use-tp-pp-dp-mapping", "--verify-integrity",
+)  # fmt: skip
 WITH_VALUES: dict[str, tuple[Any, ...]] = {
     "--adam-beta1": (0.8,), "--check-weight-hash-across-dp-replicas-interval": (2,),
     "--empty-unused-memory-level": (0, 1, 2), "--fp8-format": ("e4m3",),

@@ -18,8 +18,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| largest difference of a loss in fp32 | stock fails too |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for release in sorted({row["release"] for row in rows}):
-        lines.append(_line(release, [row for row in rows if row["release"] == release]))
+    releases = sorted({row["release"] for row in rows})
+    lines += [_line(name, [row for row in rows if row["release"] == name]) for name in releases]
     return "\n".join([*lines, _line("all", rows)])
 
 

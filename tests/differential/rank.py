@@ -1,4 +1,4 @@
-"""One rank of a run: the user's script through our own entry point, and what it leaves for comparison."""
+"""One rank of a run: the user's script through our entry point, and what it leaves to compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORD: dict[str, Any] = {"iterations": [], "evaluations": [], "state": {}}
 
 
 def prepare(script: str, te: bool) -> None:
-    """In the server: import what a run imports, as `python -m flux_megatron.launch --device cpu`."""
+    """In the server: import what a run imports, as our launch with `--device cpu` does."""
     import runpy
     import typing
 
@@ -38,7 +38,7 @@ def prepare(script: str, te: bool) -> None:
     runpy.run_path(script, run_name="imported")
     from megatron.core.datasets import helpers_cpp, utils  # noqa: F401, it is compiled already
 
-    import flux_megatron.integration.install
+    import flux_megatron.integration.install  # noqa: F401
 
     utils.compile_helpers = lambda: None
     _read_sources_once()
@@ -51,7 +51,7 @@ def prepare(script: str, te: bool) -> None:
 
 
 def _spawn_without_main() -> None:
-    """Processes that checkpointing spawns need not import the script; on 3.11 newer ones fail to."""
+    """Processes that checkpointing spawns need not import the script, which takes seconds."""
     from multiprocessing import spawn
 
     prepare = spawn.get_preparation_data

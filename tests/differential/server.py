@@ -8,6 +8,7 @@ train five iterations of a tiny model. torch.distributed starts in the children 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -53,10 +54,13 @@ class End:
 class Server:
     """The other end: a client of one such process."""
 
-    def __init__(self, checkout: Path, script: str, site: Path | None = None, te: bool = False) -> None:
+    def __init__(
+        self, checkout: Path, script: str, site: Path | None = None, te: bool = False
+    ) -> None:
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(checkout), script, *["te"] * te],
-            env=environment(checkout, site), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment(checkout, site), stdin=pipe, stdout=pipe, text=True,
         )  # fmt: skip
         if self._answer() != "ready":
             raise RuntimeError(f"{checkout}: the server did not start")
@@ -102,7 +106,7 @@ def serve(checkout: str, script: str, te: str = "") -> None:
     rank.prepare(script, bool(te))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        end = fork_ranks(Run(**json.loads(line)), lambda run, number: rank.main(script, run, number))
+        end = fork_ranks(Run(**json.loads(line)), functools.partial(rank.main, script))
         print(json.dumps(asdict(end)), file=answers, flush=True)
 
 
@@ -139,8 +143,9 @@ def _forked(run: Run, number: int, port: int, body: Any) -> int:
     code = 1
     try:
         os.environ |= {
-            "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(run.ranks),
-            "LOCAL_WORLD_SIZE": str(run.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "RANK": str(number), "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(run.ranks), "LOCAL_WORLD_SIZE": str(run.ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         log = os.open(f"{run.folder}/{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         nothing = os.open(os.devnull, os.O_RDONLY)

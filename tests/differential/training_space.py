@@ -1,4 +1,4 @@
-"""How the model is trained: precision, batches, recomputation, optimizer, checkpoints; and our knobs."""
+"""How the model is trained: precision, batches, recomputation, optimizer, checkpoint; our knobs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _optimizer(hand: Hand) -> None:
 
 def _losses_and_data(hand: Hand) -> None:
     hand.give("--hidden-dropout", hand.one({0: 4, 0.1: 1}))
-    # torch's attention, which ours takes without TransformerEngine, draws other numbers than stock's
+    # torch's attention, ours without TransformerEngine, draws other numbers than stock's
     hand.give("--attention-dropout", hand.one({0: 4, 0.1: 1}) if hand.facts["te"] else 0)
     hand.perhaps(0.15, "--calculate-per-token-loss")
     if not hand.perhaps(0.1, "--cross-entropy-loss-fusion"):
@@ -165,7 +165,8 @@ def knobs(hand: Hand) -> list[str]:
 
 def of_stock(hand: Hand) -> list[str]:
     """Without apex stock fuses nothing; to defer gradients it needs what stands in for apex."""
-    return [] if hand.has("--defer-embedding-wgrad-compute") else ["--no-gradient-accumulation-fusion"]
+    deferred = hand.has("--defer-embedding-wgrad-compute")
+    return [] if deferred else ["--no-gradient-accumulation-fusion"]
 
 
 def in_fp32(combination: Combination) -> list[str]:

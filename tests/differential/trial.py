@@ -12,7 +12,7 @@ from drawing import Combination, draw
 from server import Server
 
 
-class Verdict(Exception):  # noqa: N818, the end of a trial, not an error
+class Verdict(Exception):
     """`stock fails`, `refused` or `finding`, and why."""
 
     def __init__(self, outcome: str, why: str) -> None:

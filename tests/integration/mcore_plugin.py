@@ -1,9 +1,9 @@
 """pytest plug-in: Megatron-LM's own unit tests with its linear layers replaced by ours.
 
-mcore_suite.py runs them with it, in several ranks. Without a GPU the tests get gloo for NCCL, CPU
-tensors for CUDA ones, and stand-ins for TransformerEngine's classes; those that need more fail there
-with stock layers too. Each rank tells of every test in `--outcomes`/<rank>.jsonl: how it ended, how
-many of our layers it built, and how often those ran forward and backward.
+mcore_suite.py runs them with it on CPU, in several ranks: with gloo for NCCL, CPU tensors for CUDA
+ones, and stand-ins for TransformerEngine's classes; what needs more fails with stock layers too.
+Each rank tells of every test in `--outcomes`/<rank>.jsonl: how it ended, how many of our layers it
+built, and how often those ran forward and backward.
 
 Ranks stay together: a test is over when it is over on all of them, and after one that failed
 anywhere all end, since nobody knows which collectives are still open.
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 PATIENCE_S = 40.0  # for collectives, and for the other ranks after a test
@@ -121,8 +120,9 @@ def _without_download() -> None:
 def _bounded_gloo() -> None:
     """Gloo for NCCL; collectives that wait for a rank which failed are given up.
 
-    Each gloo group keeps threads awake, and Megatron makes dozens, most of the same ranks as others:
-    those are made once. The suite forgets its groups; here they go with the model-parallel state.
+    Each gloo group keeps threads awake, and Megatron makes dozens, most of the same ranks as
+    others: those are made once. The suite forgets its groups; here they go with the model-parallel
+    state.
     """
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
 """`python tests/integration/mcore_suite.py --megatron CHECKOUT ... --out rows.jsonl`
 
-Megatron-LM's own unit tests on CPU and gloo, with its layers and then, those that passed, with ours:
-a row for each release and file of tests. mcore_plugin.py says what is replaced and counted.
+Megatron-LM's own unit tests on CPU and gloo, with its layers and then, those that passed, with
+ours: a row for each release and file of tests. mcore_plugin.py says what is replaced and counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent / "differential")]
+PATH = [str(HERE), str(HERE.parent / "differential")]
+sys.path += PATH
 FILES = (
     "tensor_parallel/test_*.py", "transformer/test_transformer_layer.py",
     "transformer/test_attention.py", "transformer/test_mlp.py",
@@ -40,9 +41,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def row(
-    checkout: Path, file: str, tests: list[str], ranks: int, work: Path
-) -> dict[str, Any]:
+def row(checkout: Path, file: str, tests: list[str], ranks: int, work: Path) -> dict[str, Any]:
     """The file's tests with stock layers; of those that passed, with ours."""
     start = time.monotonic()
     stock = outcomes(tests, "stock", ranks, work)
@@ -65,9 +64,7 @@ def row(
     }  # fmt: skip
 
 
-def outcomes(
-    tests: list[str], layers: str, ranks: int, work: Path
-) -> dict[str, dict[str, Any]]:
+def outcomes(tests: list[str], layers: str, ranks: int, work: Path) -> dict[str, dict[str, Any]]:
     """Of each test: passed if it did on all ranks, with counts summed over them.
 
     Ranks end with a test that failed; others are then forked for the rest.
@@ -111,7 +108,9 @@ def _body(run: Any, rank: int) -> int:
 
 def _stub_fp8() -> None:
     """Some tests ask TransformerEngine at import whether the GPU has FP8."""
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+    parts = ["transformer_engine", "pytorch", "fp8"]
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
         sys.modules[name] = types.ModuleType(name)
     sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
 
@@ -151,7 +150,7 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path, nargs="+", required=True, metavar="CHECKOUT")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--site", type=Path, help="folder of packages that Megatron needs")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--files", nargs="+", default=FILES, help="below tests/unit_tests")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -163,7 +162,7 @@ def main() -> int:
     for checkout in options.megatron:
         command = [sys.executable, __file__, *sys.argv[1:], "--serve", "--megatron", str(checkout)]
         path = environment(checkout, options.site) | {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-        path["PYTHONPATH"] = os.pathsep.join([path["PYTHONPATH"], *sys.path[:2]])
+        path["PYTHONPATH"] = os.pathsep.join([path["PYTHONPATH"], *PATH])
         subprocess.run(command, env=path, check=True)
     return 0
 
@@ -180,5 +179,5 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(2, str(ROOT))
+    sys.path.insert(0, str(ROOT))
     sys.exit(main())
