@@ -41,6 +41,11 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def wait(self, stream: Any = None) -> None: ...
+
 
 def pretend_gpu() -> None:
     """Patch this process, before Megatron is imported."""

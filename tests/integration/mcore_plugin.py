@@ -1,120 +1,218 @@
-"""pytest plug-in: Megatron-LM's own unit tests with its two layer classes replaced by ours.
+"""pytest plug-in: Megatron-LM's own unit tests with its linear layers replaced by ours.
 
-    cd <Megatron-LM>; torchrun --nproc-per-node 8 -m pytest -p mcore_plugin --layers flux ...
+mcore_suite.py runs them with it on CPU, in several ranks: with gloo for NCCL, CPU tensors for CUDA
+ones, and stand-ins for TransformerEngine's classes; what needs more fails with stock layers too.
+Each rank tells of every test in `--outcomes`/<rank>.jsonl: how it ended, how many of our layers it
+built, and how often those ran forward and backward.
 
-Without a GPU the tests get gloo for NCCL and CPU tensors for CUDA ones; those that need a real GPU
-fail there with stock layers too. Each rank writes what became of every test to
-`--outcomes`/<rank>.json.
+Ranks stay together: a test is over when it is over on all of them, and after one that failed
+anywhere all end, since nobody knows which collectives are still open.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
 import json
 import os
 import sys
+import time
 import types
-import typing
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-OUTCOMES: dict[str, str] = {}
+PATIENCE_S = 40.0  # for collectives, and for the other ranks after a test
+COUNTS: Counter[str] = Counter()
+_output_layer = contextlib.ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layers", choices=["flux", "stock"], default="flux")
-    parser.addoption("--outcomes", type=Path, default=None)
+    parser.addoption("--outcomes", type=Path, required=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    if not hasattr(typing, "override"):  # Megatron 0.17 and newer ask for Python 3.12's
-        typing.override = lambda method: method
     _without_download()
-    if not torch.cuda.is_available():
-        _on_cpu()
+    _bounded_gloo()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """By now the test modules have imported the names that are to be rebound."""
     if session.config.getoption("--layers") == "flux":
-        assert _rebind_layers(), "no module of this checkout has the layer classes"
+        _build_ours()
+        _count_ours()
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        OUTCOMES[report.nodeid] = report.outcome
+class Ranks:
+    """What this rank has told, and what the others have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, int(os.environ["RANK"])
+        self.told = 0
+
+    def tell(self, **line: Any) -> None:
+        with (self.folder / f"{self.number}.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        self.told += 1
+
+    def all_passed(self) -> bool:
+        """Wait until the others have told as much; whether no test failed on any."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            lines = [lines_of(self.folder, rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+            if any(line["outcome"] == "failed" for rank in lines for line in rank):
+                return False
+            if min(map(len, lines)) >= self.told:
+                return True
+            time.sleep(0.01)
+        return False
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    folder = session.config.getoption("--outcomes")
-    if folder is not None:
-        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(OUTCOMES))
+def lines_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    file = folder / f"{rank}.jsonl"
+    if not file.exists():
+        return []
+    whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """One line when a test starts, one with its outcome when it is over."""
+    ranks = _ranks(item.config.getoption("--outcomes"))
+    ranks.tell(test=item.nodeid, outcome="started")
+    COUNTS.clear()
+    item.stash[_OUTCOMES] = []
+    result = yield
+    outcomes = item.stash[_OUTCOMES]
+    outcome = next((o for o in ("failed", "skipped") if o in outcomes), "passed")
+    ranks.tell(test=item.nodeid, outcome=outcome, **COUNTS)
+    if not ranks.all_passed():
+        pytest.exit("a test failed on some rank", returncode=0)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    item.stash[_OUTCOMES].append(report.outcome)
+    return report
+
+
+_OUTCOMES = pytest.StashKey[list[str]]()
+_ranks = functools.cache(Ranks)
 
 
 def _without_download() -> None:
-    """The suite's conftest fetches data sets through this module; its layer tests read none."""
+    """The suite's conftest fetches data sets through this module; the tests we run read none."""
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
-    module = types.ModuleType(name)
+    module: Any = types.ModuleType(name)
     module.download_and_extract_asset = lambda *args, **kwargs: None
     sys.modules[name] = module
 
 
-def _on_cpu() -> None:
-    from megatron.core import parallel_state, utils
-    from packaging.version import Version
+def _bounded_gloo() -> None:
+    """Gloo for NCCL; collectives that wait for a rank which failed are given up.
 
-    from flux_megatron.train.cpu_device import pretend_cuda
+    Each gloo group keeps threads awake, and Megatron makes dozens, most of the same ranks as
+    others: those are made once. The suite forgets its groups; here they go with the model-parallel
+    state.
+    """
+    from megatron.core import parallel_state
 
-    pretend_cuda()
-    torch.cuda.set_device = lambda *args: None
-    torch.cuda.device_count = lambda: 8
-    torch.cuda.is_available = lambda: True  # or the tests of the layers are skipped
-    # up to 0.16 the absent Transformer Engine has the version None, which is compared
-    utils.get_te_version = lambda: Version("0")
-    dist.init_process_group = _gloo(dist.init_process_group)
-    parallel_state.destroy_model_parallel = _with_groups(parallel_state.destroy_model_parallel)
+    limit, groups = datetime.timedelta(seconds=PATIENCE_S), {}
+    init_process_group, make = dist.init_process_group, dist.new_group
+    destroy_model_parallel = parallel_state.destroy_model_parallel
 
+    def init(backend: Any = None, *given: Any, **named: Any) -> None:
+        gloo = "gloo" if backend == "nccl" else backend
+        init_process_group(gloo, *given, **{**named, "timeout": limit})
 
-def _gloo(init_process_group):
-    def init(backend=None, *args, **kwargs):
-        return init_process_group("gloo" if backend == "nccl" else backend, *args, **kwargs)
+    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        key = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if key not in groups:
+            groups[key] = make(key, timeout=limit, backend="gloo")
+        return groups[key]
 
-    return init
-
-
-def _with_groups(destroy_model_parallel):
-    """The suite forgets its process groups by the dozen; each gloo group keeps threads awake."""
-
-    def destroy():
+    def destroy() -> None:
         destroy_model_parallel()
+        groups.clear()
         if dist.is_initialized():
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
 
-    return destroy
+    dist.init_process_group, dist.new_group = init, new_group
+    parallel_state.destroy_model_parallel = destroy
 
 
-def _rebind_layers() -> int:
-    """Everywhere but in layers.py, whose constructors find their parent class by these names."""
+def _build_ours() -> None:
+    """In Megatron's specifications, local ones and TransformerEngine's, as a launch does it; and
+    where tests and models name the layer classes.
+
+    Not in layers.py, whose constructors find their parent class by these names.
+    """
+    from megatron.core.extensions import transformer_engine as te
     from megatron.core.tensor_parallel import layers
 
-    from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+    from flux_megatron.integration import install
+    from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+    from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+    from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider
+    from flux_megatron.integration.specs import use_flux_output_layer
 
+    install.build_from(FluxSpecProvider)
+    install.build_te_layers_from(FluxTEProvider)
+    _output_layer.enter_context(use_flux_output_layer())
     new = {
         layers.ColumnParallelLinear: FluxColumnParallelLinear,
         layers.RowParallelLinear: FluxRowParallelLinear,
+        te.TEColumnParallelLinear: FluxColumnParallelLinear,
+        te.TERowParallelLinear: FluxRowParallelLinear,
+        te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
     }
-    rebound = 0
+    apart = (layers, te, sys.modules.get("te_stand_ins"))
     for module in list(sys.modules.values()):
         package = getattr(module, "__name__", "").split(".")[0]
-        if module is layers or package not in ("megatron", "tests"):
+        if module in apart or package not in ("megatron", "tests"):
             continue
         for name, value in list(vars(module).items()):
             if isinstance(value, type) and value in new:
                 setattr(module, name, new[value])
-                rebound += 1
-    return rebound
+
+
+def _count_ours() -> None:
+    from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+
+    for layer in (FluxColumnParallelLinear, FluxRowParallelLinear):
+        layer.__init__ = _counted(layer.__init__, "built")  # type: ignore[method-assign]
+        layer.forward = _counted_forward(layer.forward)  # type: ignore[method-assign]
+
+
+def _counted(original: Any, what: str) -> Any:
+    @functools.wraps(original)
+    def counted(*given: Any, **named: Any) -> Any:
+        COUNTS[what] += 1
+        return original(*given, **named)
+
+    return counted
+
+
+def _counted_forward(original: Any) -> Any:
+    """A backward is counted when the gradient of the layer's output arrives."""
+
+    @functools.wraps(original)
+    def forward(*given: Any, **named: Any) -> Any:
+        result = original(*given, **named)
+        COUNTS["forwards"] += 1
+        if result[0].requires_grad:
+            result[0].register_hook(lambda gradient: COUNTS.update(backwards=1))
+        return result
+
+    return forward

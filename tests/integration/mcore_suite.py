@@ -1,0 +1,183 @@
+"""`python tests/integration/mcore_suite.py --megatron CHECKOUT ... --out rows.jsonl`
+
+Megatron-LM's own unit tests on CPU and gloo, with its layers and then, those that passed, with
+ours: a row for each release and file of tests. mcore_plugin.py says what is replaced and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATH = [str(HERE), str(HERE.parent / "differential")]
+sys.path += PATH
+FILES = (
+    "tensor_parallel/test_*.py", "transformer/test_transformer_layer.py",
+    "transformer/test_attention.py", "transformer/test_mlp.py",
+    "transformer/test_multi_token_prediction.py", "transformer/moe/test_sequential_mlp.py",
+    "models/test_gpt_model.py", "dist_checkpointing/models/test_gpt_model.py",
+    "dist_checkpointing/test_optimizer.py", "pipeline_parallel/test_schedules.py",
+)  # fmt: skip
+LIMIT_S = 600.0  # of the ranks that were forked for a file
+OPTIONS = (
+    "-p", "mcore_plugin", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:timeout",
+    "-p", "no:xdist", "-q", "-W", "ignore", "--assert=plain",
+)  # fmt: skip
+
+
+def row(checkout: Path, file: str, tests: list[str], ranks: int, work: Path) -> dict[str, Any]:
+    """The file's tests with stock layers; of those that passed, with ours."""
+    start = time.monotonic()
+    stock = outcomes(tests, "stock", ranks, work)
+    passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
+    ours = outcomes(passed, "flux", ranks, work)
+    lines = [ours.get(test, {"outcome": "missing"}) for test in passed]
+    count = Counter()
+    for line in lines:
+        count.update({key: line.get(key, 0) for key in ("built", "forwards", "backwards")})
+    return {
+        "table": "mcore_suite", "release": checkout.name, "file": file, "ranks": ranks,
+        "tests": len(stock), "stock": len(passed),
+        "ours": sum(line["outcome"] == "passed" for line in lines),
+        "not_ours": [t for t, o in zip(passed, lines, strict=True) if o["outcome"] != "passed"],
+        **{f"tests_{key}": sum(bool(o.get(key)) for o in lines)
+           for key in ("built", "forwards", "backwards")},
+        **{key: count[key] for key in ("built", "forwards", "backwards")},
+        "seconds": round(time.monotonic() - start), "torch": _version("torch"),
+        "date": datetime.date.today().isoformat(), "git": _commit(),
+    }  # fmt: skip
+
+
+def outcomes(tests: list[str], layers: str, ranks: int, work: Path) -> dict[str, dict[str, Any]]:
+    """Of each test: passed if it did on all ranks, with counts summed over them.
+
+    Ranks end with a test that failed; others are then forked for the rest.
+    """
+    from server import Run, fork_ranks
+
+    found: dict[str, dict[str, Any]] = {}
+    while rest := [test for test in tests if test not in found]:
+        folder = Path(tempfile.mkdtemp(dir=work))
+        fork_ranks(Run([layers, *rest], ranks, str(folder), LIMIT_S), _body)
+        found |= merged(folder, ranks) or {rest[0]: {"outcome": "failed"}}
+    return found
+
+
+def merged(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    """Of all ranks' lines; a test that started and did not end failed."""
+    from mcore_plugin import lines_of
+
+    found: dict[str, dict[str, Any]] = {}
+    for rank in range(ranks):
+        last = {line["test"]: line for line in lines_of(folder, rank)}
+        for test, line in last.items():
+            one = found.setdefault(test, {"outcome": "skipped"})
+            for key in ("built", "forwards", "backwards"):
+                one[key] = one.get(key, 0) + line.get(key, 0)
+            outcome = "failed" if line["outcome"] == "started" else line["outcome"]
+            order = ("skipped", "passed", "failed")
+            one["outcome"] = max(one["outcome"], outcome, key=order.index)
+    return found
+
+
+def _body(run: Any, rank: int) -> int:
+    """In a forked rank."""
+    from tests.unit_tests.test_utilities import Utils
+
+    Utils.rank, Utils.world_size = rank, run.ranks  # read when it was imported
+    faulthandler.register(signal.SIGUSR1)
+    layers, *tests = run.arguments
+    return int(pytest.main([*OPTIONS, "--layers", layers, f"--outcomes={run.folder}", *tests]))
+
+
+def _stub_fp8() -> None:
+    """Some tests ask TransformerEngine at import whether the GPU has FP8."""
+    parts = ["transformer_engine", "pytorch", "fp8"]
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
+
+
+class _Collected:
+    """A plug-in that keeps the names of the tests."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, list[str]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self.tests.setdefault(item.nodeid.split("::")[0], []).append(item.nodeid)
+
+
+def serve(checkout: Path, ranks: int, out: Path, files: list[str]) -> None:
+    """All files of one checkout, in a process of its own that has imported Megatron and them."""
+    import rank
+
+    os.chdir(checkout)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    rank.prepare("pretrain_gpt.py", te=True)
+    _stub_fp8()
+    there = [str(p) for f in files for p in sorted(Path("tests/unit_tests").glob(f))]
+    collected = _Collected()
+    pytest.main([*OPTIONS, "--collect-only", "--layers=stock", "--outcomes=.", *there], [collected])
+    with tempfile.TemporaryDirectory() as work:
+        for file, tests in collected.tests.items():
+            made = row(checkout, file, tests, ranks, Path(work))
+            with out.open("a") as stream:
+                stream.write(json.dumps(made) + "\n")
+            print(json.dumps(made), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", type=Path, nargs="+", required=True, metavar="CHECKOUT")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
+    parser.add_argument("--site", type=Path, help="folder of packages that Megatron needs")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--files", nargs="+", default=FILES, help="below tests/unit_tests")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.megatron[0].resolve(), options.ranks, options.out, options.files)
+        return 0
+    from server import environment
+
+    for checkout in options.megatron:
+        command = [sys.executable, __file__, *sys.argv[1:], "--serve", "--megatron", str(checkout)]
+        path = environment(checkout, options.site) | {"FLUX_MEGATRON_STRATEGY": "pipelined"}
+        path["PYTHONPATH"] = os.pathsep.join([path["PYTHONPATH"], *PATH])
+        subprocess.run(command, env=path, check=True)
+    return 0
+
+
+def _version(package: str) -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version(package)
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
