@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from flux_megatron.perf import flops, layer, published_runs, step
+from flux_megatron.perf import flops, layer, published_runs, schedule, step
 from flux_megatron.perf.published_runs import RUNS, seconds, workload
 
 PAGE = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
@@ -25,12 +25,14 @@ def test_published_runs_are_predicted_within_a_tenth_and_not_too_fast_for_all():
 
 
 def test_least_traffic_alone_is_too_fast(monkeypatch):
-    """What the model said before: every tensor read and written once."""
+    """Every tensor read and written once."""
     monkeypatch.setattr(layer, "UNFUSED", 1.0)
-    assert min(errors()) < -0.1
+    assert fmean(errors()) < -0.04
 
 
-@pytest.mark.parametrize(("run", "published"), zip(RUNS, (0.415, 0.514, 0.560, 0.563), strict=True))
+@pytest.mark.parametrize(
+    ("run", "published"), [*zip(RUNS, (0.415, 0.514, 0.560, 0.563), strict=True)]
+)
 def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published):
     """It counts attention's scores whole, and the padded vocabulary."""
     one = workload(run, full=False)
@@ -42,7 +44,7 @@ def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published
 
 @pytest.mark.parametrize("pp", [4, 12])
 def test_hopper_is_predicted_near_megatrons_own_figure(pp):
-    found = step.predict(published_runs.on_hopper(pp)).mfu
+    found = step.predict(published_runs.on_hopper(pp), schedule.closed_form).mfu
     assert found == pytest.approx(published_runs.HOPPER_MFU, abs=0.03)
 
 
