@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 # files whose tests share what is slow to make: compiled kernels, rows, losses, a Slurm
 ONE_WORKER = (
     "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_bench_runs", "test_gpt_model",
-    "test_slurm_jobs",
+    "test_slurm_jobs", "test_slurm_faults",
 )  # fmt: skip
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")

@@ -72,6 +72,8 @@ TABLE |= {
     "": Room(BELOW - {"train"}),
     "bench": Room(BELOW, ANY),
     "doctor": Room(BELOW, ANY),
+    # runs on a node before the ranks, and once as ranks of its own
+    "preflight": room(packages="torch"),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "results": room("launch perf", "typer", lazily="matplotlib rich"),
     "simulate": room("launch perf", "typer", lazily="rich"),

@@ -20,8 +20,9 @@ from flux_megatron.perf.workload import Arm, Workload
 class Settings:
     """What a launch adds to an experiment.
 
-    `run` is the run's folder, `checkout` that of Megatron-LM. `data` is a folder of text for
-    program train, else prefixes of indexed data sets. `save_interval` 0: no checkpoints.
+    `run` is the run's folder, `round` the name of one below it where arms alternate, `checkout`
+    that of Megatron-LM. `data` is a folder of text for program train, else prefixes of indexed data
+    sets. `save_interval` 0: no checkpoints.
     """
 
     run: Path
@@ -29,6 +30,16 @@ class Settings:
     checkout: Path | None = None
     data: tuple[str, ...] = ()
     save_interval: int = 0
+    round: str = ""
+
+    def folder(self, arm: Arm) -> Path:
+        return self.run / self.round / arm
+
+    def folders(self) -> list[Path]:
+        """What a rank reads and writes, whatever container it is in."""
+        data = [path for path in map(Path, self.data) if path.is_absolute()]
+        data = [path if path.is_dir() else path.parent for path in data]
+        return [self.run, *([self.checkout] if self.checkout else []), *data]
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,8 @@ class Command:
 
     `program` follows torchrun's own options, and `on_resume` the program's when it goes on from a
     checkpoint. `progress` is a file, below `folder`, that changes with every checkpoint. `files`
-    are written into `folder` first.
+    are written into `folder` first. `folders`: what a container has to show. `preflight`: what a
+    node is held against, None for one without GPUs.
     """
 
     arm: Arm
@@ -52,6 +64,8 @@ class Command:
     progress: str
     speaker: Literal["first", "last"]  # rank of a node whose output is shown too, not only kept
     doctor: list[str]
+    preflight: list[str] | None
+    folders: list[Path]
     files: dict[str, str] = field(default_factory=dict)
 
     def script(self) -> str:
@@ -70,7 +84,7 @@ def of(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
 
 
 def _train(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
-    workload, folder = experiment.arms[arm], settings.run / arm
+    workload, folder = experiment.arms[arm], settings.folder(arm)
     data = Path(settings.data[0]) if settings.data else None
     config = train_arguments.render(workload, data=data, save_interval=settings.save_interval)
     return Command(
@@ -86,12 +100,14 @@ def _train(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
         progress="train/checkpoints/latest",
         speaker="first",
         doctor=_doctor(workload),
+        preflight=_preflight(workload),
+        folders=settings.folders(),
         files={"train.yaml": config},
     )
 
 
 def _pretrain_gpt(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
-    workload, folder = experiment.arms[arm], settings.run / arm
+    workload, folder = experiment.arms[arm], settings.folder(arm)
     checkout = settings.checkout or Path("Megatron-LM")
     program = [str(checkout / "pretrain_gpt.py")]
     if megatron_arguments.starts_through_door(workload):
@@ -119,6 +135,8 @@ def _pretrain_gpt(experiment: Experiment, arm: Arm, settings: Settings) -> Comma
         progress="checkpoints/latest_checkpointed_iteration.txt",
         speaker="last",  # Megatron logs on the last rank of all
         doctor=[*_doctor(workload), "--megatron-lm", str(checkout), *_needs(workload, arguments)],
+        preflight=_preflight(workload),
+        folders=settings.folders(),
     )
 
 
@@ -126,6 +144,16 @@ def _doctor(workload: Workload) -> list[str]:
     """What `flux-megatron doctor` is to expect of a node."""
     gpus = 0 if workload.cluster.gpu == "cpu" else workload.cluster.gpus_per_node
     return ["--gpus", str(gpus), "--quiet"]
+
+
+def _preflight(workload: Workload) -> list[str] | None:
+    """What `python -m flux_megatron.preflight` is to hold a node against."""
+    cluster = workload.cluster
+    if cluster.gpu == "cpu":
+        return None
+    given = {"--allreduce-gbps": cluster.health.allreduce_gbps, "--sm-mhz": cluster.health.sm_mhz}
+    least = [word for name, least in given.items() if least for word in (name, f"{least:g}")]
+    return ["--gpus", str(cluster.gpus_per_node), "--link", cluster.link.kind, *least]
 
 
 def _needs(workload: Workload, arguments: list[str]) -> list[str]:

@@ -32,6 +32,9 @@ def launch(
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Variables of the ranks")
     ] = None,
+    alternate: Annotated[
+        int, typer.Option(metavar="ROUNDS", min=0, help="One job: all arms in turn, so many times")
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in RUN_DIR")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print all, write nothing")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to Slurm")] = False,
@@ -59,6 +62,7 @@ def launch(
         sbatch=tuple(sbatch or ()),
         environment=tuple(env or ()),
         resume=resume,
+        rounds=alternate,
     )
     try:
         prepared = launching.prepare(request)

@@ -13,6 +13,8 @@ from flux_megatron.launch.schema import Head
 from flux_megatron.perf.workload import Arm, Workload
 
 NAMES = ("model.name", "cluster.name")  # need no source
+# Nothing is predicted from these: where a file leaves them out there is nothing to explain.
+OPTIONAL = ("cluster.health", "cluster.environment")
 
 
 class Draft:
@@ -52,7 +54,10 @@ class Draft:
         for workload in self.arms.values():
             sections = {name: getattr(workload, name) for name in schema.SECTIONS}
             found |= dict.fromkeys(flat({n: dataclasses.asdict(s) for n, s in sections.items()}))
-        return [key for key in found if key not in NAMES]
+        return [key for key in found if key not in NAMES and not self._left_out(key)]
+
+    def _left_out(self, key: str) -> bool:
+        return key not in self.values and any(covers(one, key) for one in OPTIONAL)
 
     def _add(self, arm: Arm) -> None:
         """Build the arm: its own `parallel` and `training` lie upon those of all."""

@@ -13,9 +13,9 @@ def variables(workload: Workload) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
+        "PYTHONFAULTHANDLER": "1",  # a rank that is told to abort writes first where it is
     }
-    if workload.cluster.gpu != "cpu":
-        return common
-    # to be known before torch and triton are imported
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return common | cpu
+    if workload.cluster.gpu == "cpu":
+        # to be known before torch and triton are imported
+        common |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return common | dict(workload.cluster.environment)

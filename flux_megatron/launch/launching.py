@@ -36,13 +36,15 @@ class Request:
     sbatch: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     resume: bool = False
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A launch of which nothing is written yet.
 
-    `commands` are all arms of the run, `started` those that this launch starts.
+    `commands` are all arms of the run, or of each of its rounds in turn; `started` are those of
+    them that this launch starts.
     """
 
     request: Request
@@ -54,8 +56,9 @@ class Prepared:
     @property
     def job(self) -> str:
         """The text of job.sbatch."""
+        mode = "resume" if self.request.resume else "start"
         name, run = self.experiment.name, self.settings.run
-        return sbatch.script(name, run, self.started, self.request.resume)
+        return sbatch.script(name, run, self.started, mode, alternating=self.request.rounds > 0)
 
     def shown(self) -> str:
         """All of it in print."""
@@ -69,8 +72,10 @@ class Prepared:
         if not self.request.resume:
             run_folder.refuse_used(run)
         how = {"command": sys.argv, "request": asdict(self.request)}
-        run_folder.write(run, self.experiment, self.commands, self.job, how)
-        return run / "job.sbatch"
+        for folder in dict.fromkeys(command.folder.parent for command in self.commands):
+            commands = [command for command in self.commands if command.folder.parent == folder]
+            run_folder.write(folder, self.experiment, commands, how)
+        return run_folder.write_job(run, self.job)
 
     def submit(self) -> str:
         """Write it and hand it to Slurm; the job's id."""
@@ -90,8 +95,9 @@ def prepare(request: Request) -> Prepared:
     loaded = experiment.load(request.experiment, overrides)
     run = (request.run or Path("runs") / loaded.name).resolve()
     if request.resume:
-        kept = _with_arms(loaded, tuple(run_folder.read(run).arms))
-        run_folder.refuse_other(run, kept)
+        first, request = _resumed(request, run)
+        kept = _with_arms(loaded, tuple(run_folder.read(first).arms))
+        run_folder.refuse_other(first, kept)
     else:
         kept = _with_arms(loaded, request.arms or tuple(loaded.arms))
     settings = Settings(
@@ -101,11 +107,26 @@ def prepare(request: Request) -> Prepared:
         data=tuple(map(_absolute, request.data)),
         save_interval=_save_interval(loaded, request.save_interval),
     )
-    commands = tuple(command_line.of(kept, arm, settings) for arm in kept.arms)
+    site.check_images(settings.site, kept.arms)
+    rounds = [f"round-{number}" for number in range(1, request.rounds + 1)] or [""]
+    commands = tuple(
+        command_line.of(kept, arm, replace(settings, round=one))
+        for one in rounds
+        for arm in kept.arms
+    )
     preparation.check_arguments(kept, commands)
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
     started = tuple(command for command in commands if command.arm in wanted)
     return Prepared(request, kept, settings, commands, started)
+
+
+def _resumed(request: Request, run: Path) -> tuple[Path, Request]:
+    """The folder of the run, or of its first round, and the request with as many rounds."""
+    folders = run_folder.of_run(run)
+    found = 0 if folders == [run] else len(folders)
+    if request.rounds not in (0, found):
+        raise LaunchError(f"--alternate {request.rounds} given, {run} has {found or 'no'} rounds")
+    return folders[0], replace(request, rounds=found)
 
 
 def _with_arms(whole: Experiment, arms: tuple[str, ...]) -> Experiment:

@@ -1,11 +1,16 @@
 """The folder of a launched experiment; whoever reads results begins with its `experiment.json`.
 
 RUN/experiment.json          the experiment as it was resolved, and how it was launched
-RUN/job.sbatch               the arms as a job array
+RUN/job.sbatch               the arms as a job array, or in turn
+RUN/preflight/JOB-RESTART/   a file for each node: was it fit?
 RUN/ARM/command.sh           what every node runs for an arm
+RUN/ARM/{started,done}       when its ranks started first, and when they had come to the end
+RUN/ARM/failures             a line for each time that the job had to queue up again
 RUN/ARM/logs/node-N/JOB-RESTART_*/attempt_0/RANK/{stdout,stderr}.log     torchrun's
 RUN/ARM/train/               program train: the folder of `flux-megatron train`
 RUN/ARM/checkpoints/         program pretrain_gpt, with --save-interval
+
+Where arms alternate, RUN/round-N/ holds all of this for each round but job.sbatch and preflight/.
 """
 
 from __future__ import annotations
@@ -22,7 +27,16 @@ from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.inheritance import flat
 from flux_megatron.launch.site import LaunchError
-from flux_megatron.perf.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
+from flux_megatron.perf.workload import (
+    Cluster,
+    Health,
+    Link,
+    Model,
+    Nics,
+    Parallel,
+    Training,
+    Workload,
+)
 
 FORMAT = 1
 MAY_CHANGE = ("training.steps",)  # when a run is resumed
@@ -53,11 +67,26 @@ def _values(experiment: Experiment) -> dict[str, Any]:
     return {"name": experiment.name, "program": experiment.program} | flat(arms)
 
 
+def of_run(run: Path) -> list[Path]:
+    """The folders with an experiment.json: `run`, or where arms alternate its rounds in order."""
+    rounds = [file.parent for file in run.glob("round-*/experiment.json")]
+    return sorted(rounds, key=lambda folder: int(folder.name.removeprefix("round-"))) or [run]
+
+
+def write_job(run: Path, job: str) -> Path:
+    _replace(run / "job.sbatch", job)
+    return run / "job.sbatch"
+
+
 def write(
-    run: Path, experiment: Experiment, commands: Sequence[Command], job: str, how: dict[str, Any]
+    run: Path, experiment: Experiment, commands: Sequence[Command], how: dict[str, Any]
 ) -> None:
-    """Fill `run`. `how`: what was given on the command line, for the record."""
+    """Fill `run`, or a round. `how`: what was given on the command line, for the record.
+
+    What was launched before may fail as often again, and is not done where it gets more steps.
+    """
     run.mkdir(parents=True, exist_ok=True)
+    more = (run / "experiment.json").exists() and _values(read(run)) != _values(experiment)
     record = {
         "format": FORMAT,
         "flux_megatron": flux_megatron.__version__,
@@ -69,10 +98,12 @@ def write(
     _replace(run / "experiment.json", json.dumps(record, indent=2, default=str) + "\n")
     for command in commands:
         command.folder.mkdir(exist_ok=True)
+        (command.folder / "failures").unlink(missing_ok=True)
+        if more:
+            (command.folder / "done").unlink(missing_ok=True)
         for name, text in command.files.items():
             _replace(command.folder / name, text)
         _replace(command.folder / "command.sh", command.script())
-    _replace(run / "job.sbatch", job)
 
 
 def read(run: Path) -> Experiment:
@@ -94,11 +125,14 @@ def read(run: Path) -> Experiment:
 def _workload(raw: dict[str, Any]) -> Workload:
     cluster = raw["cluster"]
     nics = cluster["nics"]
+    parts = {
+        "link": Link(**cluster["link"]),
+        "nics": Nics(**nics) if nics else None,
+        "health": Health(**cluster.get("health", {})),
+    }
     return Workload(
         model=Model(**raw["model"]),
-        cluster=Cluster(
-            **cluster | {"link": Link(**cluster["link"]), "nics": Nics(**nics) if nics else None}
-        ),
+        cluster=Cluster(**cluster | parts),
         parallel=Parallel(**raw["parallel"]),
         training=Training(**raw["training"]),
         arm=raw["arm"],

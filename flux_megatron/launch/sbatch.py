@@ -12,38 +12,79 @@ from flux_megatron.launch.command_line import Command, render
 from flux_megatron.launch.site import LaunchError
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
+TIME = "04:00:00"  # where the site names no limit
+PREFLIGHT_S = 300  # after which a node that says nothing is unfit
+GRACE_S = 60  # for ranks that hang to write where they are
 
 
-def script(name: str, run: Path, commands: Sequence[Command], resume: bool) -> str:
-    """The text of job.sbatch. What the site says of an option stands instead of ours."""
-    workload, site = commands[0].workload, commands[0].site
-    cluster = workload.cluster
-    options: dict[str, str | int | None] = {
-        "job-name": name.replace("/", "-"),
-        "nodes": cluster.nodes,
-        "ntasks-per-node": 1,
-        # one arm at a time: they are to be compared, and would share the network
-        "array": f"0-{len(commands) - 1}%1",
-        "output": f"{str(run).replace('%', '%%')}/slurm-%A_%a.out",
-        "open-mode": "append",
-        "requeue": None,
-    }
-    if cluster.gpu != "cpu":
-        options |= {"gpus-per-node": cluster.gpus_per_node, "exclusive": None}
-    if commands[0].on_resume:
-        options["signal"] = f"B:USR1@{STOP_BEFORE_S}"
-    if "gres" in site.sbatch:
-        options.pop("gpus-per-node", None)
-    options |= site.sbatch
+def script(name: str, run: Path, commands: Sequence[Command], mode: str, alternating: bool) -> str:
+    """The text of job.sbatch. What the site says of an option stands instead of ours.
+
+    `mode`: start or resume. `alternating`: one job trains all `commands` in turn on its nodes, else
+    each of them is a task of an array.
+    """
+    first = commands[0]
+    cluster, site = first.workload.cluster, first.site
     return render(
         "job.sbatch.j2",
         name=name,
-        options=[_option(key, value) for key, value in options.items()],
+        options=[_option(*one) for one in _options(name, run, commands, alternating).items()],
         run=run,
-        arms=[command.arm for command in commands],
-        mode="resume" if resume else "start",
-        progress=commands[0].progress,
+        parts=[str(command.folder.relative_to(run)) for command in commands],
+        alternating=alternating,
+        mode=mode,
+        progress=first.progress,
+        srun=[
+            f"--{key}" if value is None else f"--{key}={value}" for key, value in site.srun.items()
+        ],
+        containers=_containers(commands),
+        preflight=site.preflight and cluster.gpu != "cpu",
+        why_no_preflight="no GPUs" if cluster.gpu == "cpu" else "as the site says",
+        preflight_s=PREFLIGHT_S,
+        retries=site.retries,
+        silent_s=site.silent_s,
+        poll_s=max(1, min(30, site.silent_s // 4)),
+        grace_s=GRACE_S,
     )
+
+
+def _options(
+    name: str, run: Path, commands: Sequence[Command], alternating: bool
+) -> dict[str, str | int | None]:
+    workload, site = commands[0].workload, commands[0].site
+    folder = str(run).replace("%", "%%")
+    options: dict[str, str | int | None] = {
+        "job-name": name.replace("/", "-"),
+        "nodes": workload.cluster.nodes,
+        "ntasks-per-node": 1,
+        "time": TIME,
+        "open-mode": "append",
+        "requeue": None,
+    }
+    if alternating:
+        options["output"] = f"{folder}/slurm-%j.out"
+    else:
+        # one arm at a time: they are to be compared, and would share the network
+        options |= {"array": f"0-{len(commands) - 1}%1", "output": f"{folder}/slurm-%A_%a.out"}
+    if workload.cluster.gpu != "cpu":
+        options |= {"gpus-per-node": workload.cluster.gpus_per_node, "exclusive": None}
+    if commands[0].on_resume or alternating:
+        options["signal"] = f"B:USR1@{STOP_BEFORE_S}"
+    if "gres" in site.sbatch:
+        options.pop("gpus-per-node", None)
+    return options | site.sbatch
+
+
+def _containers(commands: Sequence[Command]) -> dict[str, tuple[list[str], list[str]]]:
+    """By arm: options of srun, and what precedes the command of a node."""
+    return {
+        command.arm: (
+            container.srun_options(command.arm, command.folders),
+            container.prefix(command.arm, command.folders),
+        )
+        for command in commands
+        if (container := command.site.container)
+    }
 
 
 def _option(name: str, value: str | int | None) -> str:

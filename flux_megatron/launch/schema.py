@@ -13,13 +13,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from flux_megatron.launch.complaint import Complaint
 from flux_megatron.launch.inheritance import Value, covers, nested
-from flux_megatron.perf.workload import Arm, Cluster, Link, Model, Nics, Parallel, Training
+from flux_megatron.perf.workload import (
+    Arm,
+    Cluster,
+    Health,
+    Link,
+    Model,
+    Nics,
+    Parallel,
+    Training,
+)
 
 Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no whole number from a truth value, no unknown key.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _words in (Model, Link, Nics, Cluster, Parallel, Training):
+for _words in (Model, Link, Nics, Health, Cluster, Parallel, Training):
     with_config(_STRICT)(_words)
 
 

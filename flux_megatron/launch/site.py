@@ -1,14 +1,19 @@
-"""What differs from cluster to cluster: the Python, modules to load, partitions, variables."""
+"""What differs from cluster to cluster: the Python, containers, modules, partitions, variables."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flux_megatron.launch.container import Container
+from flux_megatron.perf.workload import Arm
+
+Options = dict[str, str | int | None]
 
 
 class LaunchError(ValueError):
@@ -16,17 +21,24 @@ class LaunchError(ValueError):
 
 
 class Site(BaseModel):
-    """`sbatch`: options of sbatch by their long names, null for one without a value.
+    """`sbatch`, `srun`: options by their long names, null for one without a value.
 
     `setup`: lines of bash that every node runs first; `environment`: variables, set after ours.
+    `silent_s`: a job whose ranks have written nothing for so long hangs. `retries`: how often a job
+    queues up again in a row without a new checkpoint. `preflight`: nodes are examined first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: str = sys.executable
+    container: Container | None = None
     setup: tuple[str, ...] = ()
     environment: dict[str, str] = {}
-    sbatch: dict[str, str | int | None] = {}
+    sbatch: Options = {}
+    srun: Options = {}
+    silent_s: Annotated[int, Field(ge=1)] = 1800
+    retries: Annotated[int, Field(ge=0)] = 2
+    preflight: bool = True
 
 
 def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[str] = ()) -> Site:
@@ -37,6 +49,8 @@ def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[st
             raw = yaml.safe_load(file.read_text()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise LaunchError(f"{file}: {error}") from None
+    if isinstance(raw, dict) and raw.get("container"):
+        raw = {"python": "python3"} | raw  # ours is outside
     try:
         site = Site.model_validate(raw)
     except ValidationError as error:
@@ -53,6 +67,15 @@ def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[st
             "environment": site.environment | variables,
         }
     )
+
+
+def check_images(site: Site, arms: Iterable[Arm]) -> None:
+    """`LaunchError` unless every arm has an image, where there are containers at all."""
+    missing = [arm for arm in arms if site.container and not site.container.image_of(arm)]
+    if missing:
+        raise LaunchError(
+            f"container.image: none given, and none in container.images for {missing}"
+        )
 
 
 def _pair(option: str, text: str) -> tuple[str, str | None]:

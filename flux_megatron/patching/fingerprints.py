@@ -50,6 +50,7 @@ RELIED_ON = {
     "megatron/training/training.py": (
         "get_model",
         "save_checkpoint_and_time",
+        "setup_model_and_optimizer",
         "train_step",
         "training_log",
     ),

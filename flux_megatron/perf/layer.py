@@ -11,9 +11,18 @@ from dataclasses import dataclass
 
 from flux_megatron.perf import attention, linear
 from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
-from flux_megatron.perf.hardware import of
+from flux_megatron.perf.hardware import in_training
 from flux_megatron.perf.operator_cost import collective_us
 from flux_megatron.perf.workload import Workload
+
+# Measured over the least: what traces of stock Megatron's norms, activations and other small
+# kernels took beside one read and write of each tensor: 3.2 and 4.1 (GPT-3 at M = 2048 and 8192),
+# 1.9 and 2.3 (Llama-2), geometric mean (docs/results/h200x2/breakdown.jsonl). There are gradients
+# of Q, K and V to be joined, casts, copies before attention, sums for biases, kernels not fused.
+UNFUSED = 2.7
+# No kernel runs while the host catches up after the synchronisations of a step, whatever M: 8.2 to
+# 14.5 ms in the same traces.
+HOST_US = 9000.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ def pieces(workload: Workload) -> list[Piece]:
     fc1 = model.ffn * (2 if model.swiglu else 1)
     return [
         _linear(workload, "qkv", N=qkv, K=model.hidden),
-        Piece("attention", *attention.core_us(workload, of(workload.cluster))),
+        Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
         _linear(workload, "proj", N=model.hidden, K=model.hidden),
         _linear(workload, "fc1", N=fc1, K=model.hidden),
         _activation(workload),
@@ -56,7 +65,7 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
         sequence_parallel=workload.parallel.sequence_parallel,
     )
     strategy = strategy or linear.STRATEGY[workload.arm]
-    return Piece(name, *linear.cost(layer, strategy, linear.Setting(of(workload.cluster))))
+    return Piece(name, *linear.cost(layer, strategy, linear.Setting(in_training(workload.cluster))))
 
 
 def _activation(workload: Workload) -> Piece:
@@ -77,14 +86,14 @@ def _norms(workload: Workload) -> Piece:
 def _passes(
     workload: Workload, name: str, elements: int, forward: int, backward: int, kernels: int = 1
 ) -> Piece:
-    """A piece bound by memory: how often it reads or writes so many elements."""
-    size_bytes = elements * ELEMENT_BYTES[workload.training.dtype]
+    """A piece bound by memory: how often it must read or write so many elements, and more."""
+    size_bytes = UNFUSED * elements * ELEMENT_BYTES[workload.training.dtype]
     times = (_memory_us(workload, size_bytes * count, kernels) for count in (forward, backward))
     return Piece(name, *times)
 
 
-def _memory_us(workload: Workload, size_bytes: int, kernels: int = 1) -> float:
-    return pass_us(of(workload.cluster), size_bytes, kernels)
+def _memory_us(workload: Workload, size_bytes: float, kernels: int = 1) -> float:
+    return pass_us(in_training(workload.cluster), size_bytes, kernels)
 
 
 def _rows(workload: Workload) -> int:
@@ -142,16 +151,16 @@ def head(workload: Workload) -> Piece:
 def _collective_us(workload: Workload, size_bytes: int) -> float:
     """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
     tp = workload.parallel.tp
-    return collective_us(of(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+    return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:
     """Adam on `parameters` that this GPU updates, by bytes of each: the gradients' norm (4), their
-    clipping (8) and zeroing (4); gradient, and both ways the fp32 parameter and two moments (28);
-    the model's copy.
+    clipping (8) and zeroing (4), a look for NaN (4); gradient, and both ways the fp32 parameter and
+    two moments (28); the model's copy. And what the host lets the GPU wait in a step.
     """
     copy = 4 + ELEMENT_BYTES[workload.training.dtype]
-    return _memory_us(workload, parameters * (4 + 8 + 4 + 28 + copy), kernels=5)
+    return HOST_US + _memory_us(workload, parameters * (4 + 8 + 4 + 4 + 28 + copy), kernels=6)
 
 
 def recompute_us(workload: Workload) -> float:

@@ -6,7 +6,8 @@ hold between them; the cost model takes them as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Arm = Literal["megatron", "te", "flux"]
@@ -49,8 +50,20 @@ class Nics:
 
 
 @dataclass(frozen=True)
+class Health:
+    """What every node reaches at least, before a run starts on it; None: not examined."""
+
+    allreduce_gbps: float | None = None  # bus bandwidth of NCCL's all-reduce over a node's GPUs
+    sm_mhz: int | None = None  # SM clock under GEMMs
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. `gpu` names an entry of `perf.hardware`, or "cpu"."""
+    """Equal nodes. `gpu` names an entry of `perf.hardware`, or "cpu".
+
+    `environment` are variables of every rank, such as NCCL's for this network. Nothing is predicted
+    from them, nor from `health`.
+    """
 
     name: str
     gpu: str
@@ -60,6 +73,8 @@ class Cluster:
     memory_gib: float  # of one GPU; of the machine for "cpu"
     link: Link
     nics: Nics | None = None  # None: a single node
+    health: Health = Health()
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def gpus(self) -> int:

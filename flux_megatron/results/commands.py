@@ -22,13 +22,15 @@ def results(
     """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
     from rich.console import Console
 
+    from flux_megatron.launch import run_folder
     from flux_megatron.results import plot, tables
     from flux_megatron.results.iterations import ResultsError
     from flux_megatron.results.report import reports
     from flux_megatron.results.run import read
 
     try:
-        found = reports([read(run) for run in runs], loss_bound)
+        folders = [folder for run in runs for folder in run_folder.of_run(run)]
+        found = reports([read(folder) for folder in folders], loss_bound)
     except ResultsError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -124,4 +124,6 @@ def test_a_failed_process_is_told_and_the_others_still_run(ranks, tmp_path, caps
     iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="4096,2048")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["arm"] for row in rows] == ["stock", "flux"] * 2
-    assert capsys.readouterr().err.count("no such thing") == 4  # of two ranks, twice
+    said = capsys.readouterr().err
+    for M in (4096, 2048):  # by one rank at least: torchrun may end the other before it has spoken
+        assert f"tp_comm_overlap, M {M}: 1\nno such thing\n" in said

@@ -270,6 +270,10 @@ def pretend_te() -> None:
         module.HAVE_TE = True
     utils.get_te_version = lambda: Version(VERSION)
     transformer_engine_spec_provider.is_te_min_version = utils.is_te_min_version
+    # main asks what is of these classes, which are not built in training
+    inference = vars(sys.modules.get("megatron.core.tensor_parallel.inference_layers", utils))
+    for name in [name for name in inference if name.startswith("Inference")]:
+        inference[name] = type(name, (), {})
     experts = sys.modules["megatron.core.transformer.moe.moe_utils"]
     experts.te_general_gemm = None  # up to 0.16 asked for also where there is none
 

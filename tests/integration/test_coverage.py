@@ -102,7 +102,7 @@ def _strict(rank: int) -> None:
     counted(model())
     with pytest.raises(errors.FallbackRefused, match=r"8 of 9 .* are ours; not output_layer \(1\)"):
         counted(model(head=False))
-    PROVIDERS["chosen"] = provider_of(("qkv", "fc2"))
+    PROVIDERS["chosen"] = provider_of(("qkv", "fc2"), PROVIDERS["flux"])
     chosen = coverage.layers_of([model("chosen", head=False)], ("qkv", "fc2"))
     assert (chosen.ours, chosen.total) == (4, 9)
     assert {why for _, why in chosen.others} == {coverage.NOT_CHOSEN}

@@ -195,14 +195,14 @@ def test_installing_twice_is_installing_once(capsys):
 @pytest.mark.parametrize(
     ("asked", "of_te", "can_run", "layers", "said"),
     [
-        ("transformer_engine", True, True, None, "transformer_engine: linear layers of GPT models "
+        ("transformer_engine", True, True, None, "transformer_engine: linear layers "
          "are ours, with the norms inside them; experts and all else are TransformerEngine's"),
-        ("transformer_engine", True, True, ("qkv", "head"), "transformer_engine: linear layers of "
-         "GPT models (qkv head) are ours, with the norms inside them; experts and all else are "
+        ("transformer_engine", True, True, ("qkv", "head"), "transformer_engine: linear layers "
+         "(qkv head) are ours, with the norms inside them; experts and all else are "
          "TransformerEngine's"),
         ("transformer_engine", False, False, None, "local, not transformer_engine: linear layers "
-         "of GPT models and norms are ours, attention is torch's"),
-        ("local", False, True, ("fc1",), "local: linear layers of GPT models (fc1) and norms are "
+         "and norms are ours, attention is torch's"),
+        ("local", False, True, ("fc1",), "local: linear layers (fc1) and norms are "
          "ours, attention is TransformerEngine's"),
     ],
 )  # fmt: skip
@@ -368,7 +368,7 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert done.returncode == 0, done.stderr
     said, ran, told = done.stdout.splitlines()
     assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
-    assert said.endswith("of GPT models and norms are ours, attention is torch's")
+    assert said.endswith("and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
     assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
 

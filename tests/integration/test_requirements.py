@@ -232,7 +232,10 @@ def test_the_files_that_would_be_imported_are_compared(tmp_path, monkeypatch):
 
     monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(tmp_path / "megatron")])
     names = [n for n, why in installed.changed.__wrapped__() if "megatron/training" in why]
-    assert names == ["get_model", "save_checkpoint_and_time", "train_step", "training_log"]
+    assert names == [
+        "get_model", "save_checkpoint_and_time", "setup_model_and_optimizer", "train_step",
+        "training_log",
+    ]  # fmt: skip
 
 
 def test_a_known_megatron_costs_no_time():
@@ -240,3 +243,35 @@ def test_a_known_megatron_costs_no_time():
     start = time.process_time()
     installed.changed.__wrapped__()
     assert time.process_time() - start < 0.2
+
+
+@pytest.mark.parametrize(
+    ("layers", "of_te", "refused"),
+    [(["fc1", "head"], False, True), (["fc1", "qkv"], False, False), (None, False, False),
+     (["head"], True, False)],
+)  # fmt: skip
+def test_deferred_gradients_need_our_layers_in_megatron_s_local_ones(
+    monkeypatch, layers, of_te, refused
+):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    args = argparse.Namespace(
+        transformer_impl="transformer_engine", defer_embedding_wgrad_compute=True,
+        flux_layers=layers,
+    )  # fmt: skip
+    found = [str(complaint) for complaint in requirements.complaints(args, {})]
+    assert [line.partition(":")[0] for line in found] == (
+        ["--defer-embedding-wgrad-compute"] if refused else []
+    )
+
+
+@pytest.mark.parametrize("of_te", [True, False])
+def test_hybrid_specifications_need_to_be_allowed(monkeypatch, of_te):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    args = argparse.Namespace(transformer_impl="transformer_engine", spec=spec)
+    (complaint,) = requirements.complaints(args, {})
+    assert str(complaint).startswith(f"--spec {' '.join(spec)}: ")
+    assert complaint.may_be_allowed == of_te
+    args.spec = ["my.specs", "mine"]
+    (complaint,) = requirements.complaints(args, {})
+    assert not complaint.may_be_allowed

@@ -127,17 +127,19 @@ def test_hybrid_specifications_keep_their_mixers(monkeypatch):
 
 
 def test_a_launch_puts_ours_there():
-    assert run_ranks(_launched, 1, ()) == [[FluxColumnParallelLinear, FluxRowParallelLinear, True]]
-    chosen = run_ranks(_launched, 1, ("--flux-layers", "fc1"))
-    assert chosen[0][1:] == [RowParallelLinear, False]
+    ours = ["FluxColumnParallelLinear", "FluxRowParallelLinear", "FluxColumnParallelLinear"]
+    assert run_ranks(_launched, 1, ()) == [ours]
+    chosen = ["Chosen", "RowParallelLinear", "ColumnParallelLinear"]
+    assert run_ranks(_launched, 1, ("--flux-layers", "fc1")) == [chosen]
 
 
-def _launched(rank: int, flags: tuple[str, ...]) -> list[Any]:
-    """Classes that T5's local specification then names, and whether its LM head is ours."""
+def _launched(rank: int, flags: tuple[str, ...]) -> list[str]:
+    """What T5's local specification then names, and the class of its LM head."""
+    importlib.reload(t5_spec)  # as it was before another test
     args = add_flux_arguments(argparse.ArgumentParser()).parse_args(["--flux-overlap", *flags])
     args.transformer_impl = "local"
     install.install_from(args)
     (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
     attention = layer.submodules.self_attention.submodules
     head = t5_model.tensor_parallel.ColumnParallelLinear
-    return [attention.linear_qkv, attention.linear_proj, head is FluxColumnParallelLinear]
+    return [each.__name__ for each in (attention.linear_qkv, attention.linear_proj, head)]

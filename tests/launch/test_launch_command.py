@@ -121,13 +121,13 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
     folder = tmp_path / "run"
     assert "has no experiment.json" in run("cpu/tiny", "--run-dir", folder, "--resume", code=2)
     run("cpu/tiny", "--run-dir", folder)
-    assert "mode=start\n" in (folder / "job.sbatch").read_text()
+    assert "mode=start " in (folder / "job.sbatch").read_text()
     other = run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.lr=2", code=2)
     assert "flux.training.lr: 0.001 -> 2.0" in other
     run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.steps=40", "--arm", "flux")
     job = (folder / "job.sbatch").read_text()
-    assert "mode=resume\n" in job
-    assert "arms=(flux)\n" in job
+    assert "mode=resume " in job
+    assert "parts=(flux) " in job
     kept = run_folder.read(folder).arms
     assert {arm: workload.training.steps for arm, workload in kept.items()} == {
         "megatron": 40,

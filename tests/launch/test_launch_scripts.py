@@ -43,6 +43,7 @@ PROGRAMS = {
         case "$*" in
         "show hostnames "*) printf 'first\\nsecond\\n' ;;
         *"show node first") echo "NodeName=first NodeAddr=10.0.0.1 NodeHostName=first" ;;
+        *"show job "*) echo "JobId=10007 JobState=${STATE:-RUNNING} ExcNodeList=(null)" ;;
         "requeue "*) echo "$2" >>"$WORK/requeued" ;;
         *) exit 9 ;;
         esac
@@ -88,14 +89,15 @@ def test_job_is_an_array_of_arms(tmp_path):
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", save_interval=10)
     options = directives(made.job)
     assert options["array"] == "0-2%1"
-    assert "arms=(megatron te flux)" in made.job
+    assert "parts=(megatron te flux) " in made.job
+    assert options["time"] == "04:00:00"
     assert (options["nodes"], options["gpus-per-node"]) == ("16", "8")
     assert options["ntasks-per-node"] == "1"
     assert {"exclusive", "requeue"} <= options.keys()
     assert options["signal"] == "B:USR1@300"
     assert options["output"] == f"{tmp_path}/slurm-%A_%a.out"
     two = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux", "megatron"))
-    assert "arms=(megatron flux)" in two.job
+    assert "parts=(megatron flux) " in two.job
     assert directives(two.job)["array"] == "0-1%1"
     # nothing could be saved before the time limit
     assert "signal" not in directives(two.job)
@@ -162,7 +164,7 @@ class Slurm:
     def environment(self, **more: str) -> dict[str, str]:
         path = f"{self.work / 'bin'}:{os.environ['PATH']}"
         slurm = {"JOB_ID": "10007", "JOB_NUM_NODES": "2", "JOB_NODELIST": "some[1-2]",
-                 "ARRAY_TASK_ID": "1"}  # fmt: skip
+                 "ARRAY_JOB_ID": "10006", "ARRAY_TASK_ID": "1"}  # fmt: skip
         named = {f"SLURM_{name}": value for name, value in slurm.items()}
         return os.environ | {"PATH": path, "WORK": str(self.work)} | named | more
 
@@ -199,13 +201,24 @@ def test_nodes_meet_at_the_address_of_the_first(slurm):
 
 
 def test_every_requeue_resumes(slurm):
-    assert slurm.start().returncode == 0
+    assert slurm.start(CODE="7").returncode == 7
     for restart in (1, 2):
-        assert slurm.start(SLURM_RESTART_COUNT=str(restart)).returncode == 0
+        assert slurm.start(SLURM_RESTART_COUNT=str(restart), CODE="7").returncode == 7
         given = slurm.ranks(1, restart)
         assert given[-1] == "--resume"
         assert f"--rdzv-id=10007-{restart}" in given
     assert "--resume" not in slurm.ranks(1)
+
+
+def test_requeue_before_the_ranks_started_starts_them(slurm):
+    assert slurm.start(SLURM_RESTART_COUNT="1").returncode == 0
+    assert "--resume" not in slurm.ranks(1, 1)
+
+
+def test_what_is_done_is_not_done_again(slurm):
+    assert slurm.start().returncode == 0
+    assert slurm.start(SLURM_RESTART_COUNT="1").returncode == 0
+    assert not (slurm.work / "ranks-0-1").exists()
 
 
 def test_job_does_not_start_twice(slurm):
@@ -216,10 +229,14 @@ def test_job_does_not_start_twice(slurm):
 
 
 def test_resumed_launch_goes_on(slurm):
-    assert slurm.start().returncode == 0
-    launching.prepare(Request("cpu/tiny", run=slurm.run, resume=True, site=slurm.work / "site.yaml"
-                              )).write()  # fmt: skip
-    assert slurm.start().returncode == 0
+    """What failed is forgotten, and what is done goes on where it gets more steps."""
+    for code, steps in ((7, 20), (0, 20), (0, 30)):
+        assert slurm.start(CODE=str(code)).returncode == code
+        request = Request("cpu/tiny", run=slurm.run, resume=True, site=slurm.work / "site.yaml",
+                          overrides=(f"training.steps={steps}",))  # fmt: skip
+        launching.prepare(request).write()
+        assert (slurm.run / "flux" / "done").exists() is (code == 0 and steps == 20)
+    assert not (slurm.run / "flux" / "failures").exists()
     assert slurm.ranks(0)[-1] == "--resume"
 
 
@@ -231,8 +248,24 @@ def test_unfit_node_stops_the_job_before_it_starts(slurm):
     assert slurm.start().returncode == 0
 
 
-def test_exit_code_of_the_ranks_is_that_of_the_job(slurm):
-    assert slurm.start(CODE="7").returncode == 7
+def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
+    """Twice without progress; a checkpoint counts as progress. The task alone is meant."""
+    requeued, latest = (
+        slurm.work / "requeued",
+        slurm.run / "flux" / "train" / "checkpoints" / "latest",
+    )
+    for restart, times in enumerate((1, 2, 2)):
+        assert slurm.start(CODE="7", SLURM_RESTART_COUNT=str(restart)).returncode == 7
+        assert requeued.read_text() == "10006_1\n" * times
+    latest.parent.mkdir(parents=True)
+    latest.write_text("step_4\n")
+    told = slurm.start(CODE="7", SLURM_RESTART_COUNT="3").stdout
+    assert "flux: ranks ended with code 7" in told
+    assert requeued.read_text() == "10006_1\n" * 3
+
+
+def test_cancelled_job_does_not_queue_again(slurm):
+    assert slurm.start(CODE="7", STATE="CANCELLED").returncode == 7
     assert not (slurm.work / "requeued").exists()
 
 
@@ -241,7 +274,7 @@ def test_ranks_save_before_the_time_limit_and_the_job_queues_again(slurm):
     (slurm.run / "flux" / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
     assert near_time_limit(slurm) == 0
     assert (slurm.work / "latest").read_text() == "step_4\n"
-    assert (slurm.work / "requeued").read_text() == "10007\n"
+    assert (slurm.work / "requeued").read_text() == "10006_1\n"
 
 
 def test_job_that_cannot_save_does_not_queue_again(slurm):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-POLL_S = 0.3
+POLL_S = 0.1
 CALL_S = 60  # for one command; Slurm's own timeouts are shorter
 PATH = f"{os.environ['PATH']}:/usr/sbin"  # Debian's daemons; not on every user's path
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")

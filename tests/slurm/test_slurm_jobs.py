@@ -74,25 +74,35 @@ def planned(slurm: SlurmCluster, partition: str, job: Path, *options: str) -> tu
     return done.returncode == 0, found[1] if found else done.stderr
 
 
+# The doctor has tests of its own; here it would import torch on every node before the ranks do.
+PYTHON = f"""#!/bin/sh
+case "$*" in "-m flux_megatron.doctor "*) exit 0 ;; esac
+exec {sys.executable} "$@"
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
-    """Two nodes, two arms one after the other; the second one is interrupted after step 6.
+    """Two nodes of two ranks, which are interrupted after step 6.
 
-    Its first start has done the steps after the checkpoint without interruption: the second start
+    The first start has done the steps after the checkpoint without interruption: the second start
     repeats them to the last bit, and does not repeat the others.
     """
     pytest.importorskip("megatron.core", reason="needs the extra `train`")
-    text, run = tmp_path / "text", tmp_path / "run"
+    text, run, python = tmp_path / "text", tmp_path / "run", tmp_path / "python"
     text.mkdir()
     (text / "words.txt").write_text(" ".join(f"{i} is {i * i}." for i in range(3000)))
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "site.yaml").write_text(f"python: {python}\n")
     job = slurm.run(
-        *COMMAND, "launch", "cpu/tiny", "--submit", "--run-dir", str(run),
+        *COMMAND, "launch", "cpu/tiny", "--submit", "--run-dir", str(run), "--arm", "flux",
         "--set", f"training.steps={STEPS}", "--set", "model.layers=1",
-        "--save-interval", str(SAVE_INTERVAL),
+        "--save-interval", str(SAVE_INTERVAL), "--site", str(tmp_path / "site.yaml"),
         "--data-path", str(text), "--env", "GLOO_SOCKET_IFNAME=lo",
     ).strip()  # fmt: skip
-    requeued = f"{job}_1"
+    requeued = f"{job}_0"
     flux = run / "flux" / "train"
     try:
         slurm.wait_for(
@@ -105,20 +115,13 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
         # Slurm would let two minutes pass
         slurm.run("scontrol", "update", f"JobId={requeued}", "StartTime=now")
         slurm.wait_for(lambda: not going_on(slurm, job), 240, "the end")
-        restarts = {task: fields["Restarts"] for task, fields in slurm.jobs(job).items()}
-        assert restarts == {f"{job}_0": "0", requeued: "1"}
+        assert slurm.jobs(job)[requeued]["Restarts"] == "1"
         assert_continued(first_start, metrics(flux))
         summary = json.loads((flux / "summary.json").read_text())
         assert (summary["first_step"], summary["last_step"]) == (SAVE_INTERVAL + 1, STEPS)
         assert summary["overlapped"] == summary["eligible"] > 0
-        assert len(metrics(run / "megatron" / "train")) == STEPS
     except AssertionError as error:
         raise AssertionError(f"{error}\n{logs_of(run)}") from error
-
-    shown = slurm.run(*COMMAND, "results", str(run))
-    assert "cpu/tiny" in shown
-    assert "megatron" in shown
-    assert "flux" in shown
 
 
 def states(slurm: SlurmCluster, job: str) -> dict[str, str]:

@@ -1,0 +1,101 @@
+"""The container in which the ranks of an arm run: what srun is told, or what starts it.
+
+pyxis, Slurm's plugin for enroot, gives srun options of its own. Without it `enroot start` precedes
+the command of every node. Both see the run's folder, the checkout and the data at their own paths.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from flux_megatron.perf.workload import Arm
+
+_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?")
+
+
+def _mount(text: str) -> str:
+    if not _MOUNT.fullmatch(text):
+        raise ValueError(
+            f"{text!r} given, /HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
+        )
+    return text
+
+
+def _image(text: str) -> str:
+    """A squashfs file is looked for on the nodes, from whatever folder they start in."""
+    if not text or any(character.isspace() for character in text):
+        raise ValueError(
+            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:25.06-py3 expected"
+        )
+    if text.endswith((".sqsh", ".squashfs")) and not text.startswith("/"):
+        raise ValueError(f"{text!r} given, an absolute path expected")
+    return text
+
+
+def _folder(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError(f"{text!r} given, an absolute path expected")
+    return text
+
+
+Image = Annotated[str, AfterValidator(_image)]
+Mount = Annotated[str, AfterValidator(_mount)]
+Folder = Annotated[str, AfterValidator(_folder)]
+
+
+class Container(BaseModel):
+    """`image`: of all arms, or None where `images` has one for each. `mounts`: beside what every
+    run needs. `workdir`: where a container begins; the programs change to their own folder.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    runtime: Literal["pyxis", "enroot"] = "pyxis"
+    image: Image | None = None
+    images: dict[Arm, Image] = {}
+    mounts: tuple[Mount, ...] = ()
+    workdir: Folder | None = None
+
+    def image_of(self, arm: Arm) -> str | None:
+        return self.images.get(arm, self.image)
+
+    def srun_options(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """Options of srun, where pyxis takes them."""
+        if self.runtime != "pyxis":
+            return []
+        mounts = [_whole(mount) for mount in self._mounts(folders)]
+        options = [
+            f"--container-image={self.image_of(arm)}",
+            f"--container-mounts={','.join(mounts)}",
+        ]
+        return options + ([f"--container-workdir={self.workdir}"] if self.workdir else [])
+
+    def prefix(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """What precedes the command of a node, where enroot starts it."""
+        if self.runtime != "enroot":
+            return []
+        mounts = [f"--mount={_fstab(mount)}" for mount in self._mounts(folders)]
+        return ["enroot", "start", "--rw", *mounts, str(self.image_of(arm))]
+
+    def _mounts(self, folders: Iterable[Path]) -> list[str]:
+        """Each once; what the site says of a folder stands instead of ours."""
+        given = {mount.split(":")[0] for mount in self.mounts}
+        needed = dict.fromkeys(str(folder) for folder in folders)
+        return [*self.mounts, *(folder for folder in needed if folder not in given)]
+
+
+def _whole(mount: str) -> str:
+    """pyxis wants both sides."""
+    return mount if ":" in mount else f"{mount}:{mount}"
+
+
+def _fstab(mount: str) -> str:
+    """enroot wants the fields of an fstab: both sides, a type, options."""
+    source, target, *flags = _whole(mount).split(":")
+    options = ",".join(["x-create=auto", "rbind", *(flags[0].split("+") if flags else [])])
+    return f"{source}:{target}:none:{options}"

@@ -1,0 +1,159 @@
+"""What a node is told to be: of every answer of nvidia-smi, and of none."""
+
+from __future__ import annotations
+
+import pytest
+
+from flux_megatron.preflight import gpus, load
+from flux_megatron.preflight.__main__ import main, verdict
+from flux_megatron.preflight.finding import Finding, NotChecked, asked
+
+SOUND = {
+    "index": "0\n1\n",
+    "ecc.errors.uncorrected.volatile.total": "0, 0\n1, 0\n",
+    "remapped_rows.pending": "0, No\n1, No\n",
+    "remapped_rows.failure": "0, No\n1, No\n",
+    "clocks_throttle_reasons.hw_thermal_slowdown": "0, Not Active\n1, Not Active\n",
+    "clocks_throttle_reasons.hw_power_brake_slowdown": "0, Not Active\n1, Not Active\n",
+    "--status": "GPU 0: A\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
+    "GPU 1: A\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n",
+    "--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 0\n\t Link 0: Recovery Errors: 0\n",
+}
+
+
+@pytest.fixture
+def smi(monkeypatch):
+    """A function that sets the answers; None: that question fails."""
+    answers = dict(SOUND)
+
+    def answer(command, timeout_s):
+        question = (
+            command[-1] if command[1] == "nvlink" else command[1].split("=")[1].split(",")[-1]
+        )
+        if answers[question] is None:
+            raise NotChecked("exit code 2")
+        return answers[question]
+
+    monkeypatch.setattr(gpus, "asked", answer)
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: name)
+    return answers.update
+
+
+def of(status: str, count: int = 2, link: str = "nvlink") -> list[str]:
+    return [finding.text for finding in gpus.examine(count, link) if finding.status == status]
+
+
+def test_sound_node_is_fit(smi):
+    assert of("unfit") == of("not checked") == []
+    assert len(of("ok")) == len(SOUND)
+    assert len(of("ok", link="pcie")) == len(SOUND) - 2
+
+
+UNFIT = {
+    "a GPU is missing": ("index", "0\n", "1 GPUs, 2 expected"),
+    "memory": ("ecc.errors.uncorrected.volatile.total", "0, 0\n1, 7\n", "GPU 1: uncorrected ECC"),
+    "a row waits": ("remapped_rows.pending", "0, Yes\n1, No\n", "GPU 0: rows of memory wait"),
+    "heat": ("clocks_throttle_reasons.hw_thermal_slowdown", "0, Active\n1, Not Active\n", "heat"),
+    "a link is down": (
+        "--status",
+        "GPU 0: A\n\t Link 0: 26.562 GB/s\nGPU 1: A\n\t Link 0: <inactive>\n",
+        "GPU 1: 0 active NVLinks, others 1",
+    ),
+    "all links are down": ("--status", "GPU 0: A\n\t Link 0: <inactive>\n", "0 active NVLinks"),
+    "a link was lost": (
+        "--errorcounters", "GPU 0: A\n\t Link 3: Recovery Errors: 2\n",
+        "NVLink 3: 2 Recovery errors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_unfit_node_says_why(smi, case):
+    question, answer, told = UNFIT[case]
+    smi({question: answer})
+    (found,) = of("unfit")
+    assert told in found
+
+
+def test_replays_are_noted(smi):
+    smi({"--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 4\n"})
+    assert of("note") == ["GPU 0: NVLink 0: 4 Replay errors"]
+    assert of("unfit") == []
+
+
+@pytest.mark.parametrize("question", SOUND)
+def test_what_cannot_be_asked_is_not_passed(smi, question):
+    smi({question: None})
+    assert len(of("not checked")) == 1
+    assert len(of("ok")) == len(SOUND) - 1
+
+
+def test_gpu_that_knows_no_errors_is_not_passed(smi):
+    smi({"ecc.errors.uncorrected.volatile.total": "0, [N/A]\n1, [N/A]\n"})
+    assert "GPU 0, 1 has no ecc.errors" in of("not checked")[0]
+
+
+def test_machine_without_nvidia_smi_says_so(monkeypatch):
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    assert of("not checked") == ["errors, links and clocks of GPUs: no nvidia-smi"]
+
+
+LOADS = {
+    "fit": ({"allreduce_gbps": 300.0, "sm_mhz": [1500, 1400]}, []),
+    "a slow link": (
+        {"allreduce_gbps": 99.6, "sm_mhz": [1500]},
+        ["all-reduce 100 GB/s, 230 expected"],
+    ),
+    "a slow GPU": (
+        {"allreduce_gbps": 300.0, "sm_mhz": [1500, 345]},
+        ["SM clock under GEMMs: GPU 1: 345 MHz, 1200 expected"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_load_is_held_against_the_clusters_file(monkeypatch, case):
+    reached, expected = LOADS[case]
+    monkeypatch.setattr(load, "_reached", lambda gpus: reached)
+    assert [f.text for f in load.examine(2, 230, 1200) if f.status == "unfit"] == expected
+
+
+def test_load_that_fails_or_is_not_expected(monkeypatch):
+    def fails(gpus: int) -> dict:
+        raise NotChecked("no answer in 180 s")
+
+    monkeypatch.setattr(load, "_reached", fails)
+    assert [f.status for f in load.examine(2, 230, None)] == ["not checked", "unfit"]
+    assert [f.status for f in load.examine(2, None, None)] == ["not checked", "not checked"]
+
+
+def test_commands_are_bounded():
+    assert asked(["echo", "yes"], 30) == "yes\n"
+    for command, why in (
+        (["no-such"], "No such file"),
+        (["false"], "exit code 1"),
+        (["sleep", "9"], "no answer"),
+    ):
+        with pytest.raises(NotChecked, match=why):
+            asked(command, 0.2 if command[0] == "sleep" else 30)
+
+
+def test_verdict_is_one_line(tmp_path, monkeypatch):
+    findings = [
+        Finding("ok", "a"),
+        Finding("unfit", "b"),
+        Finding("not checked", "c"),
+        Finding("unfit", "d"),
+    ]
+    assert verdict(findings) == "unfit: b; d; not checked: c"
+    assert verdict(findings[:1]) == "fit"
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    main(["--gpus", "2", "--link", "pcie", "--verdict", str(tmp_path / "node")])
+    assert (tmp_path / "node").read_text().startswith("fit; not checked: errors, links")
+
+
+def test_all_reduce_of_two_ranks():
+    """The program itself, on the CPU through gloo."""
+    reached = load._reached(2)
+    assert reached["allreduce_gbps"] > 0
+    assert reached["sm_mhz"] is None

@@ -1,0 +1,50 @@
+"""The simulator beside training runs that others have published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from flux_megatron.perf import flops, layer, published_runs, step
+from flux_megatron.perf.published_runs import RUNS, seconds, workload
+
+PAGE = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
+
+
+def errors() -> list[float]:
+    pairs = [seconds(run, full=full) for run in RUNS for full in (False, True)]
+    return [predicted / published - 1 for published, predicted in pairs]
+
+
+def test_published_runs_are_predicted_within_a_tenth_and_not_too_fast_for_all():
+    found = errors()
+    assert max(map(abs, found)) < 0.1
+    assert abs(fmean(found)) < 0.03
+
+
+def test_least_traffic_alone_is_too_fast(monkeypatch):
+    """What the model said before: every tensor read and written once."""
+    monkeypatch.setattr(layer, "UNFUSED", 1.0)
+    assert min(errors()) < -0.1
+
+
+@pytest.mark.parametrize(("run", "published"), zip(RUNS, (0.415, 0.514, 0.560, 0.563), strict=True))
+def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published):
+    """It counts attention's scores whole, and the padded vocabulary."""
+    one = workload(run, full=False)
+    counted = flops.mfu(one, run.selective_s)
+    scores = 6 * run.layers * 2048**2 * run.hidden * run.batch
+    whole = counted * (1 + scores / flops.model_flops(one))
+    assert whole == pytest.approx(published, abs=0.005)
+
+
+@pytest.mark.parametrize("pp", [4, 12])
+def test_hopper_is_predicted_near_megatrons_own_figure(pp):
+    found = step.predict(published_runs.on_hopper(pp)).mfu
+    assert found == pytest.approx(published_runs.HOPPER_MFU, abs=0.03)
+
+
+def test_page_has_the_table():
+    assert published_runs.table() in PAGE
