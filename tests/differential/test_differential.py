@@ -46,8 +46,8 @@ def test_combinations_keep_the_rules():
             assert "--sequence-parallel" in drawn.arguments
         assert ("--bf16" in drawn.arguments) == (drawn.precision == "bf16")
         assert "--bf16" not in training_space.in_fp32(drawn)
-        kinds |= {drawn.resume, drawn.te, drawn.precision, drawn.ranks}
-    assert kinds >= {None, "own", "stock", "ours", True, False, "fp32", "bf16", "fp16", 1, 2, 4}
+        kinds |= {drawn.resume, f"te {drawn.te}", drawn.precision, drawn.ranks}
+    assert kinds >= {None, "own", "stock", "ours", "te True", "te False", "fp32", "bf16", "fp16", 1, 2, 4}
 
 
 def _value(drawn, option):
@@ -231,7 +231,11 @@ def _body(run, number):
 
 @pytest.mark.parametrize(
     ("what", "codes", "hung"),
-    [(["0", "0"], [0, 0], False), (["3", "sleep"], [3, -9], False), (["0", "sleep"], [0, -9], True)],
+    [
+        (["0", "0"], [0, 0], False),
+        (["3", "sleep"], [3, -9], False),
+        (["0", "sleep"], [0, -9], True),
+    ],
 )
 def test_ranks_are_forked_and_ended(what, codes, hung, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "GRACE_S", 0.2)

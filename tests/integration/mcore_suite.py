@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
+import importlib.metadata
 import json
 import os
 import signal
@@ -106,13 +107,23 @@ def _body(run: Any, rank: int) -> int:
     return int(pytest.main([*OPTIONS, "--layers", layers, f"--outcomes={run.folder}", *tests]))
 
 
-def _stub_fp8() -> None:
-    """Some tests ask TransformerEngine at import whether the GPU has FP8."""
-    parts = ["transformer_engine", "pytorch", "fp8"]
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
+def _stand_ins() -> None:
+    """What tests import from absent packages, and Megatron's own rotary code as the fused one."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotary(t: Any, freqs: Any, interleaved: bool = False, **_: Any) -> Any:
+        return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
+
+    rope_utils.fused_apply_rotary_pos_emb = rotary
+    for name in ("transformer_engine", "transformer_engine.pytorch", "flash_attn"):
         sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
+    fp8: Any = types.ModuleType("transformer_engine.pytorch.fp8")
+    fp8.check_fp8_support = lambda: (False, "no GPU")
+    sys.modules[fp8.__name__] = fp8
+    flash: Any = sys.modules["flash_attn"]
+    flash.flash_attn_with_kvcache, flash.__version__ = None, "0"
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0" if name == "flash-attn" else version(name)
 
 
 class _Collected:
@@ -126,20 +137,21 @@ class _Collected:
             self.tests.setdefault(item.nodeid.split("::")[0], []).append(item.nodeid)
 
 
-def serve(checkout: Path, ranks: int, out: Path, files: list[str]) -> None:
+def serve(checkout: Path, ranks: int, out: Path, files: list[str], keep: Path | None) -> None:
     """All files of one checkout, in a process of its own that has imported Megatron and them."""
     import rank
 
     os.chdir(checkout)
     os.environ["WORLD_SIZE"] = str(ranks)
     rank.prepare("pretrain_gpt.py", te=True)
-    _stub_fp8()
+    _stand_ins()
     there = [str(p) for f in files for p in sorted(Path("tests/unit_tests").glob(f))]
     collected = _Collected()
-    pytest.main([*OPTIONS, "--collect-only", "--layers=stock", "--outcomes=.", *there], [collected])
+    pytest.main([*OPTIONS, "--collect-only", "--continue-on-collection-errors",
+                 "--layers=stock", "--outcomes=.", *there], [collected])  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         for file, tests in collected.tests.items():
-            made = row(checkout, file, tests, ranks, Path(work))
+            made = row(checkout, file, tests, ranks, keep or Path(work))
             with out.open("a") as stream:
                 stream.write(json.dumps(made) + "\n")
             print(json.dumps(made), flush=True)
@@ -152,10 +164,12 @@ def main() -> int:
     parser.add_argument("--site", type=Path, help="folder of packages that Megatron needs")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--files", nargs="+", default=FILES, help="below tests/unit_tests")
+    parser.add_argument("--keep", type=Path, help="folder that is there, for the logs of ranks")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.megatron[0].resolve(), options.ranks, options.out, options.files)
+        keep = options.keep and options.keep.resolve()
+        serve(options.megatron[0].resolve(), options.ranks, options.out, options.files, keep)
         return 0
     from server import environment
 
@@ -168,8 +182,6 @@ def main() -> int:
 
 
 def _version(package: str) -> str:
-    import importlib.metadata
-
     return importlib.metadata.version(package)
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own tests of tensor parallelism: what passes with its layers passes with ours."""
+"""Megatron-LM's own tests: what passes with its layers passes with ours, and how we count that."""
 
 from __future__ import annotations
 
@@ -8,46 +8,152 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mcore_suite
 import pytest
 import torch
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
-RANKS = torch.cuda.device_count() if torch.cuda.is_available() else 8
+TESTS = """
+import os
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+RANK = int(os.environ["RANK"])
+
+
+def layer():
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
+        tensor_model_parallel_size=2, sequence_parallel=True,
+    )
+    return ColumnParallelLinear(8, 4, config=config, init_method=torch.nn.init.zeros_)
+
+
+def test_builds():
+    layer()
+
+
+def test_fails_on_one_rank():
+    assert RANK == 0
+
+
+def test_runs():
+    y, _ = layer()(torch.ones(2, 1, 8, requires_grad=True))
+    y.sum().backward()
+
+
+def test_waits_for_a_rank_that_is_gone():
+    layer()
+    assert RANK == 1
+    torch.distributed.barrier()
+
+
+@pytest.mark.skip
+def test_skipped():
+    pass
+
+
+def test_passes():
+    pass
+"""
+NAMES = (
+    "builds",
+    "fails_on_one_rank",
+    "runs",
+    "waits_for_a_rank_that_is_gone",
+    "skipped",
+    "passes",
+)
+UTILITIES = "class Utils: rank = world_size = None"
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """A checkout with the tests above; the names of the tests."""
+    folder = tmp_path / "tests" / "unit_tests"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "test_utilities.py").write_text(UTILITIES)
+    (folder / "test_some.py").write_text(TESTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "pipelined")
+    return [f"tests/unit_tests/test_some.py::test_{name}" for name in NAMES]
+
+
+def _on_cpu(run, rank):
+    from flux_megatron.train.cpu_device import pretend_cuda
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    pretend_cuda()
+    return BODY(run, rank)
+
+
+BODY = mcore_suite._body
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forked ranks are for CPUs")
+def test_outcomes_and_what_ran_are_told(suite, tmp_path, monkeypatch):
+    monkeypatch.setattr(mcore_suite, "_body", _on_cpu)
+    stock = mcore_suite.outcomes(suite, "stock", 2, tmp_path)
+    assert [stock[test]["outcome"] for test in suite] == [
+        "passed", "failed", "passed", "failed", "skipped", "passed",
+    ]  # fmt: skip
+    assert {one["built"] for one in stock.values()} == {0}
+    ours = mcore_suite.outcomes([suite[0], suite[2]], "flux", 2, tmp_path)
+    expected = {"outcome": "passed", "built": 2, "forwards": 0, "backwards": 0}
+    assert ours == {
+        suite[0]: expected,
+        suite[2]: expected | {"forwards": 2, "backwards": 2},
+    }
+
+
+def test_ranks_that_say_nothing_end_with_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcore_suite, "_body", lambda run, rank: 4)
+    found = mcore_suite.outcomes(["a", "b"], "stock", 2, tmp_path)
+    assert {test: one["outcome"] for test, one in found.items()} == {"a": "failed", "b": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome"),
+    [
+        (("passed", "passed"), "passed"),
+        (("passed", "failed"), "failed"),
+        (("passed", "started"), "failed"),
+        (("passed", "skipped"), "passed"),
+        (("skipped", "skipped"), "skipped"),
+    ],
+)
+def test_a_test_passes_if_no_rank_fails_it(lines, outcome, tmp_path):
+    for rank, last in enumerate(lines):
+        told = [{"test": "t", "outcome": "started"}, {"test": "t", "outcome": last, "built": 3}]
+        text = "".join(json.dumps(line) + "\n" for line in told)
+        (tmp_path / f"{rank}.jsonl").write_text(text + '{"test": "t", "outc')
+    merged = mcore_suite.merged(tmp_path, 2)
+    assert merged == {"t": {"outcome": outcome, "built": 6, "forwards": 0, "backwards": 0}}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")
 def test_what_passes_with_stock_passes_with_ours(tmp_path):
-    stock, ours = (_outcomes(layers, tmp_path / layers) for layers in ("stock", "flux"))
-    assert len(stock) == len(ours) == RANKS
-    for with_stock, with_ours in zip(stock, ours, strict=True):
-        passing = {test for test, outcome in with_stock.items() if outcome == "passed"}
-        # they want a tensor-parallel size of 4
-        assert RANKS < 4 or any("test_initialization" in test for test in passing)
-        assert not {
-            test: with_ours.get(test) for test in passing if with_ours.get(test) != "passed"
-        }
-
-
-def _outcomes(layers: str, folder: Path) -> list[dict[str, str]]:
-    folder.mkdir()
-    here = Path(__file__).parent
-    path = [str(here), str(here.parents[1]), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS),
-        "--standalone", "--redirects", "3", "--log-dir", str(folder / "log"),
-        "-m", "pytest", "-p", "mcore_plugin", "--layers", layers, "--outcomes", str(folder),
-        "-o", "addopts=", "-p", "no:cacheprovider", "--timeout", "120", "-q", "-W", "ignore",
-        "tests/unit_tests/tensor_parallel",
-    ]  # fmt: skip
-    with (folder / "torchrun.log").open("w") as log:
-        run = subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log)
-        try:
-            run.wait(timeout=280)
-        finally:
-            run.terminate()  # torchrun stops its ranks then
-            run.wait(timeout=60)
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    """Some quick ones; mcore_suite.py as a command runs all."""
+    files = ["tensor_parallel/test_initialization.py", "transformer/test_transformer_layer.py"]
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(Path(mcore_suite.__file__)), "--megatron", str(CHECKOUT)]
+    subprocess.run([*command, "--out", str(out), "--files", *files], check=True, timeout=800)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len(files)
+    for row in rows:
+        assert row["not_ours"] == []
+        assert row["ours"] == row["stock"] > 0
+    assert rows[-1]["forwards"] > 0
