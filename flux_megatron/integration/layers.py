@@ -56,7 +56,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
                 "Megatron calls when the pipeline drains: install apex, or call "
                 "flux_megatron.integration.wgrad_module.provide_wgrad_kernels() first"
             )
-        if kwargs.get("embedding_activation_buffer") is None:
+        if config.defer_embedding_wgrad_compute and self.grad_output_buffer is None:
             # megatron-core's forward puts the input of every layer aside, not the LM head's alone
             self.embedding_activation_buffer: Any = deque(maxlen=0)
 

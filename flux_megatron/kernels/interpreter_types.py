@@ -13,6 +13,8 @@ from typing import Any
 def make_types_once(interpreter: Any) -> None:
     import triton.language.core as language
 
+    if hasattr(language.block_type.__init__, "nothing_left"):  # by another copy of this package
+        return
     interpreter._get_np_dtype = _once_a_scalar(interpreter._get_np_dtype)
     _make_block_types_once(language)
 
@@ -51,5 +53,7 @@ def _make_block_types_once(language: Any) -> None:
             initialise(known[key], element, shape)
         return known[key]
 
-    language.block_type.__new__ = new
-    language.block_type.__init__ = lambda self, element, shape: None
+    def made(self: Any, element: Any, shape: Any) -> None: ...
+
+    made.nothing_left = True  # type: ignore[attr-defined]
+    language.block_type.__new__, language.block_type.__init__ = new, made

@@ -47,7 +47,20 @@ def test_combinations_keep_the_rules():
         assert ("--bf16" in drawn.arguments) == (drawn.precision == "bf16")
         assert "--bf16" not in training_space.in_fp32(drawn)
         kinds |= {drawn.resume, f"te {drawn.te}", drawn.precision, drawn.ranks}
-    assert kinds >= {None, "own", "stock", "ours", "te True", "te False", "fp32", "bf16", "fp16", 1, 2, 4}
+    assert kinds >= {
+        None,
+        "own",
+        "stock",
+        "ours",
+        "te True",
+        "te False",
+        "fp32",
+        "bf16",
+        "fp16",
+        1,
+        2,
+        4,
+    }
 
 
 def _value(drawn, option):
