@@ -22,7 +22,8 @@ def draw(hand: Hand) -> None:
     _mlp(hand)
     if hand.chance(0.2):
         _experts(hand)
-    if not hand.facts["experts"] and hand.perhaps(0.08, "--mtp-num-layers", 1):
+    predicts = hand.has("rope") and not hand.facts["experts"]
+    if predicts and hand.perhaps(0.1, "--mtp-num-layers", 1):
         hand.perhaps(0.5, "--mtp-loss-scaling-factor", 0.1, 0.5)
     _variants(hand)
 
@@ -48,8 +49,8 @@ def _sizes(hand: Hand) -> None:
     hand.give("--num-attention-heads", HEADS)
     hand.give("--seq-length", sequence)
     hand.give("--max-position-embeddings", sequence)
-    hand.give("--vocab-size", hand.one({63: 4, 127: 2, 150: 1}))
-    hand.give("--make-vocab-size-divisible-by", hand.one({8: 5, 1: 1, 128: 1}))
+    hand.give("--vocab-size", hand.one({60: 4, 120: 2, 150: 1}))
+    hand.give("--make-vocab-size-divisible-by", hand.one({8: 6, 128: 1}))
     hand.perhaps(0.2, "--ffn-hidden-size", 96, 160)
     hand.perhaps(0.1, "--kv-channels", 4, 16)
     hand.perhaps(0.8, "--use-cpu-initialization")
@@ -141,7 +142,8 @@ def _experts(hand: Hand) -> None:
     hand.perhaps(0.2, "--moe-z-loss-coeff", 0.001)
     hand.perhaps(0.3, "--moe-shared-expert-intermediate-size", 64)
     if hand.has("--moe-shared-expert-intermediate-size"):
-        hand.perhaps(0.2, "--moe-shared-expert-overlap")
+        if "allgather" not in hand.arguments:
+            hand.perhaps(0.2, "--moe-shared-expert-overlap")
         hand.perhaps(0.2, "--moe-shared-expert-gate")
     if hand.perhaps(0.2, "--moe-expert-capacity-factor", 1.0, 2.0):
         hand.perhaps(0.3, "--moe-pad-expert-input-to-capacity")

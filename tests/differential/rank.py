@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import fused_adam
 import numpy
 import torch
 
@@ -44,6 +45,7 @@ def prepare(script: str, te: bool) -> None:
     _read_sources_once()
     _old_names()
     _spawn_without_main()
+    fused_adam.install()
     if te:
         import te_stand_ins
 

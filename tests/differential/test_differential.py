@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import arms
 import comparison
 import drawing
+import fused_adam
 import outcomes
 import pytest
 import server
@@ -268,3 +269,19 @@ def test_a_row_says_what_was_run(monkeypatch, tmp_path):
     row = made.row(5)
     assert (row["outcome"], row["why"]) == ("finding", "words of ours")
     assert row["arguments"].split() == drawing.draw("core_v0.16.1", 1, 5).arguments
+
+
+@pytest.mark.parametrize(("decoupled", "theirs"), [(True, "AdamW"), (False, "Adam")])
+def test_the_stand_in_for_a_fused_adam_is_torch_s(decoupled, theirs):
+    starts = [torch.linspace(-1, 1, 5) for _ in range(2)]
+    given = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-3}
+    steppers = [
+        fused_adam.FusedAdam([starts[0]], adam_w_mode=decoupled, **given),
+        getattr(torch.optim, theirs)([starts[1]], **given),
+    ]
+    for step in range(4):
+        for parameter, stepper in zip(starts, steppers, strict=True):
+            parameter.grad = torch.cos(torch.arange(5.0) + step)
+            stepper.step()
+    torch.testing.assert_close(*starts)
+    assert "step" in steppers[0].param_groups[0]

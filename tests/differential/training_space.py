@@ -29,7 +29,8 @@ def draw(hand: Hand) -> None:
     _recompute(hand)
     _optimizer(hand)
     _losses_and_data(hand)
-    if hand.chance(0.2) and not hand.has("--optimizer"):  # Megatron cannot save SGD's state
+    share = 0.35 if hand.has("--use-distributed-optimizer") else 0.15
+    if hand.chance(share) and not hand.has("--optimizer"):  # Megatron cannot save SGD's state
         _checkpoint(hand)
 
 
@@ -101,7 +102,6 @@ def _optimizer(hand: Hand) -> None:
         hand.perhaps(0.3, "--no-align-grad-reduce")
     if hand.has("--overlap-param-gather"):
         hand.perhaps(0.3, "--no-align-param-gather")
-    hand.perhaps(0.1, "--ddp-average-in-collective")
     hand.perhaps(0.1, "--no-gradient-reduce-div-fusion")
 
 
@@ -109,7 +109,8 @@ def _losses_and_data(hand: Hand) -> None:
     hand.give("--hidden-dropout", hand.one({0: 4, 0.1: 1}))
     # torch's attention, ours without TransformerEngine, draws other numbers than stock's
     hand.give("--attention-dropout", hand.one({0: 4, 0.1: 1}) if hand.facts["te"] else 0)
-    hand.perhaps(0.15, "--calculate-per-token-loss")
+    if not hand.perhaps(0.15, "--calculate-per-token-loss"):
+        hand.perhaps(0.1, "--ddp-average-in-collective")
     if not hand.perhaps(0.1, "--cross-entropy-loss-fusion"):
         hand.perhaps(0.1, "--deterministic-mode")
     # Megatron's own evaluation fails where the embedding's gradients are deferred

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -76,7 +77,8 @@ UTILITIES = "class Utils: rank = world_size = None"
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """A checkout with the tests above; the names of the tests."""
+    """A checkout with the tests above; the names of the tests. What they import is imported."""
+    importlib.import_module("flux_megatron.integration.install")
     folder = tmp_path / "tests" / "unit_tests"
     folder.mkdir(parents=True)
     for package in (folder, folder.parent):
