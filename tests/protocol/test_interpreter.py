@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import triton
@@ -9,6 +11,7 @@ import triton.language as tl
 from interpreted_access import needs_interpreter
 from triton.runtime import interpreter
 
+from flux_megatron.kernels import interpreter_types
 from flux_megatron.kernels.interpreter import bits_to_fp32, fp32_to_bits
 
 pytestmark = needs_interpreter
@@ -143,3 +146,19 @@ def test_private_names_exist(owner, names):
     """All of this is Triton's own business: a version that changes it must fail here first."""
     missing = [name for name in names.split() if not hasattr(owner, name)]
     assert not missing, f"Triton {triton.__version__}: {owner.__name__} has no {', '.join(missing)}"
+
+
+def test_a_block_type_is_made_once_for_its_element_and_sizes():
+    class BlockType:
+        def __init__(self, element, shape):
+            self.element, self.shape = element, list(shape)
+
+    language = types.SimpleNamespace(block_type=BlockType, _unwrap_if_constexpr=int)
+    interpreter_types._make_block_types_once(language)
+    fp32, fp16 = (types.SimpleNamespace(name=name) for name in ("fp32", "fp16"))
+    once = BlockType(fp32, [2, 4])
+    assert BlockType(fp32, (2, 4)) is once
+    assert (once.element, once.shape) == (fp32, [2, 4])
+    for element, shape in ((fp32, [4, 2]), (fp16, [2, 4]), (fp32, [2])):
+        other = BlockType(element, shape)
+        assert (other.element, other.shape) == (element, shape)
