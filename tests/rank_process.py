@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AFTER_A_FAILURE_S = 30  # in which the other ranks, who may wait for it, can say what they saw
+AFTER_A_FAILURE_S = 15  # in which the other ranks, who may wait for it, can say what they saw
 _DONE = "all have answered"
 
 Work = Callable[[int], Any]  # is given the rank

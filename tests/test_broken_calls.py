@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, on_device
+from ranks import DEVICE, FUSED, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -21,7 +21,7 @@ from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.status import Status
 from flux_megatron.symm.workspace import workspace
 
-SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "6"}
+SHORT = FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "6"}
 
 
 def refused(kind: type[Exception], call: Callable) -> str:

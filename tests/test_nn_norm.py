@@ -66,13 +66,16 @@ def truth(kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> l
     return run(reference, kind, wide, dy.cpu().double(), zero_centered)
 
 
-def check(ours: list[Tensor], theirs: list[Tensor], true: list[Tensor]) -> None:
+def check(
+    ours: list[Tensor], theirs: list[Tensor], true: list[Tensor], cancelled: float = 0.0
+) -> None:
     """At most twice torch's error, or two roundings of the largest value: in a handful of numbers
-    torch's own error is luck.
+    torch's own error is luck. Where dx is 0, of what was `cancelled`.
     """
     for what, *three in zip(("y", "dx", "dweight", "dbias"), ours, theirs, true, strict=False):
         got, _, exact = three
-        roundings = 2 * torch.finfo(got.dtype).eps * exact.abs().max().item()
+        largest = exact.abs().max().item() or (cancelled if what == "dx" else 0.0)
+        roundings = 2 * torch.finfo(got.dtype).eps * largest
         if not largest_error(got, exact) <= roundings:
             assert_as_close_as(*three, what)
 
@@ -82,8 +85,13 @@ def check(ours: list[Tensor], theirs: list[Tensor], true: list[Tensor]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_close_to_the_truth_as_torch(kind, shape, dtype, zero_centered):
-    case = (kind, *operands(kind, shape, dtype), zero_centered)
-    check(run(norm, *case), by_torch(*case), truth(*case))
+    leaves, dy = operands(kind, shape, dtype)
+    case = (kind, leaves, dy, zero_centered)
+    # Of one column LayerNorm's dx is dy gamma / sqrt(eps) less itself: with a fused multiply-add
+    # one of the two is not rounded.
+    gamma = leaves[1] + 1.0 if zero_centered else leaves[1]
+    cancelled = (dy * gamma).abs().max().item() / EPS**0.5 if shape[-1] == 1 else 0.0
+    check(run(norm, *case), by_torch(*case), truth(*case), cancelled)
 
 
 @pytest.mark.parametrize("wrong", ["no mean", "no bias", "no 1", "half the rows", "other eps"])

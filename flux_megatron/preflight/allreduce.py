@@ -40,25 +40,28 @@ def main() -> None:
 
 
 def _multiply(device: torch.device) -> list[int] | None:
-    """The SM clock of every GPU after WARM_S of GEMMs on all of them, in MHz; on rank 0."""
+    """The SM clock of every rank's GPU after WARM_S of GEMMs on all of them, in MHz."""
     x = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
-    clocks, until = None, time.monotonic() + WARM_S
+    until = time.monotonic() + WARM_S
     while time.monotonic() < until:
         for _ in range(20):
             x @ x
         torch.cuda.synchronize()
     for _ in range(200):  # the GPU is busy while it is asked
         x @ x
-    if dist.get_rank() == 0:
-        clocks = _sm_mhz()
+    own = _sm_mhz(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     torch.cuda.synchronize()
-    return clocks
+    clocks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(clocks, own)
+    known = [mhz for mhz in clocks if mhz is not None]
+    return known if len(known) == len(clocks) else None
 
 
-def _sm_mhz() -> list[int] | None:
+def _sm_mhz(gpu: str) -> int | None:
+    """By its UUID: nvidia-smi also numbers the GPUs that this job does not see."""
+    query = ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={gpu}"]
     try:
-        text = asked(["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"], 30)
-        return [int(line) for line in text.split()]
+        return int(asked(["nvidia-smi", *query], 30))
     except (NotChecked, ValueError):
         return None
 
