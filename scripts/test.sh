@@ -36,6 +36,9 @@ without_gpus=(env CUDA_VISIBLE_DEVICES=)
 step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
-    step "${test[@]}" -m "device or gpu or gpus"
+    # most of a test on GPUs is compiling, on one core: several share the GPUs
+    on_gpus="(device or gpu or gpus)"
+    step "${test[@]}" -m "$on_gpus and not alone" -n 4 --dist loadgroup
+    step "${test[@]}" -m "$on_gpus and alone"
 fi
 exit $status
