@@ -134,6 +134,18 @@ def _of_values(args: Any) -> Iterator[Complaint]:
             "--defer-embedding-wgrad-compute",
             "Megatron's local layers cannot go with it; --flux-layers with qkv and fc1 can",
         )
+    if (
+        value("mtp_num_layers")
+        and (value("pipeline_model_parallel_size") or 1) > 1
+        and value("gradient_accumulation_fusion")
+        and not value("untie_embeddings_and_output_weights")
+    ):
+        why = (
+            "with pipeline stages, tied embeddings and --gradient-accumulation-fusion Megatron "
+            "itself loses a gradient, that of the last stage's embedding; "
+            "--no-gradient-accumulation-fusion has it"
+        )
+        yield Complaint("--mtp-num-layers", why, may_be_allowed=True)
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
         yield Complaint("--context-parallel-size", "it needs TransformerEngine's attention")
     yield from _of_modelopt(args)

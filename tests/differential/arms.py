@@ -1,5 +1,6 @@
-"""The arms of one combination as runs of the server: `stock`, `ours`, and `reference`, which is
-stock in fp32. A resumed arm is two runs, with a checkpoint between them.
+"""The arms of one combination as runs of the server: `stock`, `ours`, `reference`, which is stock
+in fp32, and `again`, which is stock once more. A resumed arm is two runs, with a checkpoint between
+them.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ class Arms:
 
     def _run(self, arm: str, name: str, more: list[str]) -> End:
         wanted = self._combination
+        stock = [*wanted.arguments, *wanted.stock]
         arguments = {
-            "stock": [*wanted.arguments, *wanted.stock],
+            "stock": stock,
+            "again": stock,
             "ours": [*wanted.arguments, *wanted.ours],
             "reference": [*training_space.in_fp32(wanted), *wanted.stock],
         }[arm]

@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +66,8 @@ def _when() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    return {"date": datetime.date.today().isoformat(), "git": commit}
+    made_by = {"python": platform.python_version(), "torch": torch.__version__}
+    return {**made_by, "date": datetime.date.today().isoformat(), "git": commit}
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ train five iterations of a tiny model. torch.distributed starts in the children 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -159,9 +161,12 @@ def _forked(run: Run, number: int, port: int, body: Any) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Below those that Linux gives to connections, which a rank's store may need a second later."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 if __name__ == "__main__":

@@ -201,6 +201,18 @@ def test_both_arms_are_compared(resume):
     assert len(fake.started) == (2 if resume is None else 4)
     other = FakeArms(records={"ours": [_record(grad_norm=3.0)]})
     assert trial.judged(other, _drawn(resume=resume))[0].wrong
+    assert [name for name in other.started if name.startswith("again")] == {
+        None: ["again1"], "ours": ["again1", "again2_ours"],
+    }.get(resume, ["again1", "again2_again"])  # fmt: skip
+
+
+def test_nobody_can_follow_a_stock_that_does_not_follow_itself():
+    apart = {"ours": [_record(grad_norm=3.0)], "again": [_record(grad_norm=2.5)]}
+    with pytest.raises(trial.Verdict, match=r"beside itself: .*grad norm differs") as verdict:
+        trial.judged(FakeArms(records=apart), _drawn())
+    assert verdict.value.outcome == "stock fails"
+    with pytest.raises(trial.Verdict, match="beside itself"):
+        trial.judged(FakeArms(records=apart, ours1=FAILED), _drawn())
 
 
 def test_calls_without_a_word_are_a_finding():

@@ -67,7 +67,12 @@ class Trial:
 def judged(arms: Arms, combination: Combination) -> tuple[Difference, tuple[int, int]]:
     """Both arms beside each other, and the calls that overlapped of all; `Verdict` if one ended."""
     _stock(arms, arms.first("stock"))
-    _ours(arms, arms.first("ours"))
+    try:
+        _ours(arms, arms.first("ours"))
+    except Verdict as verdict:
+        if verdict.outcome == "finding" and not combination.resume:
+            _stock_again(arms, None)
+        raise
     if combination.resume:
         _resumed(arms, combination.resume)
     reference = None
@@ -78,9 +83,21 @@ def judged(arms: Arms, combination: Combination) -> tuple[Difference, tuple[int,
         reference = arms.records("reference")
     ours = arms.records("ours")
     found = compare(arms.records("stock"), ours, reference, combination.precision)
+    if found.wrong:
+        _stock_again(arms, combination.resume)
     found.wrong += uncounted(ours, combination)
     overlapped, total = (sum(one["calls"][key] for one in ours) for key in ("overlapped", "total"))
     return found, (overlapped, total)
+
+
+def _stock_again(arms: Arms, resume: str | None) -> None:
+    """Ours cannot follow what does not follow itself."""
+    _stock(arms, arms.first("again"), "again")
+    if resume:
+        _stock(arms, arms.second("again", "ours" if resume == "ours" else "again"), "again")
+    apart = compare(arms.records("stock"), arms.records("again"), None).wrong
+    if apart:
+        raise Verdict("stock fails", f"stock beside itself: {apart[0]}")
 
 
 def _resumed(arms: Arms, source: str) -> None:

@@ -275,3 +275,19 @@ def test_hybrid_specifications_need_to_be_allowed(monkeypatch, of_te):
     args.spec = ["my.specs", "mine"]
     (complaint,) = requirements.complaints(args, {})
     assert not complaint.may_be_allowed
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{}, {"mtp_num_layers": None}, {"pipeline_model_parallel_size": 1},
+     {"gradient_accumulation_fusion": False}, {"untie_embeddings_and_output_weights": True}],
+)  # fmt: skip
+def test_a_gradient_that_megatron_loses_is_told(harmless):
+    lost = {
+        "mtp_num_layers": 1, "pipeline_model_parallel_size": 2,
+        "gradient_accumulation_fusion": True, "untie_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    found = requirements.complaints(argparse.Namespace(**lost | harmless), {})
+    assert [c.allowed_as for c in found if c.may_be_allowed] == (
+        [] if harmless else ["mtp-num-layers"]
+    )
