@@ -269,7 +269,7 @@ def _plans(wanted: Wanted) -> Iterator[Finding]:
     from flux_megatron.overlap import choice
 
     cache = choice.opened(settings.get().cache, torch.device("cuda", 0))
-    fitting = sum(entry.environment == cache.environment for entry in cache.entries)
+    fitting = sum(map(cache.is_here, cache.entries))
     text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
     remedy = "" if fitting else "the nearest or the cost model choose; flux-megatron tune measures"
     yield Finding("measured plans", "note" if remedy else "ok", text, remedy)

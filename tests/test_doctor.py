@@ -18,7 +18,7 @@ from flux_megatron import settings
 from flux_megatron.doctor import Finding, Wanted, examine
 from flux_megatron.overlap import choice, environment
 from flux_megatron.overlap.environment import Environment
-from flux_megatron.overlap.plan_cache import Entry, Measured
+from flux_megatron.overlap.plan_entry import Entry, Measured
 from flux_megatron.problem import Pattern, Plan, Problem
 
 app = typer.Typer()
@@ -171,7 +171,7 @@ def test_plans_that_the_user_has_measured_are_counted(tmp_path, monkeypatch):
     problem = Problem(Pattern.AG_GEMM, 512, 512, 512, "bfloat16", 4)
     entry = Entry(problem, here, plan, (Measured(plan, 1.0),), (), 0, 0.1, 12, "2026-01-31")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(environment, "of", lambda device: here)
+    monkeypatch.setattr(environment, "of", lambda device, strategy=None: here)
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     settings.reload()
     try:

@@ -12,7 +12,8 @@ import pytest
 
 from flux_megatron.overlap import environment, plan_cache
 from flux_megatron.overlap.environment import Environment
-from flux_megatron.overlap.plan_cache import Entry, Failed, Measured, PlanCache
+from flux_megatron.overlap.plan_cache import PlanCache
+from flux_megatron.overlap.plan_entry import Entry, Failed, Measured
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 PROBLEM = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)

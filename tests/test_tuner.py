@@ -12,7 +12,7 @@ from ranks import DEVICE, on_device
 
 from flux_megatron.overlap import beside, fused, registry, tuner
 from flux_megatron.overlap.beside import NoRoom
-from flux_megatron.overlap.plan_cache import Entry
+from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.overlap.timing import Race, race
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem

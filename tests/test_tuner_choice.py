@@ -19,7 +19,7 @@ from test_tuner import FakeRace
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.overlap import choice, environment, plan_cache, tuner
-from flux_megatron.overlap.plan_cache import Entry, Measured
+from flux_megatron.overlap.plan_entry import Entry, Measured
 from flux_megatron.overlap.report import report
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem

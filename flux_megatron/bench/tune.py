@@ -22,7 +22,7 @@ from rich.table import Table
 from flux_megatron import settings
 from flux_megatron.bench import suites
 from flux_megatron.overlap import choice, environment, plan_cache, registry, tuner
-from flux_megatron.overlap.plan_cache import Entry
+from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace

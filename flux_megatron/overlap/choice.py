@@ -1,4 +1,4 @@
-"""Which plan a call gets: the measured one, else a neighbour's, else the cost model's.
+"""Which plan a call gets: the measured one, else the one with the least estimate.
 
 The leader of the group, rank 0, looks it up, and one question through the store brings its answer
 to all: that works inside a CUDA graph's capture too, where nothing may be measured.
@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,16 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
-from flux_megatron.overlap import environment, plan_cache, registry, sequential, tuner
-from flux_megatron.overlap.plan_cache import Entry, PlanCache
+from flux_megatron.overlap import (
+    environment,
+    estimate,
+    plan_cache,
+    registry,
+    sequential,
+    tuner,
+)
+from flux_megatron.overlap.plan_cache import PlanCache
+from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import capturing
@@ -52,14 +60,18 @@ def choose(problem: Problem, space: Workspace) -> tuple[Plan, str | None]:
 
 def opened(folder: Path, device: torch.device) -> PlanCache:
     """The entries of the user's cache and those we ship, for this environment; read once."""
-    return _opened(folder, environment.of(device))
+    return _opened(folder, device)
 
 
 @lru_cache(maxsize=8)
-def _opened(folder: Path, where: environment.Environment) -> PlanCache:
+def _opened(folder: Path, device: torch.device) -> PlanCache:
+    where = partial(environment.of, device)
     cache = PlanCache([user_folder(folder), plan_cache.shipped()], where)
     for complaint in cache.complaints:
-        warnings.warn(f"flux_megatron: measured plans are left out: {complaint}", stacklevel=2)
+        warnings.warn(
+            f"flux_megatron: measured plans are left out, or read in part: {complaint}",
+            stacklevel=2,
+        )
     return cache
 
 
@@ -110,34 +122,31 @@ def _unmeasured(
     problem: Problem, plans: list[Plan], possible: set[str], cache: PlanCache,
     facts: hardware.Hardware | None,
 ) -> Plan:  # fmt: skip
-    """What a neighbour tells of the `possible` strategies, else the cost model's choice.
-
-    Where no neighbour was measured beside others either: that of `UNMEASURED_BESIDE` which was the
-    fastest alone.
+    """The plan with the least estimate. Where no problem of the kind was measured beside others,
+    one of `UNMEASURED_BESIDE`, by what was measured alone.
     """
-
-    def near(like: Problem) -> list[Entry]:
-        entries = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
-        return [entry for entry in entries if facts is None or _tells(entry, like)]
-
-    told = [entry.plan for entry in near(problem) if entry.plan.strategy in possible]
-    if not told and problem.beside:
-        careful = possible & {*UNMEASURED_BESIDE}
-        plans = [plan for plan in plans if plan.strategy in careful]
-        for entry in near(replace(problem, beside=False)):
-            measured = (one.plan for one in entry.measured)  # the fastest first
-            told += [plan for plan in (entry.plan, *measured) if plan.strategy in careful]
-    return told[0] if told else tuner.predicted_best(problem, plans, facts)
+    like = problem
+    if problem.beside and not cache.like(problem):
+        like = replace(problem, beside=False)
+        possible = possible & {*UNMEASURED_BESIDE}
+        plans = [plan for plan in plans if plan.strategy in possible]
+    if facts is None:
+        return _nearest(like, plans, possible, cache)
+    connections = cache.environment.max_connections
+    return estimate.best(problem, plans, cache.like(like), connections, facts)
 
 
-def _tells(entry: Entry, problem: Problem) -> bool:
-    """Whether a plan may be taken over: where shards have few rows, only from the same M.
-
-    On 4 x H200 (2026-11-21) winners at M = 1024 and 512 were slower than `sequential` at half the
-    rows: GEMM+RS 512 x 12288 x 12288 290 against 264 us, AG+GEMM 256 x 9216 x 12288 182 against
-    128.
+def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:
+    """Without a cost model: the fastest `possible` plan of the nearest entry, else the first plan
+    that overlaps.
     """
-    return entry.problem.M == problem.M or problem.M_shard >= tuner.FEWEST_ROWS
+    near = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
+    for entry in near:
+        measured = (one.plan for one in entry.measured)  # the fastest first
+        told = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
+        if told:
+            return told[0]
+    return plans[1] if len(plans) > 1 else plans[0]
 
 
 def _measured(

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,15 +14,20 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).parents[1]
-# What runs in a call; choosing, measuring and counting do not.
-SOURCES = ("kernels/*.py", "overlap/*.py", "symm/*.py")
+# The rooms whose files run in a call, and what in them does not: choosing, measuring, counting and
+# the interpreter, which GPUs do without.
+ROOMS = ("kernels", "overlap", "symm")
 NOT_RUN = {
     "beside",
     "choice",
     "dispatch",
     "environment",
+    "estimate",
+    "interpreter",
+    "interpreter_types",
     "norm",
     "plan_cache",
+    "plan_entry",
     "registry",
     "report",
     "timing",
@@ -35,7 +41,7 @@ class Environment:
     """All of it is part of a measurement's key: where one field differs it is another one.
 
     `link` joins the GPUs of the node; `max_connections` is CUDA_DEVICE_MAX_CONNECTIONS or "unset";
-    `sources` a digest of the code that runs in a call.
+    `sources` is a digest of the code that runs in a call: in an entry, by the plan's strategy.
     """
 
     gpu: str
@@ -49,8 +55,10 @@ class Environment:
 
 
 @cache
-def of(device: torch.device) -> Environment:
-    """The environment of this process and `device`."""
+def of(device: torch.device, strategy: str | None = None) -> Environment:
+    """The environment of this process and `device`; `sources` are those of one strategy, or of all
+    if none is named.
+    """
     import triton
 
     on_gpu = device.type == "cuda"
@@ -62,7 +70,7 @@ def of(device: torch.device) -> Environment:
         torch=torch.__version__,
         triton=triton.__version__,
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or "unset",
-        sources=sources_digest(PACKAGE),
+        sources=sources_digest(PACKAGE, strategy),
     )
 
 
@@ -88,28 +96,74 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     return found.group() if found else "unknown"
 
 
-def sources_digest(package: Path) -> str:
-    """A digest of the code of kernels, strategies and transport, comments and layout aside."""
+def sources_digest(package: Path, strategy: str | None = None) -> str:
+    """A digest of the code that calls of a strategy run, or of all strategies; comments, docstrings
+    and layout aside. Every Python from 3.10 on gives the same.
+    """
+    trees = {file: _code(file) for file in _files(package)}
+    files = sorted(trees if strategy is None else _imported(package, trees, strategy))
     digest = hashlib.sha256()
-    for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
-        if file.stem not in NOT_RUN:
-            digest.update(f"{file.relative_to(package)} {_code(file)}\n".encode())
+    for file in files:
+        digest.update(f"{file.relative_to(package)} {_text(trees[file])}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _code(file: Path) -> str:
+def _files(package: Path) -> list[Path]:
+    found = (file for room in ROOMS for file in (package / room).glob("*.py"))
+    return [file for file in found if file.stem not in NOT_RUN]
+
+
+def _code(file: Path) -> ast.Module:
     """The file without comments, docstrings and layout."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and _is_text(body[0]):
+        if isinstance(body, list) and body and _is_docstring(body[0]):
             del body[0]
-    return ast.unparse(tree)
+    return tree
 
 
-def _is_text(node: ast.AST) -> bool:
+def _is_docstring(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
+
+
+def _text(node: object) -> str:
+    """The tree as text, without what only some versions of Python write: empty fields. Neither
+    `ast.dump` nor `ast.unparse` gives the same text in all of them.
+    """
+    if isinstance(node, ast.AST):
+        fields = (f"{k}={_text(v)}" for k, v in ast.iter_fields(node) if v is not None and v != [])
+        return f"{type(node).__name__}({', '.join(fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(_text, node))}]"
+    return ascii(node)
+
+
+def _imported(package: Path, trees: Mapping[Path, ast.Module], strategy: str) -> set[Path]:
+    """The files among `trees` that the strategy's own file imports, directly or not, and itself."""
+    found: set[Path] = set()
+    left = {package / "overlap" / f"{strategy}.py"} & trees.keys()
+    while left:
+        file = left.pop()
+        found.add(file)
+        names = {name for node in ast.walk(trees[file]) for name in _modules(node)}
+        paths = (package.joinpath(*name.split(".")[1:]) for name in names)
+        files = {one for path in paths for one in (path.with_suffix(".py"), path / "__init__.py")}
+        left |= (files & trees.keys()) - found
+    return found
+
+
+def _modules(node: ast.AST) -> Iterator[str]:
+    """The names that an import may mean, with the packages around them."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        parts = name.split(".")
+        yield from (".".join(parts[:end]) for end in range(2, len(parts) + 1))

@@ -2,7 +2,7 @@
 
 A file holds any number of entries. The user's cache has one file for each key, named after it and
 replaced in one step, so that jobs that write at once lose nothing. What cannot be read is a miss
-with a reason, never an error.
+with a reason, never an error; how an entry is read stands in `plan_entry.py`.
 """
 
 from __future__ import annotations
@@ -14,78 +14,49 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
 
-from flux_megatron.overlap import registry
 from flux_megatron.overlap.environment import PACKAGE, Environment
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.overlap.plan_entry import FORMAT, Entry, read_entry
+from flux_megatron.problem import Problem
 
-FORMAT = 1
 NEIGHBOURHOOD = 2  # a plan is taken over from at most twice, or half, as many rows
 
 
-@dataclass(frozen=True)
-class Measured:
-    plan: Plan
-    median_us: float
+class PlanCache:
+    """The entries of some folders, for one machine; earlier folders come first.
 
-
-@dataclass(frozen=True)
-class Failed:
-    plan: Plan
-    reason: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The best plan of a problem in an environment, and how it was found.
-
-    `untried` counts the plans for which there was no time. `noise_us` is how much `sequential`
-    differs from itself between two calls of one round.
+    `where` is the environment of this process for calls of a strategy.
     """
 
-    problem: Problem
-    environment: Environment
-    plan: Plan
-    measured: tuple[Measured, ...]
-    failed: tuple[Failed, ...]
-    untried: int
-    noise_us: float
-    rounds: int
-    date: str
-
-    def dumps(self) -> str:
-        """The entry as one line of JSON."""
-        return json.dumps({**dataclasses.asdict(self), "problem": _written(self.problem)})
-
-    @staticmethod
-    def loads(text: str) -> Entry:
-        """`ValueError` says what is not an entry of this version."""
-        return _entry(json.loads(text))
-
-
-class PlanCache:
-    """The entries of some folders, for one environment; earlier folders come first."""
-
-    def __init__(self, folders: Iterable[Path], environment: Environment) -> None:
-        self.environment = environment
+    def __init__(self, folders: Iterable[Path], where: Callable[[str], Environment]) -> None:
+        self.where = where
+        self.environment = where("sequential")
         self.entries: list[Entry] = []
         self.complaints: list[str] = []
         for folder in folders:
-            entries, complaints = read_folder(folder / slug(environment.gpu))
+            entries, complaints = read_folder(folder / slug(self.environment.gpu))
             self.entries += entries
             self.complaints += complaints
 
     def find(self, problem: Problem) -> Entry | None:
         """The entry whose problem and environment are equal in every field."""
-        return next(
-            (e for e in self.entries if (e.problem, e.environment) == (problem, self.environment)),
-            None,
-        )
+        return next((e for e in self.entries if e.problem == problem and self.is_here(e)), None)
+
+    def is_here(self, entry: Entry) -> bool:
+        """Whether it was measured in this environment, with what its plan would run today."""
+        return entry.environment == self.where(entry.plan.strategy)
+
+    def like(self, problem: Problem) -> list[Entry]:
+        """Entries of this GPU and link that differ in M, N, K and the software at most."""
+        p = problem
+        return [
+            e for e in self.entries
+            if replace(e.problem, M=p.M, N=p.N, K=p.K) == p
+            and _machine(e.environment) == _machine(self.environment)
+        ]  # fmt: skip
 
     def neighbours(self, problem: Problem) -> list[Entry]:
         """Entries of another M, within the neighbourhood, or of another environment.
@@ -94,22 +65,20 @@ class PlanCache:
         change the winner less often than half the rows do. Then those of the same software, sources
         and CUDA_DEVICE_MAX_CONNECTIONS, then of the same setting, then the nearest.
         """
-        mine = self.environment
+        mine = self.environment.max_connections
 
         def distance(entry: Entry) -> float:
             return abs(math.log(entry.problem.M / problem.M))
 
         near = [
-            e for e in self.entries
-            if replace(e.problem, M=problem.M) == problem
+            e for e in self.like(problem)
+            if (e.problem.N, e.problem.K) == (problem.N, problem.K)
             and distance(e) <= math.log(NEIGHBOURHOOD) + 1e-9
-            and _machine(e.environment) == _machine(mine)
         ]  # fmt: skip
 
         def strangeness(entry: Entry) -> tuple[bool, bool, bool, float]:
-            theirs, far = entry.environment, distance(entry)
-            other_setting = theirs.max_connections != mine.max_connections
-            return far > 0, theirs != mine, other_setting, far
+            far, other_setting = distance(entry), entry.environment.max_connections != mine
+            return far > 0, not self.is_here(entry), other_setting, far
 
         return sorted(near, key=strangeness)
 
@@ -130,7 +99,7 @@ def shipped() -> Path:
 
 
 def read_folder(folder: Path) -> tuple[list[Entry], list[str]]:
-    """All entries of the folder's JSON files, and what could not be read."""
+    """All entries of the folder's JSON files, and what was left out or ignored."""
     entries: list[Entry] = []
     complaints: list[str] = []
     for file in sorted(folder.glob("*.json")):
@@ -142,17 +111,26 @@ def _read_file(file: Path, entries: list[Entry], complaints: list[str]) -> None:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        complaints.append(f"{file}: {error}")
+        complaints.append(f"{file}: left out, {error}")
         return
     raws = content.get("entries") if isinstance(content, dict) else None
-    if not isinstance(raws, list) or content.get("format") != FORMAT:
-        complaints.append(f"{file}: format {FORMAT} and a list of entries expected")
+    written_in = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(raws, list) or type(written_in) is not int or written_in < 1:
+        complaints.append(f"{file}: left out, a format and a list of entries expected")
         return
+    if written_in > FORMAT:
+        complaints.append(f"{file}: left out, format {written_in}; this version reads 1 to {FORMAT}")
+        return
+    notes: dict[str, None] = {}  # once a file
     for number, raw in enumerate(raws):
         try:
-            entries.append(_entry(raw))
-        except ValueError as error:  # noqa: PERF203, the others of the file may be good
-            complaints.append(f"{file}, entry {number}: {error}")
+            entry, ignored = read_entry(raw, written_in)
+        except ValueError as error:
+            complaints.append(f"{file}, entry {number}: left out, {error}")
+        else:
+            entries.append(entry)
+            notes |= dict.fromkeys(ignored)
+    complaints += [f"{file}: {note}" for note in notes]
 
 
 def write_file(file: Path, entries: Iterable[Entry]) -> None:
@@ -170,48 +148,9 @@ def write_file(file: Path, entries: Iterable[Entry]) -> None:
 def store(folder: Path, entry: Entry) -> Path:
     """Write the entry to the file of its key in the user's cache."""
     p = entry.problem
-    key = json.dumps([_written(p), dataclasses.asdict(entry.environment)])
+    key = json.dumps([dataclasses.asdict(p), dataclasses.asdict(entry.environment)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     name = f"{p.pattern}_{p.M}x{p.N}x{p.K}_{p.layout}_{p.dtype}_tp{p.world_size}_{digest}.json"
     file = folder / slug(entry.environment.gpu) / name
     write_file(file, [entry])
     return file
-
-
-def _written(problem: Problem) -> dict[str, Any]:
-    """Its fields; without `beside` where nothing was, as entries were written before there was one
-    beside others.
-    """
-    raw = dataclasses.asdict(problem)
-    if not problem.beside:
-        del raw["beside"]
-    return raw
-
-
-def _entry(raw: Any) -> Entry:
-    if isinstance(raw, dict) and isinstance(raw.get("problem"), dict):
-        raw = {**raw, "problem": {"beside": False, **raw["problem"]}}
-    entry: Entry = _decode(Entry, raw, "entry")
-    plans = [entry.plan, *(m.plan for m in entry.measured), *(f.plan for f in entry.failed)]
-    known = registry.STRATEGIES[entry.problem.pattern]
-    if strange := {plan.strategy for plan in plans} - known.keys():
-        raise ValueError(f"strategies {sorted(strange)} given, {[*known]} expected")
-    return entry
-
-
-def _decode(kind: Any, raw: Any, where: str) -> Any:
-    """`raw` as the type `kind`: all fields, each of its type; `ValueError` says what is not."""
-    if get_origin(kind) is tuple and isinstance(raw, list):
-        return tuple(_decode(get_args(kind)[0], item, f"{where}[]") for item in raw)
-    if dataclasses.is_dataclass(kind) and isinstance(raw, dict):
-        hints = get_type_hints(kind)
-        if raw.keys() != hints.keys():
-            raise ValueError(f"{where}: fields {sorted(raw)} given, {sorted(hints)} expected")
-        return kind(**{name: _decode(hints[name], raw[name], f"{where}.{name}") for name in raw})  # type: ignore[operator]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(raw)
-    if kind is float and type(raw) is int:
-        return float(raw)
-    if type(raw) is not kind:
-        raise ValueError(f"{where}: {raw!r} given, {kind.__name__} expected")
-    return raw

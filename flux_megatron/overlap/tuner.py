@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import environment, registry, sequential
 from flux_megatron.overlap.beside import STRETCH, NoRoom
-from flux_megatron.overlap.plan_cache import Entry, Failed, Measured
+from flux_megatron.overlap.plan_entry import Entry, Failed, Measured
 from flux_megatron.overlap.timing import race
 from flux_megatron.overlap.trial import Trial
 from flux_megatron.perf.hardware import Hardware
@@ -31,9 +31,6 @@ from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 
 ROUNDS, FEWEST_ROUNDS, RUN_OFF_ROUNDS = 12, 4, 48
-# Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
-# lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.
-FEWEST_ROWS = 256
 HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured
 AGAIN = "sequential again"  # its second turn in every round
 CHANCE = 0.01  # of a plan that is just as fast to be taken for faster
@@ -57,17 +54,6 @@ def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -
         best = min(predicted.values())
         ordered = [plan for plan in ordered if predicted[plan] <= HOPELESS * best]
     return [plain, *ordered]
-
-
-def predicted_best(problem: Problem, plans: Sequence[Plan], facts: Hardware | None) -> Plan:
-    """The plan to use unmeasured: the cost model's choice, or the first that overlaps where there
-    is no model, `sequential` where it knows too little.
-    """
-    if facts is None:
-        return plans[1] if len(plans) > 1 else plans[0]
-    if problem.M_shard < FEWEST_ROWS:
-        return plans[0]
-    return min(plans, key=lambda plan: predict_us(problem, plan, facts))
 
 
 def measure(
@@ -228,7 +214,7 @@ def _entry(
     ]
     return Entry(
         problem=problem,
-        environment=environment.of(device),
+        environment=environment.of(device, winner.strategy),
         plan=winner,
         measured=tuple(sorted(measured, key=lambda one: one.median_us)),
         failed=tuple(failed),

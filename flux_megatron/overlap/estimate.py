@@ -1,0 +1,113 @@
+"""Which plan to use where nothing was measured: the cost model's prediction for the problem itself,
+corrected by what was measured of other problems.
+
+A measured plan tells how many times its prediction it took. The correction of a plan is the
+weighted mean, over all entries of the same kind of problem, of these ratios (of their logarithms);
+near shapes weigh most. An entry that did not try the plan gives the worst ratio of its strategy
+there. docs/decisions/0023 has the regret of the choice, and of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap.plan_entry import Entry
+from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.operator_cost import predict_us
+from flux_megatron.problem import Plan, Problem
+
+# Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
+# lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.
+FEWEST_ROWS = 256
+# There a plan whose entries all have more rows is taken if it promises to be so much faster than
+# `sequential`. M = 512 and 256 chosen from all larger M, 52 problems (4 x H200, 2026-11-21): 3.6 %
+# slower than the fastest on average, with no margin 7.7 %, by `sequential` 7.1 %.
+MARGIN = 0.08
+ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
+
+
+class Ratios(NamedTuple):
+    """What an entry tells: the logarithm of measured over predicted time, by relative plan."""
+
+    weight: float
+    logs: Mapping[Plan, float]
+
+    def of(self, relative: Plan) -> float | None:
+        """The plan's, else the worst of its strategy, else None."""
+        same = [log for plan, log in self.logs.items() if plan.strategy == relative.strategy]
+        return self.logs.get(relative, max(same, default=None))
+
+
+def best(
+    problem: Problem, plans: Sequence[Plan], entries: Sequence[Entry], connections: str,
+    facts: Hardware,
+) -> Plan:  # fmt: skip
+    """The plan with the least estimate, the first of equals; `plans` begin with `sequential`.
+
+    For shards of few rows it is `sequential` unless others were measured and promise enough.
+    """
+    estimates = estimates_us(problem, plans, entries, connections, facts)
+    if problem.M_shard < FEWEST_ROWS:
+        if not entries:
+            return plans[0]
+        if all(entry.problem.M > problem.M for entry in entries):
+            estimates[plans[0]] *= 1 - MARGIN
+    return min(plans, key=estimates.__getitem__)
+
+
+def estimates_us(
+    problem: Problem, plans: Sequence[Plan], entries: Sequence[Entry], connections: str,
+    facts: Hardware,
+) -> dict[Plan, float]:  # fmt: skip
+    """The corrected prediction of each plan in microseconds; `entries` are of problems that differ
+    in M, N, K and the software at most; `connections` is CUDA_DEVICE_MAX_CONNECTIONS or "unset".
+    """
+    known = [_ratios(entry, problem, connections, facts) for entry in entries]
+    return {
+        plan: predict_us(problem, plan, facts) * _correction(_relative(plan, problem), known)
+        for plan in plans
+    }
+
+
+def _correction(relative: Plan, known: Sequence[Ratios]) -> float:
+    told = [(ratios.weight, ratios.of(relative)) for ratios in known]
+    pairs = [(weight, log) for weight, log in told if log is not None]
+    total = sum(weight for weight, _ in pairs)
+    return math.exp(sum(weight * log for weight, log in pairs) / total) if pairs else 1.0
+
+
+def _ratios(entry: Entry, problem: Problem, connections: str, facts: Hardware) -> Ratios:
+    other_setting = entry.environment.max_connections != connections
+    weight = (ALIKE + _distance(entry.problem, problem) + other_setting) ** -3
+    logs = {
+        _relative(one.plan, entry.problem): math.log(
+            one.median_us / predict_us(entry.problem, one.plan, facts)
+        )
+        for one in entry.measured
+    }
+    return Ratios(weight, logs)
+
+
+def _distance(one: Problem, other: Problem) -> float:
+    """How different two shapes are: 1 for a factor of 2 in M, half of it for one in N or K.
+
+    M decides how much time there is to hide a transfer in; another setting of
+    CUDA_DEVICE_MAX_CONNECTIONS counts like a factor of 2 in M.
+    """
+    M, N, K = (
+        math.log2(getattr(one, name) / getattr(other, name))
+        for name in ("M", "N_local", "K_local")
+    )  # fmt: skip
+    return M**2 + N**2 / 2 + K**2 / 2
+
+
+def _relative(plan: Plan, problem: Problem) -> Plan:
+    """The plan with `comm_rows` as the number of communication tiles in a shard: what plans of
+    different M have in common.
+    """
+    tiles = cdiv(problem.M_shard, plan.comm_rows) if plan.comm_rows else 1
+    return replace(plan, comm_rows=tiles)

@@ -1,0 +1,161 @@
+"""One entry of a file of measured plans: what it says, and how it is read.
+
+`FORMAT` rises when a field changes its meaning; `MIGRATIONS` bring older entries up to date. A new
+field needs no new format: its default means "as before", so that an entry without it stays true. A
+field that this version does not know may be ignored if it says 0, "", false or null, the defaults
+of all later fields. If it says more, what bears it is something else: a plan is left out of the
+entry, a problem or an environment leaves the whole entry out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from flux_megatron.overlap import registry
+from flux_megatron.overlap.environment import Environment
+from flux_megatron.problem import Plan, Problem
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    plan: Plan
+    median_us: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The best plan of a problem in an environment, and how it was found.
+
+    `environment.sources` is the digest of what calls of the best plan's strategy run. `untried`
+    counts the plans for which there was no time. `noise_us` is how much `sequential` differs from
+    itself between two calls of one round.
+    """
+
+    problem: Problem
+    environment: Environment
+    plan: Plan
+    measured: tuple[Measured, ...]
+    failed: tuple[Failed, ...]
+    untried: int
+    noise_us: float
+    rounds: int
+    date: str
+
+    def dumps(self) -> str:
+        """The entry as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Entry:
+        """`ValueError` says what is not an entry of this version."""
+        entry, notes = read_entry(json.loads(text), FORMAT)
+        if notes:
+            raise ValueError("; ".join(notes))
+        return entry
+
+
+def read_entry(raw: Any, written_in: int) -> tuple[Entry, list[str]]:
+    """An entry of a file of the format `written_in`, and what of it was ignored or left out.
+
+    `ValueError` says why nothing of it can be used.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"entry: {raw!r} given, an object expected")
+    for migrate in MIGRATIONS[written_in - 1 :]:
+        raw = migrate(raw)
+    notes: list[str] = []
+    raw = _readable_plans(raw, notes)
+    entry: Entry = _decode(Entry, raw, "entry", notes)
+    return entry, [*dict.fromkeys(notes)]
+
+
+def _to_format_2(raw: dict[str, Any]) -> dict[str, Any]:
+    """Problems of format 1 said `beside` only where it was true. Its digests, of all sources at
+    once and of Python's version, stay as they are: they equal none of today's.
+    """
+    problem = raw.get("problem")
+    return {**raw, "problem": {"beside": False, **problem}} if isinstance(problem, dict) else raw
+
+
+MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_to_format_2]
+
+
+def _readable_plans(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The entry without the plans that this version cannot run; if the best plan is one of them,
+    the fastest of the others takes its place.
+    """
+    if not all(isinstance(raw.get(name), list) for name in ("measured", "failed")):
+        return raw  # `_decode` says so
+    pattern = raw["problem"].get("pattern") if isinstance(raw.get("problem"), dict) else None
+    measured = [one for one in raw["measured"] if _readable(one, pattern, notes)]
+    failed = [one for one in raw["failed"] if _readable(one, pattern, notes)]
+    if not _readable({"plan": raw.get("plan")}, pattern, notes) and measured:
+        raw = {**raw, "plan": min(measured, key=lambda one: one["median_us"])["plan"]}
+    return {**raw, "measured": measured, "failed": failed}
+
+
+def _readable(one: Any, pattern: Any, notes: list[str]) -> bool:
+    """Whether this version has the plan's strategy, and all that the plan asks for."""
+    plan = one.get("plan") if isinstance(one, dict) else None
+    if not isinstance(plan, dict):
+        return True  # `_decode` says what it is
+    strategies = registry.STRATEGIES.get(pattern, {})
+    if strategies and plan.get("strategy") not in strategies:
+        notes.append(f"plans of strategy {plan.get('strategy')!r} are left out")
+        return False
+    try:
+        _decode(Plan, plan, "plan", [])
+    except _MoreAsked as more:
+        notes.append(f"plans with {more} are left out")
+        return False
+    except ValueError:
+        pass  # `_decode` says it for the entry
+    return True
+
+
+class _MoreAsked(ValueError):
+    """A field that this version does not know has another value than its default."""
+
+
+def _decode(kind: Any, raw: Any, where: str, notes: list[str]) -> Any:
+    """`raw` as the type `kind`, each field of its type; `ValueError` says what is not."""
+    if get_origin(kind) is tuple and isinstance(raw, list):
+        return tuple(_decode(get_args(kind)[0], item, f"{where}[]", notes) for item in raw)
+    if dataclasses.is_dataclass(kind) and isinstance(raw, dict):
+        return _decode_fields(kind, raw, where, notes)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(raw)
+    if kind is float and type(raw) is int:
+        return float(raw)
+    if type(raw) is not kind:
+        raise ValueError(f"{where}: {raw!r} given, {kind.__name__} expected")
+    return raw
+
+
+def _decode_fields(kind: Any, raw: dict[str, Any], where: str, notes: list[str]) -> Any:
+    hints = get_type_hints(kind)
+    needed = {
+        one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING
+    }  # fmt: skip
+    if missing := needed - raw.keys():
+        raise ValueError(f"{where}: fields {sorted(missing)} expected")
+    for name in raw.keys() - hints.keys():
+        told = kind in (Entry, Measured, Failed)  # more about a measurement, nothing else to run
+        if raw[name] and not told:
+            raise _MoreAsked(f"{where}.{name} = {raw[name]!r}, which this version does not know")
+        notes.append(f"field {where}.{name} is ignored: this version does not know it")
+    known = hints.keys() & raw.keys()
+    return kind(**{name: _decode(hints[name], raw[name], f"{where}.{name}", notes) for name in known})
