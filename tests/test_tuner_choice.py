@@ -7,7 +7,7 @@ import io
 import os
 import time
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -286,16 +286,3 @@ def caller_state(rank: int) -> bool:
 def test_measuring_leaves_the_run_alone(tmp_path):
     lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
     assert on_device(caller_state, 2, environment=lazy) == [True, True]
-
-
-def test_shards_of_few_rows_take_over_nothing_from_more_rows():
-    """Latencies decide there: at half the rows the same plan may lose to `sequential`."""
-    entry = replace(choice_entry(1024), plan=Plan("pipelined"))
-    for M, tells in ((1024, True), (2048, True), (512, False)):
-        assert choice._tells(entry, replace(entry.problem, M=M)) == tells
-
-
-def choice_entry(M: int) -> Entry:
-    problem = Problem(Pattern.AG_GEMM, M, 49152, 12288, "bfloat16", 4)
-    where = environment.Environment(*["x"] * len(fields(environment.Environment)))
-    return Entry(problem, where, Plan("sequential"), (), (), 0, 0.0, 12, "2026-11-21")

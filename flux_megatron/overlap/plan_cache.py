@@ -103,34 +103,35 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[str]]:
     entries: list[Entry] = []
     complaints: list[str] = []
     for file in sorted(folder.glob("*.json")):
-        _read_file(file, entries, complaints)
+        found, reasons = read_file(file)
+        entries += found
+        complaints += [f"{file}{reason}" for reason in reasons]
     return entries, complaints
 
 
-def _read_file(file: Path, entries: list[Entry], complaints: list[str]) -> None:
+def read_file(file: Path) -> tuple[list[Entry], list[str]]:
+    """Its entries, and what of it was left out or ignored."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        complaints.append(f"{file}: left out, {error}")
-        return
-    raws = content.get("entries") if isinstance(content, dict) else None
+        return [], [f": left out, {error}"]
     written_in = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(raws, list) or type(written_in) is not int or written_in < 1:
-        complaints.append(f"{file}: left out, a format and a list of entries expected")
-        return
+    if type(written_in) is not int or written_in < 1 or not isinstance(content.get("entries"), list):
+        return [], [": left out, a format and a list of entries expected"]
     if written_in > FORMAT:
-        complaints.append(f"{file}: left out, format {written_in}; this version reads 1 to {FORMAT}")
-        return
+        return [], [f": left out, format {written_in}; this version reads 1 to {FORMAT}"]
+    entries: list[Entry] = []
+    left_out: list[str] = []
     notes: dict[str, None] = {}  # once a file
-    for number, raw in enumerate(raws):
+    for number, raw in enumerate(content["entries"]):
         try:
             entry, ignored = read_entry(raw, written_in)
         except ValueError as error:
-            complaints.append(f"{file}, entry {number}: left out, {error}")
+            left_out.append(f", entry {number}: left out, {error}")
         else:
             entries.append(entry)
-            notes |= dict.fromkeys(ignored)
-    complaints += [f"{file}: {note}" for note in notes]
+            notes |= dict.fromkeys(f": {note}" for note in ignored)
+    return entries, left_out + [*notes]
 
 
 def write_file(file: Path, entries: Iterable[Entry]) -> None:

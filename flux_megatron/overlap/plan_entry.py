@@ -99,27 +99,33 @@ def _readable_plans(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """
     if not all(isinstance(raw.get(name), list) for name in ("measured", "failed")):
         return raw  # `_decode` says so
-    pattern = raw["problem"].get("pattern") if isinstance(raw.get("problem"), dict) else None
-    measured = [one for one in raw["measured"] if _readable(one, pattern, notes)]
-    failed = [one for one in raw["failed"] if _readable(one, pattern, notes)]
-    if not _readable({"plan": raw.get("plan")}, pattern, notes) and measured:
-        raw = {**raw, "plan": min(measured, key=lambda one: one["median_us"])["plan"]}
-    return {**raw, "measured": measured, "failed": failed}
+    problem = raw.get("problem")
+    pattern = str(problem.get("pattern")) if isinstance(problem, dict) else ""
+    raw = dict(raw)
+    for name in ("measured", "failed"):
+        raw[name] = [one for one in raw[name] if _readable(one, pattern, notes)]
+    if not _readable(raw, pattern, notes):
+        others = _decode(tuple[Measured, ...], raw["measured"], "entry.measured", [])
+        if not others:
+            raise ValueError("entry: no plan that this version can run")
+        raw["plan"] = dataclasses.asdict(min(others, key=lambda one: one.median_us).plan)
+    return raw
 
 
-def _readable(one: Any, pattern: Any, notes: list[str]) -> bool:
-    """Whether this version has the plan's strategy, and all that the plan asks for."""
+def _readable(one: Any, pattern: str, notes: list[str]) -> bool:
+    """Whether this version has the strategy of its plan, and all that the plan asks for."""
     plan = one.get("plan") if isinstance(one, dict) else None
     if not isinstance(plan, dict):
         return True  # `_decode` says what it is
-    strategies = registry.STRATEGIES.get(pattern, {})
-    if strategies and plan.get("strategy") not in strategies:
-        notes.append(f"plans of strategy {plan.get('strategy')!r} are left out")
+    strategies = next((t for p, t in registry.STRATEGIES.items() if p == pattern), {})
+    name = plan.get("strategy")
+    if strategies and isinstance(name, str) and name not in strategies:
+        notes.append(f"plans of strategy {name!r} are left out: this version has {[*strategies]}")
         return False
     try:
         _decode(Plan, plan, "plan", [])
     except _MoreAsked as more:
-        notes.append(f"plans with {more} are left out")
+        notes.append(f"plans with {more}, are left out")
         return False
     except ValueError:
         pass  # `_decode` says it for the entry
@@ -152,7 +158,7 @@ def _decode_fields(kind: Any, raw: dict[str, Any], where: str, notes: list[str])
     }  # fmt: skip
     if missing := needed - raw.keys():
         raise ValueError(f"{where}: fields {sorted(missing)} expected")
-    for name in raw.keys() - hints.keys():
+    for name in sorted(raw.keys() - hints.keys()):
         told = kind in (Entry, Measured, Failed)  # more about a measurement, nothing else to run
         if raw[name] and not told:
             raise _MoreAsked(f"{where}.{name} = {raw[name]!r}, which this version does not know")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import plan_cache, tuner
+from flux_megatron.overlap import estimate, plan_cache, tuner
 from flux_megatron.perf import calibration, gemm, operator_cost, published
 from flux_megatron.perf.calibration import Prediction, fit, holdout, predictions, renew, table
 from flux_megatron.perf.constants import FITTED
@@ -200,7 +200,7 @@ def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
     found: dict[tuple[str, str, int, str], list[float]] = {}
     for entry in entries:
         problem, where = entry.problem, entry.environment
-        if problem.M_shard >= tuner.FEWEST_ROWS:
+        if problem.M_shard >= estimate.FEWEST_ROWS:
             times = {one.plan: one.median_us for one in entry.measured}
             plan = min(times, key=lambda plan: predict_us(problem, plan, H200))
             key = (problem.pattern, problem.layout, problem.world_size, where.max_connections)

@@ -1,0 +1,162 @@
+"""How entries are read: of older formats, with fields of later versions, or broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_plan_cache import ENTRY, PLAIN, at, opened
+
+from flux_megatron.overlap import plan_cache, plan_entry
+
+FORMATS = Path(__file__).parent / "plans"
+
+
+def test_every_format_has_a_file_that_is_still_read(tmp_path):
+    """As they were written then; their measurements stay, alone and beside others."""
+    assert [file.stem for file in sorted(FORMATS.iterdir())] == ["format_1", "format_2"]
+    for file in FORMATS.iterdir():
+        folder = tmp_path / file.stem / "h200"
+        folder.mkdir(parents=True)
+        (folder / file.name).write_bytes(file.read_bytes())
+        entries, complaints = plan_cache.read_folder(folder)
+        assert complaints == []
+        alone, beside = entries
+        assert (alone.problem.beside, beside.problem.beside) == (False, True)
+        assert alone.plan.strategy == alone.measured[0].plan.strategy == "hopper"
+        assert len(alone.measured) == len(beside.measured) == 7
+        plan_cache.write_file(folder / file.name, entries)
+        assert plan_cache.read_folder(folder) == (entries, [])
+
+
+def test_a_file_of_the_present_format_is_what_is_written():
+    """Else the format has changed: then raise `FORMAT`, and keep a file of the one before."""
+    entries, _ = plan_cache.read_folder(FORMATS)
+    (text,) = (file.read_text() for file in FORMATS.glob(f"*_{plan_entry.FORMAT}.json"))
+    for entry in entries[-2:]:
+        assert entry.dumps() in text
+    assert len(plan_entry.MIGRATIONS) == plan_entry.FORMAT - 1
+
+
+def changed(*path: str | int, value: object) -> str:
+    """Two entries, the first with another value at the path; Ellipsis leaves the field out."""
+    raw = json.loads(ENTRY.dumps())
+    inner = raw
+    for name in path[:-1]:
+        inner = inner[name]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}'
+
+
+def read(folder: Path, text: str):
+    file = folder / "h200" / "one.json"
+    file.parent.mkdir()
+    file.write_text(text, errors="surrogateescape")
+    cache = opened(folder)
+    assert all(complaint.startswith(str(file)) for complaint in cache.complaints)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "left out, Expecting value"),
+        ("{", "left out, Expecting property name"),
+        ("\udcff", "left out, .*can't decode"),
+        ("[]", "left out, a format and a list of entries expected"),
+        ('{"format": "2", "entries": []}', "left out, a format and a list"),
+        ('{"format": true, "entries": []}', "left out, a format and a list"),
+        ('{"format": 0, "entries": []}', "left out, a format and a list"),
+        ('{"format": 2, "entries": 3}', "left out, a format and a list"),
+        ('{"format": 3, "entries": [{}]}', "left out, format 3; this version reads 1 to 2"),
+        ('{"format": 2, "entries": [7]}', "entry 0: left out, entry: 7 given, an object"),
+        ('{"format": 1, "entries": [{"problem": 3}]}', r"left out, entry: fields .* expected"),
+        (changed("plan", "comm_rows", value="7"), "entry.plan.comm_rows: '7' given, int expected"),
+        (changed("plan", "comm_rows", value=True), "entry.plan.comm_rows: True given"),
+        (changed("plan", value=3), "entry.plan: 3 given, Plan expected"),
+        (changed("plan", "strategy", value=...), "entry.plan: fields .'strategy'. expected"),
+        (changed("problem", "pattern", value="gemm"), "'gemm' is not a valid Pattern"),
+        (changed("problem", "experts", value=8), "entry.problem.experts = 8, which this version"),
+        (changed("environment", "driver", value=...), "fields .'driver'. expected"),
+        (changed("environment", "nccl", value="2.30"), "environment.nccl = '2.30', which this"),
+        (changed("measured", value={}), "entry.measured: {} given, tuple expected"),
+        (changed("measured", value=[3]), "entry.measured..: 3 given, Measured expected"),
+        (changed("noise_us", value=None), "entry.noise_us: None given, float expected"),
+    ],
+)
+def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
+    cache = read(tmp_path, text)
+    (complaint,) = cache.complaints
+    assert re.search(reason, complaint)
+    # the others of the file stay
+    assert cache.entries == ([at(64)] if at(64).dumps() in text else [])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("plan", "warp"), 0),
+        (("measured", 0, "plan", "tile", "swizzle"), False),
+        (("problem", "experts"), 0),
+        (("environment", "nccl"), ""),
+        (("weather",), "fine"),
+        (("measured", 1, "p80_us"), 3.0),
+    ],
+)
+def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, path, value):
+    """What is measured stays. One warning names the file and the field."""
+    text = changed(*path, value=value)
+    both = text.replace(at(64).dumps(), text[text.index("[") + 1 : text.index(f", {at(64).dumps()}")])
+    cache = read(tmp_path, both)
+    assert cache.entries == [ENTRY, ENTRY]
+    (complaint,) = cache.complaints
+    assert f".{path[-1]} is ignored" in complaint
+
+
+@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "cut_shards"])
+def test_a_field_that_an_earlier_version_did_not_write_is_at_its_default(tmp_path, field):
+    cache = read(tmp_path, changed("measured", 1, "plan", field, value=...))
+    assert cache.complaints == []
+    assert cache.entries == [ENTRY, at(64)]
+
+
+def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
+    """The best of the others takes its place."""
+    raw = json.loads(ENTRY.dumps())
+    for plan in (raw["plan"], raw["measured"][0]["plan"]):
+        plan["clusters"] = 2
+    cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}]}}')
+    assert cache.entries == [replace(ENTRY, plan=PLAIN, measured=ENTRY.measured[1:])]
+    (complaint,) = cache.complaints
+    assert "plans with plan.clusters = 2, which this version does not know, are left out" in (
+        complaint
+    )
+
+
+def test_so_is_a_plan_of_a_strategy_that_there_is_not(tmp_path):
+    text = changed("measured", 1, "plan", "strategy", value="signalled")
+    cache = read(tmp_path, text)
+    assert cache.entries == [replace(ENTRY, measured=ENTRY.measured[:1]), at(64)]
+    (complaint,) = cache.complaints
+    assert "plans of strategy 'signalled' are left out" in complaint
+
+
+def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
+    raw = json.loads(ENTRY.dumps())
+    raw |= {"plan": {"strategy": "signalled"}, "measured": []}
+    cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
+    assert cache.entries == [at(64)]
+    (complaint,) = cache.complaints
+    assert "entry 0: left out" in complaint
+
+
+def test_a_line_of_the_tuner_is_read_whole():
+    assert plan_entry.Entry.loads(ENTRY.dumps()) == ENTRY
+    with pytest.raises(ValueError, match="warp"):
+        plan_entry.Entry.loads(ENTRY.dumps().replace('"splits": 0', '"splits": 0, "warp": 0', 1))
