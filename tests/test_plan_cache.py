@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 

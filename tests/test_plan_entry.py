@@ -112,7 +112,9 @@ def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
 def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, path, value):
     """What is measured stays. One warning names the file and the field."""
     text = changed(*path, value=value)
-    both = text.replace(at(64).dumps(), text[text.index("[") + 1 : text.index(f", {at(64).dumps()}")])
+    both = text.replace(
+        at(64).dumps(), text[text.index("[") + 1 : text.index(f", {at(64).dumps()}")]
+    )
     cache = read(tmp_path, both)
     assert cache.entries == [ENTRY, ENTRY]
     (complaint,) = cache.complaints

@@ -18,7 +18,8 @@ FILES = {
     "kernels/tile.py": "b = 1\n",
     "kernels/narrow.py": "c = 1\n",
     "overlap/fused.py": "def f():\n    import flux_megatron.kernels.gemm\n",
-    "overlap/wide.py": "from flux_megatron.kernels.narrow import c\nfrom flux_megatron.symm import d\n",
+    "overlap/wide.py": "from flux_megatron.kernels.narrow import c\n"
+    "from flux_megatron.symm import d\n",
     "overlap/tuner.py": "z = 3\n",
     "symm/d.py": "e = f'{1!r:>{2}}' + \"a\" f'b'\n",
 }

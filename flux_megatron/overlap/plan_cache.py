@@ -116,7 +116,11 @@ def read_file(file: Path) -> tuple[list[Entry], list[str]]:
     except (OSError, ValueError) as error:
         return [], [f": left out, {error}"]
     written_in = content.get("format") if isinstance(content, dict) else None
-    if type(written_in) is not int or written_in < 1 or not isinstance(content.get("entries"), list):
+    if (
+        type(written_in) is not int
+        or written_in < 1
+        or not isinstance(content.get("entries"), list)
+    ):
         return [], [": left out, a format and a list of entries expected"]
     if written_in > FORMAT:
         return [], [f": left out, format {written_in}; this version reads 1 to {FORMAT}"]
@@ -126,12 +130,12 @@ def read_file(file: Path) -> tuple[list[Entry], list[str]]:
     for number, raw in enumerate(content["entries"]):
         try:
             entry, ignored = read_entry(raw, written_in)
-        except ValueError as error:
+        except ValueError as error:  # noqa: PERF203, the others of the file may be good
             left_out.append(f", entry {number}: left out, {error}")
         else:
             entries.append(entry)
             notes |= dict.fromkeys(f": {note}" for note in ignored)
-    return entries, left_out + [*notes]
+    return entries, [*left_out, *notes]
 
 
 def write_file(file: Path, entries: Iterable[Entry]) -> None:

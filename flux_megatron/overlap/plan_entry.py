@@ -164,4 +164,6 @@ def _decode_fields(kind: Any, raw: dict[str, Any], where: str, notes: list[str])
             raise _MoreAsked(f"{where}.{name} = {raw[name]!r}, which this version does not know")
         notes.append(f"field {where}.{name} is ignored: this version does not know it")
     known = hints.keys() & raw.keys()
-    return kind(**{name: _decode(hints[name], raw[name], f"{where}.{name}", notes) for name in known})
+    return kind(
+        **{name: _decode(hints[name], raw[name], f"{where}.{name}", notes) for name in known}
+    )

@@ -4,7 +4,6 @@ plans that are shipped: the entry itself is hidden, and those of the same M and 
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from flux_megatron.overlap import estimate, plan_cache
 from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf.hardware import H200
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Plan
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
 STRATEGIES = ("sequential", "hopper", "fused", "pipelined")
@@ -29,8 +28,12 @@ def entries() -> list[Entry]:
 
 def in_order(plans: list[Plan]) -> list[Plan]:
     """As the tuner would list them, whatever they took: entries have the fastest first."""
-    return sorted(plans, key=lambda p: (STRATEGIES.index(p.strategy), p.cut_shards, p.transport,
-                                        p.splits, p.comm_rows, -p.tile.block_n, -p.tile.group_m))  # fmt: skip
+
+    def place(plan: Plan) -> tuple:
+        numbers = plan.cut_shards, plan.transport, plan.splits, plan.comm_rows
+        return STRATEGIES.index(plan.strategy), *numbers, -plan.tile.block_n, -plan.tile.group_m
+
+    return sorted(plans, key=place)
 
 
 def others(entry: Entry, entries: list[Entry]) -> list[Entry]:
