@@ -20,6 +20,7 @@ from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 
 __all__ = [
+    "OPERATIONS",
     "Layers",
     "all_gather_gemm",
     "gemm_reduce_scatter",
@@ -128,6 +129,13 @@ _words._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=1024)
 def _plan(text: str) -> Plan | None:
     return Plan.loads(text) if text else None
+
+
+# what computes a pattern
+OPERATIONS: dict[Pattern, Callable[..., Tensor]] = {
+    Pattern.AG_GEMM: all_gather_gemm,
+    Pattern.GEMM_RS: gemm_reduce_scatter,
+}
 
 
 def run_ag_gemm(

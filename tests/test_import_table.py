@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
-BASE = frozenset({"errors", "problem", "settings"})
+BASE = frozenset({"errors", "patterns", "problem", "settings"})
 ANY = frozenset({"*"})
 
 
@@ -39,8 +39,9 @@ def room(ours: str = "", packages: str = "", lazily: str = "") -> Room:
 TABLE = {
     "settings": room(),
     "errors": room(),
-    "problem": room(),
-    "perf": room("errors problem", lazily="matplotlib"),
+    "patterns": room(),
+    "problem": room("patterns"),
+    "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
         "errors problem perf __init__ integration.arguments integration.door train.cpu_pretrain",

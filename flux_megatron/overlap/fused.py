@@ -20,6 +20,8 @@ from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
 
+NEEDS_SYMMETRIC_MEMORY = True
+
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""

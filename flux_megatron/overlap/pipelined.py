@@ -16,10 +16,12 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
+
+NEEDS_SYMMETRIC_MEMORY = True
 
 
 def supports(problem: Problem) -> str | None:
@@ -36,7 +38,7 @@ def default_plan(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, or as few as there can be."""
-    fewest = 2 if problem.pattern is Pattern.AG_GEMM else 1
+    fewest = 2 if problem.spec.gathers else 1
     return [default_plan(problem), Plan("pipelined", splits=fewest)]
 
 

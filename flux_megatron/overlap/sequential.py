@@ -18,6 +18,8 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
 
+NEEDS_SYMMETRIC_MEMORY = False
+
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem: never."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.workspace import Workspace
 
@@ -43,12 +43,11 @@ class Trial:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-        M, M_shard, N, K = problem.M, problem.M_shard, problem.N_local, problem.K_local
-        gathers = problem.pattern is Pattern.AG_GEMM
-        self._x = random(M_shard if gathers else M, K)
+        N, K = problem.N_local, problem.K_local
+        self._x = random(problem.x_rows, K)
         self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
         if problem.layout == "nn":
-            self._layer_x = random(M if gathers else M_shard, N)
+            self._layer_x = random(problem.dual.x_rows, N)
             self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
     def begin(self) -> None:
@@ -65,7 +64,7 @@ class Trial:
         if space.unavailable is not None:
             return
         p, element = self.problem, self._x.element_size()
-        if p.pattern is Pattern.AG_GEMM:
+        if p.spec.gathers:
             _reserve(space.gather, p.M * p.K * element)
         else:
             _reserve(space.gather, p.M * p.N * element)
@@ -76,7 +75,7 @@ class Trial:
         """The forward operation, or the whole backward; gives y or dx."""
         module = registry.strategy(self.problem, plan.strategy)
         x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if self.problem.pattern is Pattern.AG_GEMM:
+        if self.problem.spec.gathers:
             consume = self._wgrad if layout == "nn" else None
             return lambda: module.ag_gemm(x, w, None, layout, plan, space, consume)
         if layout == "nt":

@@ -37,7 +37,7 @@ class AsyncTp:
         if isinstance(experiment, Backward):
             column, row = _column_backward, _row_backward
             return {self.name: column(experiment) if experiment.column else row(experiment)}
-        gathers = experiment.case.pattern == "ag_gemm"
+        gathers = experiment.case.spec.gathers
         return {self.name: _ag_gemm(experiment) if gathers else _gemm_rs(experiment)}
 
 

@@ -36,7 +36,7 @@ class Xformers:
         if isinstance(experiment, Backward):
             return {self.name: _backward(experiment)}
         fused = import_module("xformers.ops.sequence_parallel_fused_ops")
-        gathers = experiment.case.pattern == "ag_gemm"
+        gathers = experiment.case.spec.gathers
         op = fused.fused_allgather_and_linear if gathers else fused.fused_linear_and_reducescatter
         x, w, group = experiment.x, experiment.right.t(), experiment.group
         return {self.name: lambda: (op(x, w, group=group),)}

@@ -1,0 +1,70 @@
+"""What a pattern's description says is what the reference computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flux_megatron import ops, reference
+from flux_megatron.overlap import registry
+from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.problem import Problem
+
+M, N, K, R = 24, 16, 40, 2
+TRUTH = {"ag_gemm": reference.all_gather_gemm, "gemm_rs": reference.gemm_reduce_scatter}
+
+
+def problem(pattern: Pattern) -> Problem:
+    return Problem(pattern, M, N, K, "float32", R)
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_operands_and_results_have_the_sizes_of_the_description(pattern):
+    p = problem(pattern)
+    x = [torch.ones(p.x_rows, p.K_local) for _ in range(R)]
+    w = [torch.ones(p.N_local, p.K_local) for _ in range(R)]
+    for y in TRUTH[pattern](x, w):
+        assert y.shape == (p.M_shard if p.spec.scatters else M, p.N_local)
+        assert torch.equal(y, torch.full_like(y, K)), "a sum over K, whole or over the ranks"
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_the_problem_is_found_from_one_rank_s_operands(pattern):
+    p = problem(pattern)
+    found = Problem.of_operands(pattern, p.x_rows, p.N_local, p.K_local, "float32", R, "nt", "cuda")
+    assert found == p
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_dgrad_is_the_dual(pattern):
+    """dy has the rows of y and the weight of x: dx comes out as x lies."""
+    p = problem(pattern)
+    dual = p.dual
+    assert (dual.layout, dual.dual) == ("nn", p)
+    assert dual.x_rows == (p.M_shard if p.spec.scatters else M)
+    assert (dual.K_local, dual.N_local) == (p.N_local, p.K_local)
+    assert dual.columns_moved == p.columns_moved
+
+
+def test_a_layer_s_forward_and_backward():
+    assert (COLUMN.dual, ROW.dual) == (ROW, COLUMN)
+    assert COLUMN.spec.gathers
+    assert ROW.spec.scatters
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_every_pattern_has_an_operation_and_a_strategy_that_is_always_possible(pattern):
+    assert ops.OPERATIONS[pattern].__doc__
+    *_, last = registry.STRATEGIES[pattern].values()
+    assert not last.NEEDS_SYMMETRIC_MEMORY
+    odd = dataclasses.replace(problem(pattern), dtype="float64", device="cpu")
+    assert last.supports(odd) is None
+
+
+def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
+    p = dataclasses.replace(problem(COLUMN), device="cpu")
+    said = {name: registry.refusal(p, name, "no link") for name in registry.STRATEGIES[COLUMN]}
+    assert said.pop("sequential") is None
+    assert {*said.values()} == {"no link"}
