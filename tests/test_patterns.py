@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from flux_megatron import ops, reference
+from flux_megatron.bench import patterns as page
+from flux_megatron.cli import app
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
@@ -68,3 +71,18 @@ def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
     said = {name: registry.refusal(p, name, "no link") for name in registry.STRATEGIES[COLUMN]}
     assert said.pop("sequential") is None
     assert {*said.values()} == {"no link"}
+
+
+def test_the_command_says_what_works_what_is_not_built_and_why_not(monkeypatch):
+    built = dict(registry.STRATEGIES[ROW])
+    built.pop("pipelined")
+    monkeypatch.setattr(registry, "STRATEGIES", {COLUMN: registry.STRATEGIES[COLUMN], ROW: built})
+    found = {(line.pattern, line.strategy): line[2:] for line in page.lines(4)}
+    assert found[COLUMN, "sequential"] == ("works", "works")
+    assert found[COLUMN, "pipelined"] == (found[COLUMN, "fused"][0], "not built")
+    assert found[ROW, "pipelined"][0] == "not built"
+    if not torch.cuda.is_available():
+        assert "compute capability 9" in found[COLUMN, "hopper"][0]
+    shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.output
+    assert "GEMM+RS (gemm_rs)" in shown.stdout
