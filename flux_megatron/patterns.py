@@ -21,14 +21,22 @@ class PatternSpec:
     of y. `reduces`: K is divided, and y is a sum over the ranks. `scatters`: the rows of y are
     divided.
 
-    `dual` is the pattern of dgrad, by name; what is gathered in one is scattered in the other.
+    `dual` is the pattern of dgrad, by name: what is gathered in one is scattered in the other. ""
+    where dgrad needs no communication.
     """
 
     title: str
-    dual: str
+    dual: str = ""
     gathers: bool = False
     reduces: bool = False
     scatters: bool = False
+
+    @property
+    def trips(self) -> int:
+        """How often the matrix crosses the links: a sum that all ranks need is scattered, then
+        gathered.
+        """
+        return 2 if self.reduces and not self.scatters else 1
 
 
 class Pattern(str, Enum):
@@ -46,7 +54,7 @@ class Pattern(str, Enum):
 
     @property
     def dual(self) -> Pattern:
-        """The pattern of dgrad."""
+        """The pattern of dgrad; `ValueError` where that needs no communication."""
         return Pattern(self.spec.dual)
 
 

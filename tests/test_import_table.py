@@ -52,7 +52,9 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
     # what a measured plan depends on: Triton's version and the link between the GPUs
-    "overlap": room("errors problem settings perf symm kernels", "torch", lazily="cuda triton"),
+    "overlap": room(
+        "errors patterns problem settings perf symm kernels", "torch", lazily="cuda triton"
+    ),
     "ops": room("errors problem overlap", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one

@@ -13,7 +13,7 @@ from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Problem
 
 SIZE = 8192  # M, N and K of the problem that is asked about
-WORKS, NOT_BUILT = "works", "not built"
+WORKS, NOT_BUILT, LOCAL = "works", "not built", "no communication"
 
 
 class Line(NamedTuple):
@@ -32,7 +32,8 @@ def lines(world_size: int) -> Iterator[Line]:
     for pattern in Pattern:
         forward = Problem(pattern, SIZE, SIZE, SIZE, "bfloat16", world_size, device=device)
         for name in names:
-            yield Line(pattern, name, _can(forward, name), _can(forward.dual, name))
+            backward = _can(forward.dual, name) if pattern.spec.dual else LOCAL
+            yield Line(pattern, name, _can(forward, name), backward)
 
 
 def _can(problem: Problem, name: str) -> str:

@@ -56,7 +56,9 @@ class Product:
             return (local,), (local,)
         total = local.clone()
         dist.all_reduce(total, group=self.group)
-        return (total.chunk(self.case.world_size)[self.group.rank()],), (local,)
+        if self.case.spec.scatters:
+            total = total.chunk(self.case.world_size)[self.group.rank()]
+        return (total,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)
@@ -76,6 +78,8 @@ class Product:
         if self.case.spec.gathers:
             dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
         product = self._gemm()
+        if self.case.spec.trips > 1:
+            dist.all_reduce(*product, group=self.group)
         if not self.case.spec.scatters:
             return product
         dist.reduce_scatter_tensor(self.y, *product, group=self.group)

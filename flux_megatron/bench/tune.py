@@ -38,7 +38,7 @@ def problems_of_suite(
     """The problems of a model of `bench.suites`, forward and backward."""
     return [
         Problem(Pattern(pattern), case.M, case.N, case.K, dtype, tp, case.layout, device)
-        for pattern in Pattern
+        for pattern in (COLUMN, ROW)
         for case in suites.cases(suite, str(pattern), tuple(Ms), tp, scale)
     ]
 

@@ -20,6 +20,7 @@ from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE, tiles_of_sha
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Part
 from flux_megatron.symm.copy_engine import Delivery, Push, copy_engine
@@ -30,6 +31,7 @@ NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 
 
+PATTERNS = (COLUMN, ROW)
 NEEDS_SYMMETRIC_MEMORY = True
 
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
+PATTERNS = (COLUMN, ROW)
 NEEDS_SYMMETRIC_MEMORY = True
 
 

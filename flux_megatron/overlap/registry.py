@@ -27,7 +27,7 @@ class ScatterInFlight(Protocol):
 
 
 class Strategy(Protocol):
-    """How a pattern overlaps: a module of this folder.
+    """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
 
     `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
     beside `default_plan`.
@@ -35,6 +35,9 @@ class Strategy(Protocol):
 
     @property
     def NEEDS_SYMMETRIC_MEMORY(self) -> bool: ...
+
+    @property
+    def PATTERNS(self) -> tuple[Pattern, ...]: ...
 
     def supports(self, problem: Problem) -> str | None: ...
 
@@ -54,15 +57,17 @@ class Strategy(Protocol):
     ) -> ScatterInFlight: ...
 
 
-# in order of preference where nothing else is known; every pattern ends with one that is always
-# possible
-_LAYERS: dict[str, Strategy] = {
+# in order of preference where nothing else is known; the last is always possible
+_ALL: dict[str, Strategy] = {
     "hopper": hopper,
     "fused": fused,
     "pipelined": pipelined,
     "sequential": sequential,
 }
-STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = dict.fromkeys(Pattern, _LAYERS)
+STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
+    pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
+    for pattern in Pattern
+}
 
 
 def strategy(problem: Problem, name: str) -> Strategy:
@@ -73,6 +78,8 @@ def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
     """Why the strategy cannot run the problem, or None. `unavailable` says why there is no
     symmetric memory between the ranks, or is None.
     """
+    if name not in STRATEGIES[problem.pattern]:
+        return f"{name} is not built for {problem.pattern}"
     one = strategy(problem, name)
     return (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
 

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
 
+PATTERNS = (COLUMN, ROW)
 NEEDS_SYMMETRIC_MEMORY = False
 
 

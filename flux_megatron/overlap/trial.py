@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap.forward import forward
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.workspace import Workspace
@@ -75,11 +76,11 @@ class Trial:
         """The forward operation, or the whole backward; gives y or dx."""
         module = registry.strategy(self.problem, plan.strategy)
         x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if self.problem.spec.gathers:
-            consume = self._wgrad if layout == "nn" else None
-            return lambda: module.ag_gemm(x, w, None, layout, plan, space, consume)
         if layout == "nt":
-            return lambda: module.start_gemm_rs(x, w, layout, plan, space).finish()
+            whole = forward(module, self.problem.pattern)
+            return lambda: whole(x, w, layout, plan, space)
+        if self.problem.spec.gathers:
+            return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
         gather_plan = registry.gather_plan(self.problem, plan)
         return lambda: self._column_backward(plan, gather_plan)
 

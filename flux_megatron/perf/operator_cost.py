@@ -101,7 +101,10 @@ class _Prediction(NamedTuple):
         meet_us = self.constants.meet_us[self.plan.strategy]
         if self.problem.spec.gathers:
             return meet_us + self._gathered_us() + self.wgrad_us()
-        return meet_us + self._scattered_us() + self._sum_us()
+        others = self.problem.world_size - 1
+        back = self._latency_us() + others * shard_us(self.problem, self.hardware)
+        more = back * (self.problem.spec.trips - 1)  # the sum, to all that need it
+        return meet_us + self._scattered_us() + self._sum_us() + more
 
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
@@ -123,7 +126,7 @@ class _Prediction(NamedTuple):
             # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
             share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
-        return sum(gemms) + collective
+        return sum(gemms) + self.problem.spec.trips * collective
 
     def _latency_us(self) -> float:
         sm = self.plan.transport == "sm"
