@@ -71,6 +71,11 @@ class Problem:
         return self.K if self.spec.gathers else self.N
 
     @property
+    def is_backward(self) -> bool:
+        """Whether it is one half of a layer's backward, of which the whole is timed."""
+        return self.layout == "nn" and bool(self.spec.dual)
+
+    @property
     def dual(self) -> Problem:
         """dgrad of the same layer, whose weight it reads as it lies."""
         layout = "nn" if self.layout == "nt" else "nt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flux_megatron import ops, reference
 from flux_megatron.bench import patterns as page
 from flux_megatron.cli import app
 from flux_megatron.overlap import registry
+from flux_megatron.overlap.forward import forward
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 
@@ -86,3 +88,18 @@ def test_the_command_says_what_works_what_is_not_built_and_why_not(monkeypatch):
     shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "160"})
     assert shown.exit_code == 0, shown.output
     assert "GEMM+RS (gemm_rs)" in shown.stdout
+
+
+class Pieces:
+    """A strategy that says what was asked of it."""
+
+    def ag_gemm(self, *given):
+        return "gathered", *given
+
+    def start_gemm_rs(self, *given):
+        return SimpleNamespace(finish=lambda: ("scattered", *given))
+
+
+def test_a_whole_call_is_put_together_from_its_pieces():
+    assert forward(Pieces(), COLUMN)(1, 2, "nt", 4, 5) == ("gathered", 1, 2, None, "nt", 4, 5, None)
+    assert forward(Pieces(), ROW)(1, 2, "nt", 4, 5) == ("scattered", 1, 2, "nt", 4, 5)

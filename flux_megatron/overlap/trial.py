@@ -1,8 +1,8 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
-Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
-backward is run, as `nn.functions` does it: where the gather or the scatter hides is part of what is
-chosen.
+Layout "nt" is an operation of forward. "nn", of a pattern that has a dual, is one half of a layer's
+backward, so the whole backward is run, as `nn.functions` does it: where the gather or the scatter
+hides is part of what is chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
@@ -47,7 +47,7 @@ class Trial:
         N, K = problem.N_local, problem.K_local
         self._x = random(problem.x_rows, K)
         self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
-        if problem.layout == "nn":
+        if problem.is_backward:
             self._layer_x = random(problem.dual.x_rows, N)
             self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
@@ -76,7 +76,7 @@ class Trial:
         """The forward operation, or the whole backward; gives y or dx."""
         module = registry.strategy(self.problem, plan.strategy)
         x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if layout == "nt":
+        if not self.problem.is_backward:
             whole = forward(module, self.problem.pattern)
             return lambda: whole(x, w, layout, plan, space)
         if self.problem.spec.gathers:
@@ -108,7 +108,7 @@ class Trial:
         self._space.check()
 
     def _outputs(self, plan: Plan) -> list[Tensor]:
-        if self.problem.layout == "nt":
+        if not self.problem.is_backward:
             return [self.call(plan)()]
         self._main_grad.zero_()
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]

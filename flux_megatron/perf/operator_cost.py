@@ -113,7 +113,7 @@ class _Prediction(NamedTuple):
 
     def wgrad_us(self) -> float:
         """The weight's gradient [K_local, N_local] of dgrad's weight over all rows."""
-        if self.problem.layout == "nt":
+        if not self.problem.is_backward:
             return 0.0
         N, K, M = self.problem.K_local, self.problem.N_local, self.problem.M
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype, self.constants)
@@ -122,7 +122,7 @@ class _Prediction(NamedTuple):
         gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
-        if self.problem.layout == "nn" and self.problem.spec.scatters:
+        if self.problem.is_backward and self.problem.spec.scatters:
             # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
             share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
@@ -171,7 +171,7 @@ class _Prediction(NamedTuple):
         """
         wgrad, others = self.wgrad_us(), self.problem.world_size - 1
         shard = shard_us(self.problem, self.hardware)
-        gathered = 0.0 if self.problem.layout == "nt" else self._latency_us() + others * shard
+        gathered = self._latency_us() + others * shard if self.problem.is_backward else 0.0
         by_sm = self.plan.strategy == "fused" or self.plan.transport == "sm"
         ready = self._stores_us() if by_sm else 0.0
         pushed, left = gathered, others
