@@ -11,6 +11,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, add_product
 from flux_megatron.bench.products import Product
+from flux_megatron.bench.targets import PEERS
 
 
 class AsyncTp:
@@ -19,7 +20,7 @@ class AsyncTp:
     name = "async_tp"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return () if pattern == "gemm" else (self.name,)
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():

@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.products import Product
+from flux_megatron.bench.targets import PEERS
 
 
 class Xformers:
@@ -21,7 +22,7 @@ class Xformers:
     name = "xformers"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return () if pattern == "gemm" else (self.name,)
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if util.find_spec("xformers") is None:
