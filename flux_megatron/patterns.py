@@ -7,6 +7,7 @@ only the functions that compute a pattern do: in `ops`, in the strategies, in th
 | --- | --- | --- | --- |
 | ag_gemm | [M / R, K] | [N / R, K] | [M, N / R] |
 | gemm_rs | [M, K / R] | [N, K / R] | [M / R, N] |
+| gemm_ar | [M, K / R] | [N, K / R] | [M, N], the same on all |
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Pattern(str, Enum):
 
     AG_GEMM = "ag_gemm"
     GEMM_RS = "gemm_rs"
+    GEMM_AR = "gemm_ar"
 
     def __str__(self) -> str:
         return self.value
@@ -61,6 +63,7 @@ class Pattern(str, Enum):
 _SPECS = {
     Pattern.AG_GEMM: PatternSpec("AG+GEMM", "gemm_rs", gathers=True),
     Pattern.GEMM_RS: PatternSpec("GEMM+RS", "ag_gemm", reduces=True, scatters=True),
+    Pattern.GEMM_AR: PatternSpec("GEMM+AR", reduces=True),
 }
 
 # the forward of Megatron's layers under sequence parallelism

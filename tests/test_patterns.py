@@ -18,7 +18,11 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 
 M, N, K, R = 24, 16, 40, 2
-TRUTH = {"ag_gemm": reference.all_gather_gemm, "gemm_rs": reference.gemm_reduce_scatter}
+TRUTH = {
+    "ag_gemm": reference.all_gather_gemm,
+    "gemm_rs": reference.gemm_reduce_scatter,
+    "gemm_ar": reference.gemm_all_reduce,
+}
 
 
 def problem(pattern: Pattern) -> Problem:
@@ -42,7 +46,7 @@ def test_the_problem_is_found_from_one_rank_s_operands(pattern):
     assert found == p
 
 
-@pytest.mark.parametrize("pattern", Pattern)
+@pytest.mark.parametrize("pattern", [pattern for pattern in Pattern if pattern.spec.dual])
 def test_dgrad_is_the_dual(pattern):
     """dy has the rows of y and the weight of x: dx comes out as x lies."""
     p = problem(pattern)
@@ -78,11 +82,15 @@ def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
 def test_the_command_says_what_works_what_is_not_built_and_why_not(monkeypatch):
     built = dict(registry.STRATEGIES[ROW])
     built.pop("pipelined")
-    monkeypatch.setattr(registry, "STRATEGIES", {COLUMN: registry.STRATEGIES[COLUMN], ROW: built})
+    monkeypatch.setattr(registry, "STRATEGIES", {**registry.STRATEGIES, ROW: built})
     found = {(line.pattern, line.strategy): line[2:] for line in page.lines(4)}
     assert found[COLUMN, "sequential"] == ("works", "works")
     assert found[COLUMN, "pipelined"] == (found[COLUMN, "fused"][0], "not built")
     assert found[ROW, "pipelined"][0] == "not built"
+    assert found[Pattern.GEMM_AR, "pipelined"] == (
+        found[COLUMN, "pipelined"][0],
+        "no communication",
+    )
     if not torch.cuda.is_available():
         assert "compute capability 9" in found[COLUMN, "hopper"][0]
     shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "160"})

@@ -140,6 +140,7 @@ def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, in
     all_of = {
         "ag_gemm": ag_gemm,
         "gemm_rs": gemm_rs,
+        "gemm_ar": [layer for layer in gemm_rs if layer[-1] == "nt"],
         "backward": backward,
         "gemm": ag_gemm + gemm_rs,
     }
