@@ -54,6 +54,7 @@ TARGETS = (
     Target("gemm_rs", 2048, 2048, EFFICIENCY, 0.85),
     Target("gemm_rs", 1024, 1024, EFFICIENCY, 0.60),
     Target("gemm_rs", 64, 512, NEVER_SLOWER),
+    Target("gemm_ar", 64, 8192, NEVER_SLOWER),
     Target("backward", 4096, 8192, TIMES_GEMM, 1.02),
     Target("backward", 2048, 2048, TIMES_GEMM, 1.03),
     Target("backward", 1024, 1024, TIMES_GEMM, 1.06),
