@@ -41,6 +41,7 @@ def operands(M, N, K_local, world_size, dtype, layout):
 def calls(rank: int, plan: Plan) -> dict[str, int]:
     group = dist.group.WORLD
     flux_megatron.reset_report()
+    results = []
     for turn in range(2):  # the second time through the other half of the workspace
         for M_shard, N, K_local in SIZES:
             for dtype in (torch.float32, torch.bfloat16):
