@@ -111,7 +111,7 @@ def _to_keep(x: Tensor, rows: Tensor) -> Tensor:
     return x if x.is_contiguous() else rows
 
 
-def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
     with ops.phase("wgrad"):
         return wgrad(w, dy, x)
 
@@ -174,13 +174,13 @@ def column_backward(
     needs_dx, needs_dw, needs_db = needs[:3]
     dy = _rows(dy)
     gather = scatter = dx = dw = None
-    gathers = x is not None and not options.save_gathered
+    local = None if options.save_gathered else x
     with ops.guard(options.group, dy.device):
         with ops.phase("dgrad"):
-            if gathers and needs_dx:
-                gather, scatter = ops.start_gather_and_gemm_rs(x, dy, w, options.group)
-            elif gathers:
-                gather = ops.start_gather(x, w, options.group)
+            if local is not None and needs_dx:
+                gather, scatter = ops.start_gather_and_gemm_rs(local, dy, w, options.group)
+            elif local is not None:
+                gather = ops.start_gather(local, w, options.group)
             elif needs_dx:
                 scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
         if x is not None:

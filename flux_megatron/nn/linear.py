@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import Module, Parameter
 
 from flux_megatron import ops
@@ -55,7 +54,7 @@ class ParallelLinear(Module):
 
     @property
     def group(self) -> ProcessGroup:
-        return _resolve_process_group(self.group_name)  # type: ignore[arg-type, unused-ignore]
+        return ops.group_named(self.group_name)
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a `torch.nn.Linear`'s parameter, a view: "weight" or "bias"."""

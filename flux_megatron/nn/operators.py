@@ -19,19 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flux_megatron.nn import functions
+from flux_megatron.ops import group_named
 
 
 @torch.library.custom_op("flux_megatron::column_parallel_linear", mutates_args=())
 def column_parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    return functions.column_parallel_linear(x, w, bias, group=_resolve_process_group(group))
+    return functions.column_parallel_linear(x, w, bias, group=group_named(group))
 
 
 @column_parallel_linear.register_fake
 def _(x, w, bias, group):
-    tokens = x.shape[0] * _resolve_process_group(group).size()
+    tokens = x.shape[0] * group_named(group).size()
     return x.new_empty(tokens, *x.shape[1:-1], w.shape[0])
 
 
@@ -39,19 +39,19 @@ def _(x, w, bias, group):
 def _column_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(_resolve_process_group(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), functions.plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.column_backward(dy, rows, w, x.shape, options, needs))
 
 
 @torch.library.custom_op("flux_megatron::row_parallel_linear", mutates_args=())
 def row_parallel_linear(x: Tensor, w: Tensor, group: str) -> Tensor:
-    return functions.row_parallel_linear(x, w, group=_resolve_process_group(group))
+    return functions.row_parallel_linear(x, w, group=group_named(group))
 
 
 @row_parallel_linear.register_fake
 def _(x, w, group):
-    tokens = x.shape[0] // _resolve_process_group(group).size()
+    tokens = x.shape[0] // group_named(group).size()
     return x.new_empty(tokens, *x.shape[1:-1], w.shape[0])
 
 
@@ -59,7 +59,7 @@ def _(x, w, group):
 def _row_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(_resolve_process_group(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), functions.plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.row_backward(dy, rows, w, x.shape, options, needs[0]))
 
@@ -103,7 +103,7 @@ row_parallel_linear.register_autograd(_row_gradients, setup_context=_keep)
 def sum_over_group(x: Tensor, group: str) -> Tensor:
     """The sum of x over all ranks, on each of them; fp32 inside, fp64 for fp64."""
     total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    dist.all_reduce(total, group=_resolve_process_group(group))
+    dist.all_reduce(total, group=group_named(group))
     return total.to(x.dtype)
 
 
