@@ -13,6 +13,7 @@ from closeness import assert_exact, assert_sums_exact, small_integers
 from ranks import DEVICE, FUSED, on_device
 from torch import Tensor, nn
 
+import flux_megatron
 from flux_megatron import errors
 from flux_megatron.nn import (
     ColumnParallelLinear,
@@ -183,6 +184,9 @@ def state(rank: int) -> None:
         "0.weight": [OUT // R, IN], "0.bias": [OUT // R], "1.weight": [OUT, IN // R],
         "1.bias": [OUT], "2.weight": [3], "2.bias": [3],
     }  # fmt: skip
+    assert repr(model[1]) == (
+        f"RowParallelLinear(in_features={IN}, out_features={OUT}, bias=True, rank={rank} of {R})"
+    )
     copied = copy.deepcopy(model)
     assert copied[0].group is dist.group.WORLD
     gathered = sharded_state_dict(model)
@@ -229,7 +233,7 @@ def compiles(rank: int) -> None:
         check(layer, whole, torch.float32, compiled(layer))
 
 
-def compiled(layer: nn.Module, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
+def compiled(layer: Callable, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
     torch._dynamo.reset()
     return torch.compile(layer, fullgraph=True, backend=backend)
 
@@ -259,13 +263,16 @@ def test_autocast():
 
 
 def captured(rank: int) -> None:
-    """What Dynamo sees of a call: autocast, and an input that the operator refuses."""
+    """What Dynamo sees: autocast, an input that the operator refuses, a whole parameter."""
     layer = sharded(RowParallelLinear, integer_linear(True, torch.bfloat16))
     x = part(layer, operands(torch.float32)[0], "x").to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert_exact(compiled(layer, "eager")(x), layer(x))
     with pytest.raises(ValueError, match="equal K expected"):
         compiled(layer, "eager")(x[..., 1:])
+    scale = torch.ones(3, device=DEVICE, requires_grad=True)
+    compiled(sum_gradient, "eager")(scale).sum().backward()
+    assert_exact(scale.grad, torch.full((3,), 2.0), "the sum over 2 ranks")
 
 
 def test_compile_under_autocast_and_of_a_wrong_width():
@@ -285,6 +292,27 @@ def operators_are_sound(rank: int) -> None:
 
 def test_opcheck():
     on_device(operators_are_sound, 1)
+
+
+def fakes(rank: int) -> dict[tuple[str, str], int]:
+    """Shapes and memory without a run: what planners of memory and checkpointing ask for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    R = dist.get_world_size()
+    with FakeTensorMode():
+        block = nn.Sequential(ColumnParallelLinear(IN, OUT), RowParallelLinear(OUT, IN))
+        x = torch.empty(TOKENS, BATCH, IN, requires_grad=True)
+        hidden = block[0](x)
+        assert hidden.shape == (TOKENS * R, BATCH, OUT // R)
+        y = block[1](hidden)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert all(t.grad.shape == t.shape for t in (x, *block.parameters()))
+    return flux_megatron.report().calls
+
+
+def test_fake_tensors_give_the_shapes_and_run_nothing():
+    assert on_device(fakes, 2) == [{}, {}]
 
 
 def refusals(rank: int) -> None:

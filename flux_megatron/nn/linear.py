@@ -27,6 +27,7 @@ class ParallelLinear(Module):
 
     split: ClassVar[str]  # the size that is divided among the ranks
     dimensions: ClassVar[dict[str, int]]  # and of each parameter that has it, the dimension
+    bias: Parameter | None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *,
@@ -45,11 +46,15 @@ class ParallelLinear(Module):
                 f"{self.world_size} ranks expected"
             )
         sizes[self.split] //= self.world_size
-        self.in_features_local, self.out_features_local = sizes.values()
-        self.weight = Parameter(torch.empty(*reversed(sizes.values()), device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        if bias:
-            self.bias = Parameter(torch.empty(sizes["out_features"], device=device, dtype=dtype))
+        self.in_features_local, self.out_features_local = (
+            sizes["in_features"],
+            sizes["out_features"],
+        )
+        shape = (self.out_features_local, self.in_features_local)
+        self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     @property
