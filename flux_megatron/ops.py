@@ -26,6 +26,7 @@ __all__ = [
     "all_gather_gemm",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "group_named",
     "guard",
     "note_fallback",
     "note_layers",
@@ -112,7 +113,7 @@ def _eager(x: Tensor, w: Tensor) -> bool:
     return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
 
 
-def _group(name: str) -> ProcessGroup:
+def group_named(name: str) -> ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -120,24 +121,24 @@ def _group(name: str) -> ProcessGroup:
 def _all_gather_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: str, layout: str, plan: str
 ) -> Tensor:
-    return run_ag_gemm(x, w, bias, _group(group), layout=layout, plan=_plan(plan))
+    return run_ag_gemm(x, w, bias, group_named(group), layout=layout, plan=_plan(plan))
 
 
 @_all_gather_gemm.register_fake
 def _(x, w, bias, group, layout, plan):
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] * _group(group).size(), N)
+    return x.new_empty(x.shape[0] * group_named(group).size(), N)
 
 
 @torch.library.custom_op("flux_megatron::gemm_reduce_scatter", mutates_args=())
 def _gemm_reduce_scatter(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    return run_gemm_rs(x, w, _group(group), layout=layout, plan=_plan(plan))
+    return run_gemm_rs(x, w, group_named(group), layout=layout, plan=_plan(plan))
 
 
 @_gemm_reduce_scatter.register_fake
 def _(x, w, group, layout, plan):
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] // _group(group).size(), N)
+    return x.new_empty(x.shape[0] // group_named(group).size(), N)
 
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
