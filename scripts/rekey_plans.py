@@ -1,11 +1,13 @@
-"""Give shipped plans of format 1 the digests of format 2, where what they ran is unchanged.
+"""Keep shipped plans whose sources were edited without a change of what runs.
 
-    python scripts/rekey_plans.py FILE COMMIT PYTHON
+    python scripts/rekey_plans.py FILE COMMIT [PYTHON]
 
-Format 1 has one digest of all sources, which depends on the version of Python that took it (3.12
-for the plans of 2026-11-22). The entries of FILE whose digest is what PYTHON takes of COMMIT get
-the digest that their plan's strategy has there; all others are left as they are. An entry is found
-again if the strategy's sources are the same today.
+Entries of FILE that were measured with the sources of COMMIT get the digest of today's. Read the
+difference before, of the files that the strategies import: this script cannot tell whether the
+edits change what runs. All other entries are left as they are.
+
+The digest of format 1, of all sources at once, depends on the version of Python that took it (3.12
+for the plans of 2026-11-22): PYTHON is one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flux_megatron.overlap import plan_cache
-from flux_megatron.overlap.environment import sources_digest
+from flux_megatron.overlap.environment import PACKAGE, sources_digest
 from flux_megatron.overlap.plan_entry import Entry
 
 OLD_DIGEST = """
@@ -46,15 +48,8 @@ def old_digest(python: str, package: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def rekeyed(entry: Entry, package: Path, old: str) -> Entry:
-    if entry.environment.sources != old:
-        return entry
-    sources = sources_digest(package, entry.plan.strategy)
-    return replace(entry, environment=replace(entry.environment, sources=sources))
-
-
-def main(file: Path, commit: str, python: str) -> None:
-    own, complaints = plan_cache.read_file(file)
+def main(file: Path, commit: str, python: str | None = None) -> None:
+    entries, complaints = plan_cache.read_file(file)
     assert not complaints, complaints
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
@@ -62,11 +57,20 @@ def main(file: Path, commit: str, python: str) -> None:
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         package = Path(folder) / "flux_megatron"
-        old = old_digest(python, package)
-        new = [rekeyed(entry, package, old) for entry in own]
+        old = old_digest(python, package) if python else ""
+
+        def rekeyed(entry: Entry) -> Entry:
+            strategy, where = entry.plan.strategy, entry.environment
+            if where.sources not in (old, sources_digest(package, strategy)):
+                return entry
+            today = replace(where, sources=sources_digest(PACKAGE, strategy))
+            return replace(entry, environment=today)
+
+        new = [rekeyed(entry) for entry in entries]
     plan_cache.write_file(file, new)
-    print(f"{sum(a != b for a, b in zip(own, new, strict=True))} of {len(own)} entries had {old}")
+    changed = sum(a != b for a, b in zip(entries, new, strict=True))
+    print(f"{changed} of {len(entries)} entries have new digests")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,1 +1,30 @@
-"""Autograd for tensor-parallel linear layers: torch only. `functions` is the entrance."""
+"""Tensor-parallel linear layers and norms: torch only.
+
+The modules are for plain PyTorch: `docs/plain_pytorch.md`. Names are loaded when they are first
+used; `functions`, `norm` are what Megatron's layers build on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_PLACES = {
+    "ColumnParallelLinear": "flux_megatron.nn.linear",
+    "RowParallelLinear": "flux_megatron.nn.linear",
+    "sharded_state_dict": "flux_megatron.nn.sharded_state",
+    "sum_gradient": "flux_megatron.nn.replicated",
+}
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "sharded_state_dict", "sum_gradient"]
+
+if TYPE_CHECKING:
+    from flux_megatron.nn.linear import ColumnParallelLinear, RowParallelLinear
+    from flux_megatron.nn.replicated import sum_gradient
+    from flux_megatron.nn.sharded_state import sharded_state_dict
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

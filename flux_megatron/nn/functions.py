@@ -111,7 +111,7 @@ def _to_keep(x: Tensor, rows: Tensor) -> Tensor:
     return x if x.is_contiguous() else rows
 
 
-def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
     with ops.phase("wgrad"):
         return wgrad(w, dy, x)
 
@@ -159,29 +159,40 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = _saved(ctx)
-        options: _Options = ctx.options
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dy = _rows(dy)
-        gather = scatter = dx = dw = None
-        gathers = x is not None and not options.save_gathered
-        with ops.guard(options.group, dy.device):
-            with ops.phase("dgrad"):
-                if gathers and needs_dx:
-                    gather, scatter = ops.start_gather_and_gemm_rs(x, dy, w, options.group)
-                elif gathers:
-                    gather = ops.start_gather(x, w, options.group)
-                elif needs_dx:
-                    scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
-            if x is not None:
-                dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
-            elif needs_dw and options.dy_buffer is not None:
-                options.dy_buffer.append(dy)
-            if gather:
-                gather.close()
-            db = dy.sum(0) if needs_db else None
-            if scatter:
-                dx = _shaped(scatter.finish(), ctx.shape)
-        return dx, dw, db, None
+        gradients = column_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
+        return *gradients, None
+
+
+def column_backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, dw, db of `column_parallel_linear`, each None where `needs` has False.
+
+    x has the rows that forward kept, or is None if they are not needed; `shape` is that of dx.
+    """
+    needs_dx, needs_dw, needs_db = needs[:3]
+    dy = _rows(dy)
+    gather = scatter = dx = dw = None
+    local = None if options.save_gathered else x
+    with ops.guard(options.group, dy.device):
+        with ops.phase("dgrad"):
+            if local is not None and needs_dx:
+                gather, scatter = ops.start_gather_and_gemm_rs(local, dy, w, options.group)
+            elif local is not None:
+                gather = ops.start_gather(local, w, options.group)
+            elif needs_dx:
+                scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
+        if x is not None:
+            dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
+        elif needs_dw and options.dy_buffer is not None:
+            options.dy_buffer.append(dy)
+        if gather:
+            gather.close()
+        db = dy.sum(0) if needs_db else None
+        if scatter:
+            dx = _shaped(scatter.finish(), shape)
+    return dx, dw, db
 
 
 class _RowParallel(torch.autograd.Function):
@@ -197,25 +208,33 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = _saved(ctx)
-        options: _Options = ctx.options
-        dw: list[Tensor | None] = [None]
+        needs_dx = ctx.needs_input_grad[0]
+        return *row_backward(dy, x, w, ctx.shape, ctx.options, needs_dx), None
 
-        def weight_gradient(gathered_dy: Tensor) -> None:
-            dw[0] = _run_wgrad(options.wgrad, w, gathered_dy, x)
 
-        dy = _rows(dy)
-        dx = None
-        consume = weight_gradient if x is not None else None
-        if ctx.needs_input_grad[0]:
-            with ops.phase("dgrad"):
-                dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
-            dx = _shaped(dx, ctx.shape)
-        elif consume:
-            with ops.guard(options.group, dy.device):
-                gather = ops.start_gather(dy, w, options.group, layout="nn")
-                consume(gather.complete())
-                gather.close()
-        return dx, dw[0], None
+def row_backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dx and dw of `row_parallel_linear`: dw where x, the rows of forward, is given."""
+    dw: list[Tensor | None] = [None]
+
+    def weight_gradient(gathered_dy: Tensor) -> None:
+        dw[0] = _run_wgrad(options.wgrad, w, gathered_dy, x)
+
+    dy = _rows(dy)
+    dx = None
+    consume = weight_gradient if x is not None else None
+    if needs_dx:
+        with ops.phase("dgrad"):
+            dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
+        dx = _shaped(dx, shape)
+    elif consume:
+        with ops.guard(options.group, dy.device):
+            gather = ops.start_gather(dy, w, options.group, layout="nn")
+            consume(gather.complete())
+            gather.close()
+    return dx, dw[0]
 
 
 class _Local(torch.autograd.Function):

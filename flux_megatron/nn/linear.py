@@ -1,0 +1,166 @@
+"""Tensor-parallel linear layers for plain PyTorch: `torch.nn.Linear` split over a process group.
+
+Between a column and a row layer a rank has every token, and a shard of its features. Outside them
+it has whole tokens, and only its own: the layout of sequence parallelism.
+
+    x [tokens / R, ...] -> ColumnParallelLinear -> [tokens, ...] -> RowParallelLinear -> as x
+
+The layers of these names in the root of the package are Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from flux_megatron import ops
+from flux_megatron.nn import functions, operators
+from flux_megatron.nn.replicated import SumGradient, joined
+
+
+class ParallelLinear(Module):
+    """What both layers share: parameters, their initial values, and the check of a call's input."""
+
+    split: ClassVar[str]  # the size that is divided among the ranks
+    dimensions: ClassVar[dict[str, int]]  # and of each parameter that has it, the dimension
+    bias: Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *,
+        group: ProcessGroup | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        name = type(self).__name__
+        group = joined(group, name)
+        # by its name, because a module that holds a group cannot be copied
+        self.group_name, self.world_size, self.rank = group.group_name, group.size(), group.rank()
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.in_features, self.out_features = in_features, out_features
+        if sizes[self.split] < 1 or sizes[self.split] % self.world_size:
+            raise ValueError(
+                f"{name}: {self.split} {sizes[self.split]} given, a multiple of the group's "
+                f"{self.world_size} ranks expected"
+            )
+        sizes[self.split] //= self.world_size
+        self.in_features_local, self.out_features_local = (
+            sizes["in_features"],
+            sizes["out_features"],
+        )
+        shape = (self.out_features_local, self.in_features_local)
+        self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    @property
+    def group(self) -> ProcessGroup:
+        return ops.group_named(self.group_name)
+
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a `torch.nn.Linear`'s parameter, a view: "weight" or "bias"."""
+        if name not in self.dimensions:
+            return whole
+        return whole.chunk(self.world_size, self.dimensions[name])[self.rank]
+
+    def reset_parameters(self) -> None:
+        """This rank's shards of what `torch.nn.Linear` draws.
+
+        Each rank draws the whole layer on its device and keeps its shard. So ranks whose random
+        numbers stand alike, as after the same `torch.manual_seed`, get the shards of one layer, and
+        their random numbers stand alike afterwards. The whole layer takes its memory meanwhile.
+        """
+        whole = torch.nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None,
+            device=self.weight.device, dtype=self.weight.dtype,
+        )  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                parameter.copy_(self.shard(name, getattr(whole, name)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank={self.rank} of {self.world_size}"
+        )
+
+    def _check(self, x: Tensor, tokens: str) -> None:
+        """Refuse x of another width, and let the other ranks know."""
+        if x.dim() < 2 or x.shape[-1] != self.in_features_local:
+            expected = f"[{tokens}, ..., {self.in_features_local}]"
+            complaint = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
+            ops.refuse(complaint, self.group, x.device)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = AG(x) w^T + bias: `torch.nn.Linear` whose output features are split.
+
+    | tensor | shape on each rank (R = ranks of the group) |
+    | --- | --- |
+    | x | [tokens / R, ..., in_features] |
+    | weight, bias | [out_features / R, in_features], [out_features / R] |
+    | result | [tokens, ..., out_features / R] |
+
+    `in_features` and `out_features` are those of the whole layer; `group` is the world if not
+    given. Every rank's gradients are those of the unsharded layer's shards: x is gathered again for
+    that of the weight.
+
+    `ValueError`: `out_features` that R does not divide, a group without this rank, x of another
+    width or dtype; `ProblemMismatch` for ranks whose x or layers differ. Under autocast operands
+    are cast as for `torch.nn.Linear`.
+    """
+
+    split = "out_features"
+    dimensions: ClassVar = {"weight": 0, "bias": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        if _is_traced():
+            return operators.column_parallel_linear(x, weight, bias, self.group_name)
+        self._check(x, "tokens / R")
+        return functions.column_parallel_linear(x, weight, bias, group=self.group)
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = RS(x w^T) + bias: `torch.nn.Linear` whose input features are split.
+
+    | tensor | shape on each rank (R = ranks of the group, which divides tokens) |
+    | --- | --- |
+    | x | [tokens, ..., in_features / R] |
+    | weight, bias | [out_features, in_features / R], [out_features] |
+    | result | [tokens / R, ..., out_features] |
+
+    Every rank holds the whole bias and adds it to its own tokens. Backward sums the gradient of the
+    bias over the group (`sum_gradient`), so it is the same on all ranks and needs no further sum.
+
+    Arguments and errors are those of `ColumnParallelLinear`, with `in_features` that R divides.
+    """
+
+    split = "in_features"
+    dimensions: ClassVar = {"weight": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        if _is_traced():
+            y = operators.row_parallel_linear(x, weight, self.group_name)
+        else:
+            self._check(x, "tokens")
+            y = functions.row_parallel_linear(x, weight, group=self.group)
+        return y if bias is None else y + SumGradient.apply(bias, self.group_name)
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile, fake tensors or checkpointing policies are to see one operator."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype that autocast gives to a linear layer, where it is enabled."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
