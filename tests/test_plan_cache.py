@@ -86,6 +86,14 @@ def test_an_entry_is_of_here_if_the_sources_of_its_own_plan_are(tmp_path):
     assert PlanCache([tmp_path], where("pipelined")).find(PROBLEM) is None
 
 
+def test_what_is_measured_again_takes_the_place_of_what_was(tmp_path):
+    """Whichever plan wins then, whose sources are others."""
+    first = plan_cache.store(tmp_path, ENTRY)
+    other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="of sequential"))
+    assert plan_cache.store(tmp_path, other) == first
+    assert opened(tmp_path).entries == [other]
+
+
 def test_entries_of_the_same_kind_differ_in_shape_and_software_at_most(tmp_path):
     kind = [at(64), at(8192), replace(at(8192), problem=replace(PROBLEM, N=4096, K=512)),
             at(1024, replace(HERE, driver="1", sources="old", max_connections="8"))]  # fmt: skip

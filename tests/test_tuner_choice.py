@@ -22,6 +22,7 @@ from flux_megatron.overlap import choice, environment, plan_cache, tuner
 from flux_megatron.overlap.plan_entry import Entry, Measured
 from flux_megatron.overlap.report import report
 from flux_megatron.perf import hardware
+from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
 
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
@@ -34,7 +35,8 @@ def store(
     """An entry for `SMALL`'s layer over two ranks, as if it had been measured here: `strategy` was
     the fastest, then `others`.
     """
-    where = environment.of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+    where = environment.of(device, strategy)
     problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
     plans = [Plan(name, comm_rows=3) for name in (strategy, *others.split())]
     measured = tuple(Measured(plan, float(place)) for place, plan in enumerate(plans))
@@ -286,3 +288,42 @@ def caller_state(rank: int) -> bool:
 def test_measuring_leaves_the_run_alone(tmp_path):
     lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
     assert on_device(caller_state, 2, environment=lazy) == [True, True]
+
+
+LAYER = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
+H200 = environment.Environment("NVIDIA H200", "nvlink", "580", "13", "2.11", "3.6", "1", "abc")
+
+
+def modelled(folder: Path, problem: Problem, *entries: tuple[Problem, dict[str, float]]) -> str:
+    """The strategy chosen where the cost model knows the GPU and plans took, in the problems of the
+    entries, so many times their prediction.
+    """
+    plans = {name: Plan(name) for name in ("sequential", "hopper", "fused", "pipelined")}
+    for other, ratios in entries:
+        times = {n: r * predict_us(other, plans[n], hardware.H200) for n, r in ratios.items()}
+        measured = tuple(Measured(plans[name], us) for name, us in times.items())
+        best = plans[min(times, key=times.__getitem__)]
+        plan_cache.store(folder, Entry(other, H200, best, measured, (), 0, 0.0, 12, "today"))
+    cache = plan_cache.PlanCache([folder], lambda strategy: H200)
+    given = [*plans.values()], {*plans}
+    return choice._unmeasured(problem, *given, cache, hardware.H200).strategy
+
+
+@pytest.mark.parametrize("worse", ["hopper", "fused", "pipelined"])
+def test_what_was_measured_of_another_shape_corrects_the_prediction(tmp_path, worse):
+    """A plan that did badly there is not taken; else the prediction stands."""
+    alone = modelled(tmp_path / "alone", LAYER)
+    there = {"sequential": 1.0, "hopper": 1.0, "fused": 1.0, "pipelined": 1.0, worse: 3.0}
+    other = replace(LAYER, M=4096, N=12288), there
+    assert modelled(tmp_path, LAYER, other) != worse
+    assert (modelled(tmp_path, LAYER, other) == alone) == (alone != worse)
+
+
+def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
+    beside = replace(LAYER, beside=True)
+    cheap = dict.fromkeys(("sequential", "hopper", "fused"), 1.0) | {"pipelined": 0.1}
+    assert modelled(tmp_path / "alone", LAYER, (LAYER, cheap)) == "pipelined"
+    chosen = modelled(tmp_path / "beside", beside, (LAYER, cheap | {"fused": 0.2}))
+    assert chosen == "fused", "pipelined was not measured beside others"
+    measured = (LAYER, cheap), (replace(beside, M=4096), cheap | {"sequential": 0.01})
+    assert modelled(tmp_path / "both", beside, *measured) == "sequential"

@@ -151,11 +151,13 @@ def write_file(file: Path, entries: Iterable[Entry]) -> None:
 
 
 def store(folder: Path, entry: Entry) -> Path:
-    """Write the entry to the file of its key in the user's cache."""
-    p = entry.problem
-    key = json.dumps([dataclasses.asdict(p), dataclasses.asdict(entry.environment)])
+    """Write the entry to the file of its key in the user's cache. The sources are no part of the
+    file's name: they depend on the plan, and what is measured again takes the place of what was.
+    """
+    p, where = entry.problem, replace(entry.environment, sources="")
+    key = json.dumps([dataclasses.asdict(p), dataclasses.asdict(where)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     name = f"{p.pattern}_{p.M}x{p.N}x{p.K}_{p.layout}_{p.dtype}_tp{p.world_size}_{digest}.json"
-    file = folder / slug(entry.environment.gpu) / name
+    file = folder / slug(where.gpu) / name
     write_file(file, [entry])
     return file
