@@ -57,7 +57,7 @@ def main(file: Path, commit: str, python: str | None = None) -> None:
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         package = Path(folder) / "flux_megatron"
-        old = old_digest(python, package) if python else ""
+        old = f"format 1: {old_digest(python, package)}" if python else ""
 
         def rekeyed(entry: Entry) -> Entry:
             strategy, where = entry.plan.strategy, entry.environment

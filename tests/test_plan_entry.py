@@ -28,6 +28,7 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         assert (alone.problem.beside, beside.problem.beside) == (False, True)
         assert alone.plan.strategy == alone.measured[0].plan.strategy == "hopper"
         assert len(alone.measured) == len(beside.measured) == 7
+        assert alone.environment.sources == "format 1: 4a91cd5128db6a1c"
         plan_cache.write_file(folder / file.name, entries)
         assert plan_cache.read_folder(folder) == (entries, [])
 

@@ -83,11 +83,13 @@ def read_entry(raw: Any, written_in: int) -> tuple[Entry, list[str]]:
 
 
 def _to_format_2(raw: dict[str, Any]) -> dict[str, Any]:
-    """Problems of format 1 said `beside` only where it was true. Its digests, of all sources at
-    once and of Python's version, stay as they are: they equal none of today's.
+    """Digests of format 1 were of all sources at once, and of Python's version: they say so, and
+    equal none of format 2.
     """
-    problem = raw.get("problem")
-    return {**raw, "problem": {"beside": False, **problem}} if isinstance(problem, dict) else raw
+    where = raw.get("environment")
+    if not isinstance(where, dict) or "sources" not in where:
+        return raw  # `_decode` says so
+    return {**raw, "environment": {**where, "sources": f"format 1: {where['sources']}"}}
 
 
 MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_to_format_2]
