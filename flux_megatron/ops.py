@@ -90,6 +90,7 @@ def _eager(x: Tensor, w: Tensor) -> bool:
 
 
 def group_named(name: str) -> ProcessGroup:
+    """The group of this `group_name`, which operators take in its place."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
