@@ -17,6 +17,7 @@ _PLACES = {
     "Plan": ("flux_megatron.problem", "Plan"),
     "Tile": ("flux_megatron.problem", "Tile"),
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
+    "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
@@ -33,6 +34,7 @@ __all__ = [
     "all_gather_gemm",
     "check",
     "confirm_step",
+    "gemm_all_reduce",
     "gemm_reduce_scatter",
     "report",
     "reset_report",
@@ -42,7 +44,7 @@ __all__ = [
 if TYPE_CHECKING:
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
-    from flux_megatron.ops import all_gather_gemm, gemm_reduce_scatter
+    from flux_megatron.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step import confirm_step

@@ -283,6 +283,18 @@ def trace(
 
 
 @app.command()
+def patterns(
+    tp: Annotated[int, typer.Option(help="Ranks of the problem that is asked about")] = 4,
+) -> None:
+    """Show which strategies can run which patterns on this machine, forward and backward."""
+    from rich.console import Console
+
+    from flux_megatron.bench import patterns as page
+
+    Console().print(page.table(tp))
+
+
+@app.command()
 def plot(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
     out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.overlap.dispatch import decide, guard, refuse
+from flux_megatron.overlap.forward import forward
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 
 __all__ = [
+    "OPERATIONS",
     "Layers",
     "all_gather_gemm",
+    "gemm_all_reduce",
     "gemm_reduce_scatter",
     "group_named",
     "guard",
@@ -82,6 +85,27 @@ def gemm_reduce_scatter(
     return _gemm_reduce_scatter(x, w, group.group_name, layout, _words(plan))
 
 
+def gemm_all_reduce(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+) -> Tensor:
+    """GEMM+AR: a row layer without sequence parallelism.
+
+        y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
+
+    | tensor | shape on each rank (R = world size) |
+    | --- | --- |
+    | x | [M, K / R] |
+    | w | [N, K / R], or [K / R, N] for "nn" |
+    | result | [M, N], the same on every rank |
+
+    Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. Where M is no multiple
+    of R nothing overlaps.
+    """
+    if _eager(x, w):
+        return run_gemm_ar(x, w, group, layout=layout, plan=plan)
+    return _gemm_all_reduce(x, w, group.group_name, layout, _words(plan))
+
+
 def _eager(x: Tensor, w: Tensor) -> bool:
     """Whether nobody traces or differentiates: operators cost the host more than functions."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -118,6 +142,16 @@ def _(x, w, group, layout, plan):
     return x.new_empty(x.shape[0] // group_named(group).size(), N)
 
 
+@torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
+def _gemm_all_reduce(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
+    return run_gemm_ar(x, w, _group(group), layout=layout, plan=_plan(plan))
+
+
+@_gemm_all_reduce.register_fake
+def _(x, w, group, layout, plan):
+    return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+
 def _words(plan: Plan | None) -> str:
     return plan.dumps() if plan else ""
 
@@ -130,6 +164,14 @@ _words._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=1024)
 def _plan(text: str) -> Plan | None:
     return Plan.loads(text) if text else None
+
+
+# what computes a pattern
+OPERATIONS: dict[Pattern, Callable[..., Tensor]] = {
+    Pattern.AG_GEMM: all_gather_gemm,
+    Pattern.GEMM_RS: gemm_reduce_scatter,
+    Pattern.GEMM_AR: gemm_all_reduce,
+}
 
 
 def run_ag_gemm(
@@ -152,6 +194,18 @@ def run_gemm_rs(
     """`gemm_reduce_scatter` without the operator of torch around it."""
     with guard(group, x.device):
         return start_gemm_rs(x, w, group, layout=layout, plan=plan).finish()
+
+
+def run_gemm_ar(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+) -> Tensor:
+    """`gemm_all_reduce` without the operator of torch around it."""
+    decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
+    decision.count()
+    space = decision.workspace
+    with space.guard():
+        whole = forward(decision.strategy, Pattern.GEMM_AR)
+        return whole(x, w, layout, decision.plan, space)
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):

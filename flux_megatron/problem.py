@@ -1,4 +1,4 @@
-"""What is computed (`Pattern`), on what (`Problem`), and how (`Plan`).
+"""On what a pattern is computed (`Problem`), and how (`Plan`).
 
 No torch: configs and models use it too.
 """
@@ -6,16 +6,11 @@ No torch: configs and models use it too.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import asdict, dataclass, replace
 
+from flux_megatron.patterns import Pattern, PatternSpec
 
-class Pattern(str, Enum):
-    AG_GEMM = "ag_gemm"
-    GEMM_RS = "gemm_rs"
-
-    def __str__(self) -> str:
-        return self.value
+__all__ = ["TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
 
 
 @dataclass(frozen=True)
@@ -37,17 +32,54 @@ class Problem:
     device: str = "cuda"
     beside: bool = False
 
+    @staticmethod
+    def of_operands(
+        pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
+        layout: str, device: str, beside: bool = False,
+    ) -> Problem:  # fmt: skip
+        """The problem of which one rank has x [rows, K_local] and w [N_local, K_local]."""
+        spec = pattern.spec
+        M = rows * world_size if spec.gathers else rows
+        N = N_local * world_size if spec.gathers else N_local
+        K = K_local * world_size if spec.reduces else K_local
+        return Problem(pattern, M, N, K, dtype, world_size, layout, device, beside)
+
+    @property
+    def spec(self) -> PatternSpec:
+        return self.pattern.spec
+
     @property
     def M_shard(self) -> int:
         return self.M // self.world_size
 
     @property
+    def x_rows(self) -> int:
+        """Rows of x on each rank."""
+        return self.M_shard if self.spec.gathers else self.M
+
+    @property
     def N_local(self) -> int:
-        return self.N // self.world_size if self.pattern is Pattern.AG_GEMM else self.N
+        return self.N // self.world_size if self.spec.gathers else self.N
 
     @property
     def K_local(self) -> int:
-        return self.K // self.world_size if self.pattern is Pattern.GEMM_RS else self.K
+        return self.K // self.world_size if self.spec.reduces else self.K
+
+    @property
+    def columns_moved(self) -> int:
+        """Columns of the matrix [M, columns] that travels: the gathered x, or the summed y."""
+        return self.K if self.spec.gathers else self.N
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is one half of a layer's backward, of which the whole is timed."""
+        return self.layout == "nn" and bool(self.spec.dual)
+
+    @property
+    def dual(self) -> Problem:
+        """dgrad of the same layer, whose weight it reads as it lies."""
+        layout = "nn" if self.layout == "nt" else "nt"
+        return replace(self, pattern=self.pattern.dual, N=self.K, K=self.N, layout=layout)
 
     def __str__(self) -> str:
         return (

@@ -31,7 +31,8 @@ if [ $# -gt 0 ]; then
     exit $status
 fi
 cores=$(nproc)
-workers=$((cores > 4 ? cores / 2 : cores)) # many tests start ranks of their own
+# many tests start ranks of their own; on few cores there is one more worker, as others wait
+workers=$((cores > 4 ? cores / 2 : cores + 1))
 without_gpus=(env CUDA_VISIBLE_DEVICES=)
 step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone

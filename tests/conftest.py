@@ -4,6 +4,7 @@ import. And how `scripts/test.sh` may spread the tests.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -20,8 +21,10 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 # what the user has measured does not count here, and nothing is added to it
 _cache = tempfile.TemporaryDirectory(prefix="flux_megatron-")
 os.environ["FLUX_MEGATRON_CACHE"] = _cache.name
-# commands find this checkout from whatever folder they are started in, installed or not
-_paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+# commands find this checkout from whatever folder they are started in, installed or not, and begin
+# as `processes/sitecustomize.py` says
+_ours = [str(Path(__file__).parents[1]), str(Path(__file__).with_name("processes"))]
+_paths = [*_ours, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(_paths) if path)
 
 import hypothesis  # noqa: E402
@@ -53,6 +56,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if item.path.stem in ALONE:
         item.add_marker("alone")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection looks at it, here or in forked ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -16,7 +16,7 @@ from bench_rows import H200, row_of, rows_of
 from ranks import DEVICE, run_ranks
 from typer.testing import CliRunner
 
-from flux_megatron.bench import page, plots, provenance, records, runner, suites
+from flux_megatron.bench import page, plots, provenance, records, runner, suites, targets
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Candidate, with_strategy
 from flux_megatron.bench.options import Options
@@ -146,15 +146,8 @@ def test_every_candidate_of_every_case_has_a_row(measured):
     for (_, pattern, _, _), group in by_case.items():
         expected = {"gemm", "ours_gemm", "gemm_again"}
         if pattern != "gemm":
-            expected = {
-                "gemm",
-                "serial",
-                "serial_again",
-                "auto",
-                "sequential",
-                "async_tp",
-                "xformers",
-            }
+            expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
+            expected |= {*targets.PEERS[pattern]}
         assert expected <= group.keys()
         for row in group.values():
             assert row.status in (records.OK, records.MISSING, records.UNSUPPORTED), row

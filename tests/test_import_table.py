@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
-BASE = frozenset({"errors", "problem", "settings"})
+BASE = frozenset({"errors", "patterns", "problem", "settings"})
 ANY = frozenset({"*"})
 
 
@@ -39,8 +39,9 @@ def room(ours: str = "", packages: str = "", lazily: str = "") -> Room:
 TABLE = {
     "settings": room(),
     "errors": room(),
-    "problem": room(),
-    "perf": room("errors problem", lazily="matplotlib"),
+    "patterns": room(),
+    "problem": room("patterns"),
+    "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
         "errors problem perf __init__ integration.arguments integration.door train.cpu_pretrain",
@@ -51,7 +52,9 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
     # what a measured plan depends on: Triton's version and the link between the GPUs
-    "overlap": room("errors problem settings perf symm kernels", "torch", lazily="cuda triton"),
+    "overlap": room(
+        "errors patterns problem settings perf symm kernels", "torch", lazily="cuda triton"
+    ),
     "ops": room("errors problem overlap", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one

@@ -151,6 +151,7 @@ def broken(*path: str | int, value: object) -> str:
         (broken("measured", value={}), "entry.measured: {} given, tuple expected"),
         (broken("noise_us", value=None), "entry.noise_us: None given, float expected"),
     ],
+    ids=lambda value: "whole file" if len(value) > 70 else None,
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
     file = tmp_path / "h200" / "bad.json"

@@ -14,7 +14,8 @@ from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
 from flux_megatron.nn import functions
 from flux_megatron.overlap import registry
-from flux_megatron.problem import Pattern, Problem
+from flux_megatron.patterns import COLUMN, ROW
+from flux_megatron.problem import Problem
 
 
 class Backward:
@@ -33,7 +34,7 @@ class Backward:
         self, case: Case, group: ProcessGroup, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.case, self.group, self.device = case, group, device
-        self.column = case.splits_n
+        self.column = case.spec.gathers
         M, N, K, M_shard = case.M, case.N_local, case.K_local, case.M // case.world_size
         x_rows, dy_rows = (M_shard, M) if self.column else (M, M_shard)
         self.x = torch.randn(x_rows, K, device=device, dtype=dtype, requires_grad=True)
@@ -129,7 +130,7 @@ class Backward:
 
     def _dgrad_problem(self) -> Problem:
         case = self.case
-        pattern = Pattern.GEMM_RS if self.column else Pattern.AG_GEMM
+        pattern = (COLUMN if self.column else ROW).dual
         dtype = str(self.dy.dtype).removeprefix("torch.")
         return Problem(
             pattern, case.M, case.K, case.N, dtype, case.world_size, "nn", self.device.type

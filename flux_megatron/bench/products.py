@@ -15,7 +15,8 @@ from flux_megatron.bench.candidates import Call, Candidate, plan_of_auto, with_s
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
 from flux_megatron.overlap import registry
-from flux_megatron.problem import Pattern, Problem
+from flux_megatron.patterns import COLUMN, Pattern
+from flux_megatron.problem import Problem
 
 
 class Product:
@@ -34,7 +35,7 @@ class Product:
     ) -> None:
         self.case, self.group, self.device = case, group, device
         M, N, K = case.M, case.N_local, case.K_local
-        gathers = case.pattern == "ag_gemm"
+        gathers = case.spec.gathers
         rows = M // case.world_size if gathers else M
         self.x = torch.randn(rows, K, device=device, dtype=dtype)
         shape = (N, K) if case.layout == "nt" else (K, N)
@@ -51,11 +52,13 @@ class Product:
         """The result of the operation and that of a local candidate, in a wider dtype."""
         wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
         local = self.gathered.to(wide) @ self.right.to(wide)
-        if self.case.pattern != "gemm_rs":
+        if not self.case.spec.reduces:
             return (local,), (local,)
         total = local.clone()
         dist.all_reduce(total, group=self.group)
-        return (total.chunk(self.case.world_size)[self.group.rank()],), (local,)
+        if self.case.spec.scatters:
+            total = total.chunk(self.case.world_size)[self.group.rank()]
+        return (total,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)
@@ -63,20 +66,23 @@ class Product:
         if self.case.pattern == "gemm":
             yield Candidate("gemm_again", LIBRARY, self._gemm, local=True)
             return
-        serial = {"ag_gemm": self._serial_ag_gemm, "gemm_rs": self._serial_gemm_rs}
-        yield Candidate("serial", LIBRARY, serial[self.case.pattern])
-        yield Candidate("serial_again", LIBRARY, serial[self.case.pattern])
+        yield Candidate("serial", LIBRARY, self._serial)
+        yield Candidate("serial_again", LIBRARY, self._serial)
         yield from self._ours()
 
     def _gemm(self) -> tuple[Tensor]:
         return (torch.mm(self.gathered, self.right, out=self.partial),)
 
-    def _serial_ag_gemm(self) -> tuple[Tensor]:
-        dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
-        return self._gemm()
-
-    def _serial_gemm_rs(self) -> tuple[Tensor]:
-        dist.reduce_scatter_tensor(self.y, *self._gemm(), group=self.group)
+    def _serial(self) -> tuple[Tensor]:
+        """NCCL's collective in front of the GEMM, or behind it."""
+        if self.case.spec.gathers:
+            dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
+        product = self._gemm()
+        if self.case.spec.trips > 1:
+            dist.all_reduce(*product, group=self.group)
+        if not self.case.spec.scatters:
+            return product
+        dist.reduce_scatter_tensor(self.y, *product, group=self.group)
         return (self.y,)
 
     def _ours_gemm(self) -> Candidate:
@@ -90,7 +96,7 @@ class Product:
         except ImportError as error:
             return None, str(error)
         x, w, layout = self.gathered, self.w, self.case.layout
-        alone = replace(self._problem(Pattern.AG_GEMM), N=self.case.N_local, world_size=1)
+        alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
         return lambda: (hopper_gemm.gemm(x, w, layout),), ""
@@ -98,7 +104,7 @@ class Product:
     def _ours(self) -> Iterator[Candidate]:
         pattern = Pattern(self.case.pattern)
         problem = self._problem(pattern)
-        op = {Pattern.AG_GEMM: ops.all_gather_gemm, Pattern.GEMM_RS: ops.gemm_reduce_scatter}
+        op = ops.OPERATIONS[pattern]
         operands = (self.x, self.w, self.group)
         options = {"layout": self.case.layout}
         for name, strategy in registry.STRATEGIES[pattern].items():
@@ -106,9 +112,9 @@ class Product:
                 yield Candidate(name, OURS, None, reason)
                 continue
             plan = strategy.default_plan(problem)
-            call = with_strategy("auto", op[pattern], *operands, **options, plan=plan)
+            call = with_strategy("auto", op, *operands, **options, plan=plan)
             yield Candidate(name, OURS, call, plan=plan.dumps)
-        call = with_strategy("auto", op[pattern], *operands, **options)
+        call = with_strategy("auto", op, *operands, **options)
         plan_of = plan_of_auto(pattern, *operands, self.case.layout)
         yield Candidate("auto", OURS, call, plan=plan_of)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PATTERNS = ("ag_gemm", "gemm_rs", "backward", "gemm")
+from flux_megatron import patterns
+from flux_megatron.patterns import Pattern, PatternSpec
+
+PATTERNS = (*map(str, Pattern), "backward", "gemm")
+_ALONE = PatternSpec("GEMM", dual="")
 ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -79,18 +83,19 @@ class Case:
     world_size: int
 
     @property
-    def splits_n(self) -> bool:
-        """Whether the ranks share N: each has all of K."""
-        return self.pattern == "ag_gemm" or (self.pattern == "backward" and self.op in COLUMN)
+    def spec(self) -> PatternSpec:
+        """What is divided over the ranks; for `backward` in the layer's forward."""
+        if self.pattern == "backward":
+            return (patterns.COLUMN if self.op in COLUMN else patterns.ROW).spec
+        return _ALONE if self.pattern == "gemm" else Pattern(self.pattern).spec
 
     @property
     def N_local(self) -> int:
-        return self.N // self.world_size if self.splits_n else self.N
+        return self.N // self.world_size if self.spec.gathers else self.N
 
     @property
     def K_local(self) -> int:
-        split = self.pattern != "gemm" and not self.splits_n
-        return self.K // self.world_size if split else self.K
+        return self.K // self.world_size if self.spec.reduces else self.K
 
     def __str__(self) -> str:
         return (
@@ -135,6 +140,7 @@ def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, in
     all_of = {
         "ag_gemm": ag_gemm,
         "gemm_rs": gemm_rs,
+        "gemm_ar": [layer for layer in gemm_rs if layer[-1] == "nt"],
         "backward": backward,
         "gemm": ag_gemm + gemm_rs,
     }

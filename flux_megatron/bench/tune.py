@@ -23,8 +23,9 @@ from flux_megatron import settings
 from flux_megatron.bench import suites
 from flux_megatron.overlap import choice, environment, plan_cache, registry, tuner
 from flux_megatron.overlap.plan_cache import Entry
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf import hardware
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.train.config import TrainConfig
 
@@ -37,7 +38,7 @@ def problems_of_suite(
     """The problems of a model of `bench.suites`, forward and backward."""
     return [
         Problem(Pattern(pattern), case.M, case.N, case.K, dtype, tp, case.layout, device)
-        for pattern in Pattern
+        for pattern in (COLUMN, ROW)
         for case in suites.cases(suite, str(pattern), tuple(Ms), tp, scale)
     ]
 
@@ -57,14 +58,11 @@ def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     column = dict.fromkeys([3 * model.hidden, fc1, config.padded_vocab])
     row = dict.fromkeys([model.hidden, model.ffn])
     M, hidden = model.seq_length * config.train.micro_batch, model.hidden
-    shapes = [(Pattern.AG_GEMM, N, hidden, "nt") for N in column]
-    shapes += [(Pattern.GEMM_RS, hidden, K, "nt") for K in row]
-    shapes += [(Pattern.GEMM_RS, hidden, N, "nn") for N in column]
-    shapes += [(Pattern.AG_GEMM, K, hidden, "nn") for K in row]
-    return [
-        Problem(pattern, M, N, K, config.train.dtype, tp, layout, device)
-        for pattern, N, K, layout in shapes
+    shapes = [(COLUMN, N, hidden) for N in column] + [(ROW, hidden, K) for K in row]
+    forward = [
+        Problem(pattern, M, N, K, config.train.dtype, tp, device=device) for pattern, N, K in shapes
     ]
+    return forward + [problem.dual for problem in forward]
 
 
 def and_beside(problems: Sequence[Problem]) -> list[Problem]:

@@ -17,7 +17,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper_cuts import STEPS_MIN, Cuts, cuts_of_gather, cuts_of_scatter
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.problem import Pattern, Problem, Tile
+from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm.signals import PART_COUNTERS, WORK_WORDS
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
@@ -44,7 +44,7 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.K_local % 8 or problem.N_local % 8:
         return f"rows of K {problem.K_local} or N {problem.N_local} are not whole 16-byte units"
-    if problem.pattern is Pattern.AG_GEMM:
+    if problem.spec.gathers:
         if problem.M_shard % TILE.block_m:
             return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
         return None
@@ -168,7 +168,7 @@ def processors(device: torch.device) -> int:
 def cuts_of(problem: Problem, tile: Tile, cut_shards: int, device: torch.device) -> Cuts:
     """Which tiles of a problem are cut."""
     own = tiles_of_shard(problem.M_shard, problem.N_local, tile)
-    cuts = cuts_of_gather if problem.pattern is Pattern.AG_GEMM else cuts_of_scatter
+    cuts = cuts_of_gather if problem.spec.gathers else cuts_of_scatter
     steps = cdiv(problem.K_local, tile.block_k)
     return cuts(own, problem.world_size, cut_shards, steps, processors(device))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -28,7 +27,7 @@ LAYOUTS = ("nt", "nn")
 @dataclass(frozen=True)
 class Decision:
     problem: Problem
-    strategy: ModuleType
+    strategy: registry.Strategy
     plan: Plan
     workspace: Workspace
     fallback: str | None
@@ -113,23 +112,16 @@ def _new_decision(
     pattern: Pattern, x: Tensor, w: Tensor, world_size: int, layout: str, plan: Plan | None,
     space: Workspace,
 ) -> Decision:  # fmt: skip
-    gathers = pattern is Pattern.AG_GEMM
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    problem = Problem(
-        pattern=pattern,
-        M=x.shape[0] * (world_size if gathers else 1),
-        N=N * (world_size if gathers else 1),
-        K=x.shape[1] * (1 if gathers else world_size),
-        dtype=str(x.dtype).removeprefix("torch."),
-        world_size=world_size,
-        layout=layout,
-        device=x.device.type,
+    N_local = w.shape[0] if layout == "nt" else w.shape[1]
+    dtype = str(x.dtype).removeprefix("torch.")
+    problem = Problem.of_operands(
+        pattern, x.shape[0], N_local, x.shape[1], dtype, world_size, layout, x.device.type,
         beside=settings.get().beside == "1",
-    )
+    )  # fmt: skip
     fallback = None
     if plan is None:
         plan, fallback = choice.choose(problem, space)
-    elif reason := space.unavailable or registry.strategy(problem, plan.strategy).supports(problem):
+    elif reason := registry.refusal(problem, plan.strategy, space.unavailable):
         complaint = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(complaint, space.group, space.device)
     words = f"{problem} with {plan.dumps()}"
@@ -165,7 +157,7 @@ def _complaint(
         return f"x {_told(x)} and w {_told(w)} given, equal K expected for layout {layout!r}"
     if 0 in (*x.shape, *w.shape):
         return f"x {_told(x)} and w {_told(w)} given, no empty dimension expected"
-    if pattern is Pattern.GEMM_RS and x.shape[0] % world_size:
+    if pattern.spec.scatters and x.shape[0] % world_size:
         return f"x {_told(x)} given, rows divisible by the group's {world_size} ranks expected"
     if bias is not None and (bias.shape != (outer,) or bias.dtype != x.dtype):
         return f"bias {_told(bias)} given, [{outer}] {x.dtype} expected"

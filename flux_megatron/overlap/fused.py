@@ -16,9 +16,13 @@ from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
+
+PATTERNS = (COLUMN, ROW)
+NEEDS_SYMMETRIC_MEMORY = True
 
 
 def supports(problem: Problem) -> str | None:

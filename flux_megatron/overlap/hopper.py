@@ -20,7 +20,8 @@ from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE, tiles_of_sha
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.patterns import COLUMN, ROW
+from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Part
 from flux_megatron.symm.copy_engine import Delivery, Push, copy_engine
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
@@ -28,6 +29,10 @@ from flux_megatron.symm.workspace import Workspace
 
 NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
+
+
+PATTERNS = (COLUMN, ROW)
+NEEDS_SYMMETRIC_MEMORY = True
 
 
 def supports(problem: Problem) -> str | None:
@@ -41,7 +46,7 @@ def supports(problem: Problem) -> str | None:
 
 def default_plan(problem: Problem) -> Plan:
     """Large communication tiles, and groups of 16 rows of tiles."""
-    if problem.pattern is Pattern.AG_GEMM:
+    if problem.spec.gathers:
         return Plan("hopper", tile=replace(TILE, group_m=16))
     small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
@@ -58,7 +63,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
-    if problem.pattern is Pattern.GEMM_RS and problem.M_shard <= 512:
+    if problem.spec.scatters and problem.M_shard <= 512:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
             for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))
@@ -71,7 +76,7 @@ def _with_cuts(problem: Problem, default: Plan) -> list[Plan]:
     """Plans with early tiles cut along K, where there are any to cut."""
     if not hopper_gemm.cuts_of(problem, TILE, 1, torch.device("cuda")).early:
         return []
-    if problem.pattern is Pattern.GEMM_RS:
+    if problem.spec.scatters:
         plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
         pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
         return [replace(plan, cut_shards=1) for plan in (*plain, pushed)]

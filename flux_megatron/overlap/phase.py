@@ -10,7 +10,7 @@
 | gemm_rs kernel | the kernel that multiplies and scatters |
 | scatter push | pushes of partial results to their owners, each with its signal [B] |
 | reduce | the sum of what all ranks have sent |
-| all-gather, reduce-scatter | the start of a collective |
+| all-gather, reduce-scatter, all-reduce | the start of a collective |
 | fprop, dgrad, wgrad | a pass of a layer; the others lie within |
 """
 

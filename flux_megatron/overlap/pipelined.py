@@ -16,17 +16,23 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
+
+PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
+NEEDS_SYMMETRIC_MEMORY = True
 
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None.
 
-    Its waits and its reduction are kernels of ours.
+    Its waits and its reduction are kernels of ours; every rank adds up as many rows.
     """
+    if problem.M % problem.world_size:
+        return f"{problem.M} rows cannot be divided over {problem.world_size} ranks"
     return launch.supports(problem)
 
 
@@ -36,7 +42,7 @@ def default_plan(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, or as few as there can be."""
-    fewest = 2 if problem.pattern is Pattern.AG_GEMM else 1
+    fewest = 2 if problem.spec.gathers else 1
     return [default_plan(problem), Plan("pipelined", splits=fewest)]
 
 
@@ -118,3 +124,14 @@ def start_gemm_rs(
                     engine.push(target[part], staging[owner, part])
                 engine.signal(call.pads[owner], number, call.epoch)  # signal [B]
     return transfer.Scatter(workspace, call, slots, comm_rows, keep_alive=staging)
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    """Two shots: chunks of x @ w to the owners of their rows, then the rows of the sum to all:
+    y [M, N].
+    """
+    rows = start_gemm_rs(x, w, layout, plan, workspace).finish()
+    gather = transfer.start_gather(rows, workspace, plan.comm_rows)
+    y = gather.complete().clone()  # the gathered rows are the workspace's
+    gather.close()
+    return y

@@ -2,46 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
 
 from flux_megatron.overlap import fused, hopper, pipelined, sequential
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.workspace import Workspace
 
-# in order of preference where nothing else is known; every pattern ends with one that is always
-# possible
-STRATEGIES: dict[Pattern, dict[str, ModuleType]] = {
-    Pattern.AG_GEMM: {
-        "hopper": hopper,
-        "fused": fused,
-        "pipelined": pipelined,
-        "sequential": sequential,
-    },
-    Pattern.GEMM_RS: {
-        "hopper": hopper,
-        "fused": fused,
-        "pipelined": pipelined,
-        "sequential": sequential,
-    },
+
+class GatherInFlight(Protocol):
+    """Rows on their way: `complete` gives all of them, valid until `close`."""
+
+    def complete(self) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class ScatterInFlight(Protocol):
+    """Partial results on their way: `finish` gives this rank's rows of the sum."""
+
+    def finish(self) -> Tensor: ...
+
+
+class Strategy(Protocol):
+    """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
+
+    `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
+    beside `default_plan`.
+    """
+
+    @property
+    def NEEDS_SYMMETRIC_MEMORY(self) -> bool: ...
+
+    @property
+    def PATTERNS(self) -> tuple[Pattern, ...]: ...
+
+    def supports(self, problem: Problem) -> str | None: ...
+
+    def default_plan(self, problem: Problem) -> Plan: ...
+
+    def candidates(self, problem: Problem) -> list[Plan]: ...
+
+    def start_gather(self, x: Tensor, plan: Plan, workspace: Workspace) -> GatherInFlight: ...
+
+    def ag_gemm(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
+        workspace: Workspace, consume: Callable[[Tensor], None] | None,
+    ) -> Tensor: ...  # fmt: skip
+
+    def start_gemm_rs(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> ScatterInFlight: ...
+
+
+# in order of preference where nothing else is known; the last is always possible
+_ALL: dict[str, Strategy] = {
+    "hopper": hopper,
+    "fused": fused,
+    "pipelined": pipelined,
+    "sequential": sequential,
+}
+STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
+    pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
+    for pattern in Pattern
 }
 
 
-def strategy(problem: Problem, name: str) -> ModuleType:
+def strategy(problem: Problem, name: str) -> Strategy:
     return STRATEGIES[problem.pattern][name]
+
+
+def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
+    """Why the strategy cannot run the problem, or None. `unavailable` says why there is no
+    symmetric memory between the ranks, or is None.
+    """
+    if name not in STRATEGIES[problem.pattern]:
+        return f"{name} is not built for {problem.pattern}"
+    one = strategy(problem, name)
+    return (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
 
 
 def overlapping(
     problem: Problem, wanted: str, unavailable: str | None
 ) -> tuple[list[str], str | None]:
     """The strategies that overlap and can run the problem, and why the last other one cannot:
-    the earlier ones ask for more.
-
-    `wanted` is one of them or "auto"; `unavailable` says why there is no symmetric memory between
-    the ranks, or is None.
+    the earlier ones ask for more. `wanted` is one of them or "auto"; `unavailable` as above.
     """
     table = STRATEGIES[problem.pattern]
     names = [name for name in table if name != "sequential"] if wanted == "auto" else [wanted]
-    reasons = {name: unavailable or table[name].supports(problem) for name in names}
+    reasons = {name: refusal(problem, name, unavailable) for name in names}
     refused = [reason for reason in reasons.values() if reason is not None]
     return [name for name in names if reasons[name] is None], refused[-1] if refused else None
 
@@ -56,6 +107,4 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
     """The plan of the gather of x in a column layer's backward, beside the GEMM+RS `problem`: the
     default of the strategy of its plan.
     """
-    gathering = replace(problem, pattern=Pattern.AG_GEMM, N=problem.K, K=problem.N, layout="nt")
-    chosen: Plan = strategy(gathering, plan.strategy).default_plan(gathering)
-    return chosen
+    return strategy(problem.dual, plan.strategy).default_plan(problem.dual)

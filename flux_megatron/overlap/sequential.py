@@ -15,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
+
+PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
+NEEDS_SYMMETRIC_MEMORY = False
 
 
 def supports(problem: Problem) -> str | None:
@@ -89,3 +93,12 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
     return Scatter(partial, y, work)
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    """x @ w, then its all-reduce: y [M, N]."""
+    with phase("gemm chunk"):
+        y = torch.mm(x, w.t() if layout == "nt" else w)
+    with phase("all-reduce"):
+        dist.all_reduce(y, group=workspace.group)
+    return y

@@ -1,8 +1,8 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
-Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
-backward is run, as `nn.functions` does it: where the gather or the scatter hides is part of what is
-chosen.
+Layout "nt" is an operation of forward. "nn", of a pattern that has a dual, is one half of a layer's
+backward, so the whole backward is run, as `nn.functions` does it: where the gather or the scatter
+hides is part of what is chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.overlap.forward import forward
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.workspace import Workspace
 
@@ -43,12 +44,11 @@ class Trial:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-        M, M_shard, N, K = problem.M, problem.M_shard, problem.N_local, problem.K_local
-        gathers = problem.pattern is Pattern.AG_GEMM
-        self._x = random(M_shard if gathers else M, K)
+        N, K = problem.N_local, problem.K_local
+        self._x = random(problem.x_rows, K)
         self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
-        if problem.layout == "nn":
-            self._layer_x = random(M if gathers else M_shard, N)
+        if problem.is_backward:
+            self._layer_x = random(problem.dual.x_rows, N)
             self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
     def begin(self) -> None:
@@ -65,7 +65,7 @@ class Trial:
         if space.unavailable is not None:
             return
         p, element = self.problem, self._x.element_size()
-        if p.pattern is Pattern.AG_GEMM:
+        if p.spec.gathers:
             _reserve(space.gather, p.M * p.K * element)
         else:
             _reserve(space.gather, p.M * p.N * element)
@@ -76,11 +76,11 @@ class Trial:
         """The forward operation, or the whole backward; gives y or dx."""
         module = registry.strategy(self.problem, plan.strategy)
         x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if self.problem.pattern is Pattern.AG_GEMM:
-            consume = self._wgrad if layout == "nn" else None
-            return lambda: module.ag_gemm(x, w, None, layout, plan, space, consume)
-        if layout == "nt":
-            return lambda: module.start_gemm_rs(x, w, layout, plan, space).finish()
+        if not self.problem.is_backward:
+            whole = forward(module, self.problem.pattern)
+            return lambda: whole(x, w, layout, plan, space)
+        if self.problem.spec.gathers:
+            return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
         gather_plan = registry.gather_plan(self.problem, plan)
         return lambda: self._column_backward(plan, gather_plan)
 
@@ -108,7 +108,7 @@ class Trial:
         self._space.check()
 
     def _outputs(self, plan: Plan) -> list[Tensor]:
-        if self.problem.layout == "nt":
+        if not self.problem.is_backward:
             return [self.call(plan)()]
         self._main_grad.zero_()
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf.constants import Constants, Peer
 from flux_megatron.perf.gemm import gemm_us, wgrad_us
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.linear import Setting, operator_us
 from flux_megatron.perf.operator_cost import collective_us, moved_bytes
 from flux_megatron.perf.rows import CANDIDATES, LAYERS, Row, cell, load, of_layer
-from flux_megatron.problem import Pattern
 
 HELD_OUT_M = (2048, 4096, 8192)
 CONNECTIONS = ("unset", "1")
@@ -46,7 +46,7 @@ def fit(rows: Sequence[Row]) -> Constants:
     found = _descend(START, {"gemm_rate": 0.02, "tile_us": 1.0}, forward)
     found = _descend(found, {"accumulate": 0.4, "hidden": 0.2}, backward)
     megatron = {
-        one: _share(rows, "megatron", Setting(H200, one, found), Pattern.GEMM_RS, backward=True)
+        one: _share(rows, "megatron", Setting(H200, one, found), COLUMN.dual, backward=True)
         for one in CONNECTIONS
     }
     peers = {
@@ -102,9 +102,9 @@ def _meetings(rows: Sequence[Row], found: Constants) -> dict[str, float]:
 
 def _peer(rows: Sequence[Row], peer: str, setting: Setting) -> Peer:
     return Peer(
-        gather=_share(rows, peer, setting, Pattern.AG_GEMM, backward=False),
-        scatter=_share(rows, peer, setting, Pattern.GEMM_RS, backward=False),
-        column_backward=_share(rows, peer, setting, Pattern.GEMM_RS, backward=True),
+        gather=_share(rows, peer, setting, COLUMN, backward=False),
+        scatter=_share(rows, peer, setting, ROW, backward=False),
+        column_backward=_share(rows, peer, setting, COLUMN.dual, backward=True),
     )
 
 

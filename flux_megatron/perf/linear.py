@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import gemm_us
 from flux_megatron.perf.hardware import Hardware
@@ -26,7 +27,7 @@ from flux_megatron.perf.operator_cost import (
     shard_us,
 )
 from flux_megatron.perf.workload import Arm
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Plan, Problem
 
 OURS = ("hopper", "fused", "pipelined")
 STRATEGY: dict[Arm, str] = {"megatron": "megatron", "te": "te", "flux": "auto"}
@@ -46,13 +47,12 @@ class Linear:
 
     @property
     def forward(self) -> Problem:
-        pattern = Pattern.AG_GEMM if self.column else Pattern.GEMM_RS
+        pattern = COLUMN if self.column else ROW
         return Problem(pattern, self.M, self.N, self.K, self.dtype, self.tp)
 
     @property
     def backward(self) -> Problem:
-        pattern = Pattern.GEMM_RS if self.column else Pattern.AG_GEMM
-        return Problem(pattern, self.M, self.K, self.N, self.dtype, self.tp, "nn")
+        return self.forward.dual
 
 
 class Cost(NamedTuple):
@@ -103,7 +103,7 @@ def operator_us(problem: Problem, strategy: str, setting: Setting) -> float:
         return predict_us(problem, Plan(strategy), setting.hardware, setting.constants)
     gemms = gemms_us(problem, setting.hardware, setting.constants)
     collective = _collective_us(problem, setting)
-    gathers = problem.pattern is Pattern.AG_GEMM
+    gathers = problem.spec.gathers
     if problem.layout == "nn" and not gathers:  # two collectives, each beside a GEMM
         return sum(gemms) + beside_us(collective, gemms, _backward_share(strategy, setting))
     if strategy in ("serial", "megatron"):

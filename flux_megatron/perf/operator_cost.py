@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
 from flux_megatron.perf.hardware import Hardware
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Plan, Problem
 
 # The tile of the kernels that wait, inside one GEMM, for what arrives.
 TILE_M, TILE_N = 128, 256
@@ -36,8 +36,7 @@ def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float
 
 def moved_bytes(problem: Problem) -> int:
     """The matrix that is gathered or scattered, in bytes."""
-    columns = problem.K if problem.pattern is Pattern.AG_GEMM else problem.N
-    return problem.M * columns * ELEMENT_BYTES[problem.dtype]
+    return problem.M * problem.columns_moved * ELEMENT_BYTES[problem.dtype]
 
 
 def shard_us(problem: Problem, hardware: Hardware) -> float:
@@ -100,9 +99,12 @@ class _Prediction(NamedTuple):
         if self.plan.strategy == "sequential":
             return self._sequential_us()
         meet_us = self.constants.meet_us[self.plan.strategy]
-        if self.problem.pattern is Pattern.AG_GEMM:
+        if self.problem.spec.gathers:
             return meet_us + self._gathered_us() + self.wgrad_us()
-        return meet_us + self._scattered_us() + self._sum_us()
+        others = self.problem.world_size - 1
+        back = self._latency_us() + others * shard_us(self.problem, self.hardware)
+        more = back * (self.problem.spec.trips - 1)  # the sum, to all that need it
+        return meet_us + self._scattered_us() + self._sum_us() + more
 
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
@@ -111,7 +113,7 @@ class _Prediction(NamedTuple):
 
     def wgrad_us(self) -> float:
         """The weight's gradient [K_local, N_local] of dgrad's weight over all rows."""
-        if self.problem.layout == "nt":
+        if not self.problem.is_backward:
             return 0.0
         N, K, M = self.problem.K_local, self.problem.N_local, self.problem.M
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype, self.constants)
@@ -120,11 +122,11 @@ class _Prediction(NamedTuple):
         gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
-        if self.problem.layout == "nn" and self.problem.pattern is Pattern.GEMM_RS:
+        if self.problem.is_backward and self.problem.spec.scatters:
             # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
             share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
-        return sum(gemms) + collective
+        return sum(gemms) + self.problem.spec.trips * collective
 
     def _latency_us(self) -> float:
         sm = self.plan.transport == "sm"
@@ -169,7 +171,7 @@ class _Prediction(NamedTuple):
         """
         wgrad, others = self.wgrad_us(), self.problem.world_size - 1
         shard = shard_us(self.problem, self.hardware)
-        gathered = 0.0 if self.problem.layout == "nt" else self._latency_us() + others * shard
+        gathered = self._latency_us() + others * shard if self.problem.is_backward else 0.0
         by_sm = self.plan.strategy == "fused" or self.plan.transport == "sm"
         ready = self._stores_us() if by_sm else 0.0
         pushed, left = gathered, others

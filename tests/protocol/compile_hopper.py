@@ -166,7 +166,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "--no-dataflow", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -107,7 +107,7 @@ class Gluon:
         self._join(strand)
 
     def _join(self, cta: Strand) -> None:
-        self._scheduler.wait(lambda: all(c.done for c in cta.children), "its warps")
+        self._scheduler.wait(lambda: not cta.children, "its warps")
 
     # What kernels call, in the order of Gluon's documentation.
 

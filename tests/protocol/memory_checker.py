@@ -61,6 +61,11 @@ class AddressChecker:
 
     def check_addresses(self, kind: str, addresses: np.ndarray, size_bytes: int) -> None:
         """The same for addresses that are not Triton's: uint64, of any shape."""
+        if not addresses.size:
+            return
+        lowest, highest = int(addresses.min()), int(addresses.max()) + size_bytes
+        if any(first <= lowest and highest <= end for first, end, _ in self._regions):
+            return  # as nearly always: all in one region
         unowned = np.ones(addresses.shape, dtype=bool)
         for first, end, _ in self._regions:
             unowned &= (addresses < first) | (addresses + np.uint64(size_bytes) > end)

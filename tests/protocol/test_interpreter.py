@@ -162,3 +162,50 @@ def test_a_block_type_is_made_once_for_its_element_and_sizes():
     for element, shape in ((fp32, [4, 2]), (fp16, [2, 4]), (fp32, [2])):
         other = BlockType(element, shape)
         assert (other.element, other.shape) == (element, shape)
+
+
+class _Semantic:
+    """Checks as Triton does: an int32 and a number fit, an int32 beside an int64 becomes one."""
+
+    def __init__(self):
+        self.checks = 0
+
+    def binary_op_type_checking_impl(self, left, right, allow_pointers=False):
+        self.checks += 1
+        if type(right) is int:
+            right = _Tensor(left.type.name, right)
+        if left.type.name == "pointer" and not allow_pointers:
+            raise TypeError("no pointer expected")
+        if left.type.name == "int32" and right.type.name == "int64":
+            left = _Tensor("int64", left.value)
+        return left, right
+
+
+class _Tensor:
+    def __init__(self, type_name, value):
+        self.type, self.value = types.SimpleNamespace(name=type_name), value
+
+
+def test_operands_are_checked_once_for_their_types():
+    class Semantic(_Semantic): ...
+
+    interpreter_types.check_operands_once(Semantic, _Tensor)
+    semantic = Semantic()
+
+    def checked(left, right, *options):
+        first, second = semantic.binary_op_type_checking_impl(left, right, *options)
+        return (first.type.name, first.value), (second.type.name, second.value)
+
+    short, long, pointer = _Tensor("int32", 1), _Tensor("int64", 2), _Tensor("pointer", 3)
+    for value in (5, 6):
+        operand = _Tensor("int32", value)
+        assert checked(short, operand) == (("int32", 1), ("int32", value))
+        assert checked(operand, long) == (("int64", value), ("int64", 2))
+        assert checked(operand, 7) == (("int32", value), ("int32", 7))
+        assert checked(long, 8) == (("int64", 2), ("int64", 8))
+        assert checked(pointer, operand, True) == (("pointer", 3), ("int32", value))
+        with pytest.raises(TypeError, match="no pointer"):
+            checked(pointer, operand)
+    assert checked(short, 9) == (("int32", 1), ("int32", 9))
+    # every kind once, and twice what changes the first operand or is refused
+    assert semantic.checks == 9

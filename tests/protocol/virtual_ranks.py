@@ -15,10 +15,10 @@ memory order and CTA barriers, because every access is sequentially consistent.
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import itertools
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,14 +77,13 @@ class Strand:
     ) -> None:  # fmt: skip
         self.rank, self.name, self._body, self.ready, self.why = rank, name, body, ready, why
         self.done, self.error = False, None
-        self._aborted = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
+        self._started = self._aborted = False
+        self._go, self._back = _closed(), _closed()
         # of a CTA: the grid, its place there, and the memory that it may touch
         self.grid: tuple[int, ...] | None = None
         self.place: tuple[int, ...] = ()
         self.checker: AddressChecker | None = None
-        # the CTA that a warp belongs to, its warps, and what they share
+        # the CTA that a warp belongs to, its warps that have not ended, and what they share
         self.cta, self.children, self.state = self, [], None
 
     def live(self) -> list[Strand]:
@@ -97,9 +96,9 @@ class Strand:
 
     def step(self) -> None:
         """Run until the strand pauses or ends. Called by the scheduler."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, daemon=True)
-            self._thread.start()
+        if not self._started:
+            self._started = True
+            _thread.start_new_thread(self._main, ())
         if self.grid is not None:
             interpreter.interpreter_builder.set_grid_dim(*self.grid)
             interpreter.interpreter_builder.set_grid_idx(*self.place)
@@ -119,9 +118,9 @@ class Strand:
 
     def abort(self) -> None:
         self._aborted = True
-        if self._thread is not None and not self.done:
+        if self._started and not self.done:
             self._go.release()
-            self._thread.join()
+            self._back.acquire()
 
     def _main(self) -> None:
         self._go.acquire()
@@ -134,6 +133,13 @@ class Strand:
             self.error = error
         self.done = True
         self._back.release()
+
+
+def _closed() -> _thread.LockType:
+    """A lock that one thread opens for another, who closes it again; cheaper than a semaphore."""
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
 
 
 class Stream:
@@ -209,6 +215,7 @@ class Scheduler:
         self._hosts: list[Strand] = []
         self._streams: list[dict[str, Stream]] = []
         self._current: Strand | None = None
+        self._known_live: list[Strand] | None = None
         self.trace: list[str] = []
         # pushes know addresses only, and hosts forget tensors before their pushes have run
         self.keep_alive: list[object] = []
@@ -231,25 +238,45 @@ class Scheduler:
                     strand.abort()
 
     def _step(self, live: list[Strand]) -> None:
-        runnable = [strand for strand in live if strand.runnable]
-        if not runnable:
+        strand = next((strand for strand in self._in_turn(live) if strand.runnable), None)
+        if strand is None:
             waits = "; ".join(f"rank {s.rank} {s.name} waits for {s.why}" for s in live)
             raise Deadlock(waits)
-        strand = self._choose(runnable)
         self.trace.append(f"{strand.rank} {strand.name}")
         self._current = strand
         strand.step()
+        if strand.done:
+            self._known_live = None
+            if strand.cta is not strand:
+                strand.cta.children.remove(strand)
 
-    def _choose(self, runnable: list[Strand]) -> Strand:
+    def _in_turn(self, live: list[Strand]) -> Iterator[Strand]:
+        """The first of them that can run does. Few are asked: most wait, and asking costs."""
         schedule = self._schedule
-        if schedule.policy != "random":
-            return runnable[0 if schedule.policy == "sequential" else -1]
-        if schedule.late and self._random.random() < 0.9:
+        if schedule.policy == "sequential":
+            yield from live
+        elif schedule.policy == "reverse":
+            yield from reversed(live)
+        elif schedule.late and self._random.random() < 0.9:
             late = schedule.seed % len(self._hosts)
-            runnable = [strand for strand in runnable if strand.rank != late] or runnable
-        return self._random.choice(runnable)
+            yield from self._shuffled([strand for strand in live if strand.rank != late])
+            yield from self._shuffled([strand for strand in live if strand.rank == late])
+        else:
+            yield from self._shuffled([*live])
+
+    def _shuffled(self, strands: list[Strand]) -> Iterator[Strand]:
+        while strands:
+            place = int(self._random.random() * len(strands))
+            strands[place], strands[-1] = strands[-1], strands[place]
+            yield strands.pop()
 
     def _live(self) -> list[Strand]:
+        """Of all ranks. Found anew when one has ended or begun."""
+        if self._known_live is None:
+            self._known_live = self._find_live()
+        return self._known_live
+
+    def _find_live(self) -> list[Strand]:
         live = []
         for host, streams in zip(self._hosts, self._streams, strict=True):
             live += [] if host.done else [host]
@@ -313,6 +340,7 @@ class Scheduler:
         warp = Strand(cta.rank, f"{cta.name} {name}", body)
         warp.grid, warp.place, warp.checker, warp.cta = cta.grid, cta.place, cta.checker, cta
         cta.children.append(warp)
+        self._known_live = None
 
     def preemption_point(self) -> None:
         """Before an access to memory that others see."""
@@ -361,6 +389,7 @@ class Scheduler:
             self._graphs[self.rank].items.append((stream, strands))
             return
         self._streams[self.rank][stream].put(strands())
+        self._known_live = None
         if self._schedule.preempt:
             self.running.pause()
 

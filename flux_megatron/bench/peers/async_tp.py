@@ -11,6 +11,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, add_product
 from flux_megatron.bench.products import Product
+from flux_megatron.bench.targets import PEERS
 
 
 class AsyncTp:
@@ -19,7 +20,7 @@ class AsyncTp:
     name = "async_tp"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return () if pattern == "gemm" else (self.name,)
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -37,7 +38,7 @@ class AsyncTp:
         if isinstance(experiment, Backward):
             column, row = _column_backward, _row_backward
             return {self.name: column(experiment) if experiment.column else row(experiment)}
-        gathers = experiment.case.pattern == "ag_gemm"
+        gathers = experiment.case.spec.gathers
         return {self.name: _ag_gemm(experiment) if gathers else _gemm_rs(experiment)}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.products import Product
+from flux_megatron.bench.targets import PEERS
 
 
 class Xformers:
@@ -21,7 +22,7 @@ class Xformers:
     name = "xformers"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return () if pattern == "gemm" else (self.name,)
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if util.find_spec("xformers") is None:
@@ -36,7 +37,7 @@ class Xformers:
         if isinstance(experiment, Backward):
             return {self.name: _backward(experiment)}
         fused = import_module("xformers.ops.sequence_parallel_fused_ops")
-        gathers = experiment.case.pattern == "ag_gemm"
+        gathers = experiment.case.spec.gathers
         op = fused.fused_allgather_and_linear if gathers else fused.fused_linear_and_reducescatter
         x, w, group = experiment.x, experiment.right.t(), experiment.group
         return {self.name: lambda: (op(x, w, group=group),)}

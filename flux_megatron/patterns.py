@@ -1,0 +1,70 @@
+"""What can be computed: a GEMM y[M, N] = x[M, K] @ w, and what travels between R ranks around it.
+
+One description of each pattern. What chooses, measures, predicts or checks reads it and names none;
+only the functions that compute a pattern do: in `ops`, in the strategies, in the layers.
+
+| pattern | x on each rank | w on each rank ("nt") | y on each rank |
+| --- | --- | --- | --- |
+| ag_gemm | [M / R, K] | [N / R, K] | [M, N / R] |
+| gemm_rs | [M, K / R] | [N, K / R] | [M / R, N] |
+| gemm_ar | [M, K / R] | [N, K / R] | [M, N], the same on all |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class PatternSpec:
+    """`gathers`: the rows of x are divided over the ranks, each needs all of them and has columns
+    of y. `reduces`: K is divided, and y is a sum over the ranks. `scatters`: the rows of y are
+    divided.
+
+    `dual` is the pattern of dgrad, by name: what is gathered in one is scattered in the other. ""
+    where dgrad needs no communication.
+    """
+
+    title: str
+    dual: str = ""
+    gathers: bool = False
+    reduces: bool = False
+    scatters: bool = False
+
+    @property
+    def trips(self) -> int:
+        """How often the matrix crosses the links: a sum that all ranks need is scattered, then
+        gathered.
+        """
+        return 2 if self.reduces and not self.scatters else 1
+
+
+class Pattern(str, Enum):
+    """Its value is its name in rows, plans and settings."""
+
+    AG_GEMM = "ag_gemm"
+    GEMM_RS = "gemm_rs"
+    GEMM_AR = "gemm_ar"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def spec(self) -> PatternSpec:
+        return _SPECS[self]
+
+    @property
+    def dual(self) -> Pattern:
+        """The pattern of dgrad; `ValueError` where that needs no communication."""
+        return Pattern(self.spec.dual)
+
+
+_SPECS = {
+    Pattern.AG_GEMM: PatternSpec("AG+GEMM", "gemm_rs", gathers=True),
+    Pattern.GEMM_RS: PatternSpec("GEMM+RS", "ag_gemm", reduces=True, scatters=True),
+    Pattern.GEMM_AR: PatternSpec("GEMM+AR", reduces=True),
+}
+
+# the forward of Megatron's layers under sequence parallelism
+COLUMN, ROW = Pattern.AG_GEMM, Pattern.GEMM_RS

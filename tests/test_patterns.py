@@ -1,0 +1,111 @@
+"""What a pattern's description says is what the reference computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flux_megatron import ops, reference
+from flux_megatron.bench import patterns as page
+from flux_megatron.cli import app
+from flux_megatron.overlap import registry
+from flux_megatron.overlap.forward import forward
+from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.problem import Problem
+
+M, N, K, R = 24, 16, 40, 2
+TRUTH = {
+    "ag_gemm": reference.all_gather_gemm,
+    "gemm_rs": reference.gemm_reduce_scatter,
+    "gemm_ar": reference.gemm_all_reduce,
+}
+
+
+def problem(pattern: Pattern) -> Problem:
+    return Problem(pattern, M, N, K, "float32", R)
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_operands_and_results_have_the_sizes_of_the_description(pattern):
+    p = problem(pattern)
+    x = [torch.ones(p.x_rows, p.K_local) for _ in range(R)]
+    w = [torch.ones(p.N_local, p.K_local) for _ in range(R)]
+    for y in TRUTH[pattern](x, w):
+        assert y.shape == (p.M_shard if p.spec.scatters else M, p.N_local)
+        assert torch.equal(y, torch.full_like(y, K)), "a sum over K, whole or over the ranks"
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_the_problem_is_found_from_one_rank_s_operands(pattern):
+    p = problem(pattern)
+    found = Problem.of_operands(pattern, p.x_rows, p.N_local, p.K_local, "float32", R, "nt", "cuda")
+    assert found == p
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern in Pattern if pattern.spec.dual])
+def test_dgrad_is_the_dual(pattern):
+    """dy has the rows of y and the weight of x: dx comes out as x lies."""
+    p = problem(pattern)
+    dual = p.dual
+    assert (dual.layout, dual.dual) == ("nn", p)
+    assert dual.x_rows == (p.M_shard if p.spec.scatters else M)
+    assert (dual.K_local, dual.N_local) == (p.N_local, p.K_local)
+    assert dual.columns_moved == p.columns_moved
+
+
+def test_a_layer_s_forward_and_backward():
+    assert (COLUMN.dual, ROW.dual) == (ROW, COLUMN)
+    assert COLUMN.spec.gathers
+    assert ROW.spec.scatters
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_every_pattern_has_an_operation_and_a_strategy_that_is_always_possible(pattern):
+    assert ops.OPERATIONS[pattern].__doc__
+    *_, last = registry.STRATEGIES[pattern].values()
+    assert not last.NEEDS_SYMMETRIC_MEMORY
+    odd = dataclasses.replace(problem(pattern), dtype="float64", device="cpu")
+    assert last.supports(odd) is None
+
+
+def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
+    p = dataclasses.replace(problem(COLUMN), device="cpu")
+    said = {name: registry.refusal(p, name, "no link") for name in registry.STRATEGIES[COLUMN]}
+    assert said.pop("sequential") is None
+    assert {*said.values()} == {"no link"}
+
+
+def test_the_command_says_what_works_what_is_not_built_and_why_not(monkeypatch):
+    built = dict(registry.STRATEGIES[ROW])
+    built.pop("pipelined")
+    monkeypatch.setattr(registry, "STRATEGIES", {**registry.STRATEGIES, ROW: built})
+    found = {(line.pattern, line.strategy): line[2:] for line in page.lines(4)}
+    assert found[COLUMN, "sequential"] == ("works", "works")
+    assert found[COLUMN, "pipelined"] == (found[COLUMN, "fused"][0], "not built")
+    assert found[ROW, "pipelined"][0] == "not built"
+    all_reduce = found[Pattern.GEMM_AR, "pipelined"]
+    assert all_reduce == (found[COLUMN, "pipelined"][0], "no communication")
+    if not torch.cuda.is_available():
+        assert "compute capability 9" in found[COLUMN, "hopper"][0]
+    shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.output
+    assert "GEMM+RS (gemm_rs)" in shown.stdout
+
+
+class Pieces:
+    """A strategy that says what was asked of it."""
+
+    def ag_gemm(self, *given):
+        return "gathered", *given
+
+    def start_gemm_rs(self, *given):
+        return SimpleNamespace(finish=lambda: ("scattered", *given))
+
+
+def test_a_whole_call_is_put_together_from_its_pieces():
+    assert forward(Pieces(), COLUMN)(1, 2, "nt", 4, 5) == ("gathered", 1, 2, None, "nt", 4, 5, None)
+    assert forward(Pieces(), ROW)(1, 2, "nt", 4, 5) == ("scattered", 1, 2, "nt", 4, 5)
