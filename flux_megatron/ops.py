@@ -114,6 +114,7 @@ def _eager(x: Tensor, w: Tensor) -> bool:
 
 
 def group_named(name: str) -> ProcessGroup:
+    """The group of this `group_name`, which operators take in its place."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -143,7 +144,7 @@ def _(x, w, group, layout, plan):
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
 def _gemm_all_reduce(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    return run_gemm_ar(x, w, _group(group), layout=layout, plan=_plan(plan))
+    return run_gemm_ar(x, w, group_named(group), layout=layout, plan=_plan(plan))
 
 
 @_gemm_all_reduce.register_fake
