@@ -350,7 +350,8 @@ def test_every_kind_of_problem_is_measured_and_right():
     assert first == second
     for entry in first:
         assert entry.failed == ()
-        assert {"sequential", "fused"} <= {one.plan.strategy for one in entry.measured}
+        built = {*registry.STRATEGIES[entry.problem.pattern]} - {"hopper"}
+        assert built <= {one.plan.strategy for one in entry.measured}
         assert all(one.median_us > 0 for one in entry.measured)
 
 
