@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flux_megatron.preflight import gpus, load
+from flux_megatron.preflight import allreduce, gpus, load
 from flux_megatron.preflight.__main__ import main, verdict
 from flux_megatron.preflight.finding import Finding, NotChecked, asked
 
@@ -157,3 +157,17 @@ def test_all_reduce_of_two_ranks():
     reached = load._reached(2)
     assert reached["allreduce_gbps"] > 0
     assert reached["sm_mhz"] is None
+
+
+@pytest.mark.parametrize(("said", "mhz"), [("1755\n", 1755), ("[N/A]\n", None), (None, None)])
+def test_a_rank_asks_for_the_clock_of_its_own_gpu(monkeypatch, said, mhz):
+    """By its UUID: a node may have GPUs that the job does not see."""
+
+    def answer(command, timeout_s):
+        assert "--id=GPU-2" in command
+        if said is None:
+            raise NotChecked("no answer")
+        return said
+
+    monkeypatch.setattr(allreduce, "asked", answer)
+    assert allreduce._sm_mhz("GPU-2") == mhz
