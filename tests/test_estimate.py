@@ -81,6 +81,9 @@ def test_shards_of_few_rows_take_sequential_unless_others_were_measured():
     # with as few: none
     assert sequential_worse_by(1.05, 512) == FUSED
     assert sequential_worse_by(0.98, 512) == PLAIN
+    # with far more rows only: nothing is concluded
+    assert sequential_worse_by(1.12, 2048) == FUSED
+    assert sequential_worse_by(1.12, 4096) == PLAIN
 
 
 def test_the_first_of_equals_is_taken():

@@ -27,6 +27,9 @@ FEWEST_ROWS = 256
 # `sequential`. M = 512 and 256 chosen from all larger M, 52 problems (4 x H200, 2026-11-21): 3.6 %
 # slower than the fastest on average, with no margin 7.7 %, by `sequential` 7.1 %.
 MARGIN = 0.08
+# times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from 2048
+# was not (2 x H200, 2026-11-22: it took plans that overlap 24 x 16 products).
+FARTHEST = 5
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -48,13 +51,15 @@ def best(
 ) -> Plan:  # fmt: skip
     """The plan with the least estimate, the first of equals; `plans` begin with `sequential`.
 
-    For shards of few rows it is `sequential` unless others were measured and promise enough.
+    For shards of few rows it is `sequential` unless others were measured near by and promise
+    enough.
     """
     estimates = estimates_us(problem, plans, entries, connections, facts)
     if problem.M_shard < FEWEST_ROWS:
-        if not entries:
+        fewest = min((entry.problem.M for entry in entries), default=math.inf)
+        if fewest > FARTHEST * problem.M:
             return plans[0]
-        if all(entry.problem.M > problem.M for entry in entries):
+        if fewest > problem.M:
             estimates[plans[0]] *= 1 - MARGIN
     return min(plans, key=estimates.__getitem__)
 
