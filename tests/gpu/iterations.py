@@ -91,6 +91,11 @@ class Job:
     length: Length = Length()
 
     @property
+    def words(self) -> list[str]:
+        """Of pretrain_gpt.py; of an argument that is there twice the last counts."""
+        return [*megatron_arguments.render(self.workload), *self.arguments]
+
+    @property
     def M(self) -> int:
         return self.workload.model.seq_length * self.workload.training.micro_batch
 
@@ -225,10 +230,15 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
             "what": "iteration", "arm": arm, "model": job.workload.model.name,
             "layers": job.workload.model.layers, "M": job.M, **asdict(job.workload.parallel),
             "micro_batches": job.workload.micro_batches,
+            "transformer_impl": _last(job.words, "--transformer-impl"),
             "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
             **(told if arm == "flux" else {}), **machine,
         }  # fmt: skip
+
+
+def _last(words: list[str], option: str) -> str:
+    return words[len(words) - words[::-1].index(option)]
 
 
 def machine_of(checkout: Path, commit: str) -> dict:

@@ -1,0 +1,63 @@
+"""The judgement of launches with TransformerEngine, of logs that no GPU wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import te_launches
+
+import flux_megatron
+
+SIGNATURES = Path(flux_megatron.__file__).parent / "launch" / "signatures"
+
+
+def log(losses: list[float]) -> tuple[int, str]:
+    lines = [
+        f" [2026-11-22 18:00:{i:02}] iteration {i:8}/ 20 | elapsed time per iteration (ms): 1.0 | "
+        f"lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {1 + loss:.3f} |\n"
+        for i, loss in enumerate(losses, 1)
+    ]
+    return 0, "".join(lines)
+
+
+CURVE = [9.0 - i / 10 for i in range(te_launches.STEPS)]
+
+
+def arms(ours: tuple[int, str]) -> dict[str, tuple[int, str]]:
+    rounded = [loss + 1e-3 * (-1) ** i for i, loss in enumerate(CURVE)]
+    return {"stock": log(rounded), "ours": ours, "reference": log(CURVE)}
+
+
+def test_losses_that_follow_the_reference_are_equal():
+    assert te_launches.judged(arms(log([loss - 1e-3 for loss in CURVE]))) == ("equal", "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "outcome", "why"),
+    [
+        (log([1.02 * loss for loss in CURVE]), "finding", "rank 0: grad_norm"),
+        (log(CURVE[:10]), "finding", "rank 0"),
+        ((1, "--flux-overlap cannot go with --x: it is not there\n"), "refused", "ours: --flux"),
+        ((1, "Traceback\nValueError: 3 given\n"), "finding", "ours: ValueError: 3 given"),
+    ],
+)
+def test_what_is_not_equal_is_named(ours, outcome, why):
+    found = te_launches.judged(arms(ours))
+    assert (found[0], found[1][: len(why)]) == (outcome, why)
+
+
+def test_a_case_that_stock_cannot_run_tells_nothing():
+    for arm in ("stock", "reference"):
+        logs = arms((1, "RuntimeError: x")) if arm == "stock" else arms(log(CURVE))
+        logs[arm] = (1, "RuntimeError: y")
+        assert te_launches.judged(logs) == ("stock fails", f"{arm}: RuntimeError: y")
+
+
+def test_megatron_knows_every_option():
+    known = json.loads((SIGNATURES / "core_v0.16.1.json").read_text())
+    for case in te_launches.CASES:
+        for arm in te_launches.ARMS:
+            words = [w for w in te_launches.arguments(case, arm) if w.startswith("--")]
+            assert {w for w in words if w not in known} <= {"--flux-overlap"}
