@@ -60,4 +60,4 @@ def test_megatron_knows_every_option():
     for case in te_launches.CASES:
         for arm in te_launches.ARMS:
             words = [w for w in te_launches.arguments(case, arm) if w.startswith("--")]
-            assert {w for w in words if w not in known} <= {"--flux-overlap"}
+            assert {w for w in words if w not in known} <= {"--flux-overlap", "--flux-layers"}
