@@ -114,18 +114,18 @@ def _parallel(parallel: Parallel, training: Training) -> list[str]:
 
 
 def _layers(workload: Workload) -> list[str]:
-    """Whose linear layers run, and how."""
+    """Whose linear layers run, and how. Stock and ours are of one specification."""
+    cpu = workload.cluster.gpu == "cpu"
+    local = workload.arm != "te" and (cpu or _stock_local_can_run(workload))
+    arguments = ["--transformer-impl", "local" if local else "transformer_engine"]
     if workload.arm == "flux":
-        arguments = ["--transformer-impl", "local", "--flux-overlap"]
+        arguments += ["--flux-overlap"]
     elif workload.arm == "te":
-        arguments = ["--transformer-impl", "transformer_engine", "--tp-comm-overlap"]
-    else:
-        local = workload.cluster.gpu == "cpu" or _stock_local_can_run(workload)
-        arguments = ["--transformer-impl", "local" if local else "transformer_engine"]
-    if workload.cluster.gpu != "cpu":
-        return arguments
-    if workload.arm == "megatron":  # without apex it would run on a kernel of ours
+        arguments += ["--tp-comm-overlap"]
+    elif cpu:  # without apex it would run on a kernel of ours
         arguments += ["--no-gradient-accumulation-fusion"]
+    if not cpu:
+        return arguments
     arguments += ["--no-masked-softmax-fusion", "--no-rope-fusion", "--use-cpu-initialization"]
     return [*arguments, "--distributed-backend", "gloo"]
 

@@ -83,6 +83,7 @@ ARMS = {
 }
 HEAD = re.compile(r"\] iteration +(\d+)/ *\d+ \|(.*)")
 FIELDS = {"loss": "lm loss", "grad_norm": "grad norm"}
+NEXT = "\f"
 REFUSED = "--flux-overlap cannot go with"
 
 
@@ -93,12 +94,17 @@ def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
 
 
 def iterations(log: str) -> list[dict[str, float]]:
-    """What Megatron printed of each, in their order."""
+    """What Megatron printed of each, in their order; `NEXT` is between two processes."""
     found = []
-    for number, rest in HEAD.findall(log):
-        told = dict(part.strip().partition(": ")[::2] for part in rest.split("|"))
-        values = {name: float(told[field]) for name, field in FIELDS.items() if field in told}
-        found.append({"iteration": float(number), **values})
+    for process in log.split(NEXT):
+        here = []
+        for number, rest in HEAD.findall(process):
+            told = dict(part.strip().partition(": ")[::2] for part in rest.split("|"))
+            values = {name: float(told[field]) for name, field in FIELDS.items() if field in told}
+            here.append({"iteration": float(number), **values})
+        if len(here) > 1:  # from 0.16 on this loss is the mean of the first two
+            here[1]["loss"] = round(2 * here[1]["loss"] - here[0]["loss"], 6)
+        found += here
     return found
 
 
@@ -139,7 +145,7 @@ def logs(checkout: Path, case: str) -> dict[str, tuple[int, str]]:
         # the schedule has more iterations now than when it was saved
         load = [*save[:2], "--load", folder, "--override-opt_param-scheduler"]
         gone_on = launch(checkout, case, other, load)
-    joined = (saved[0] or gone_on[0], saved[1] + gone_on[1])
+    joined = (saved[0] or gone_on[0], saved[1] + NEXT + gone_on[1])
     whole = {arm: launch(checkout, case, arm) for arm in ("stock", "reference")}
     return {"stock": whole["stock"], "ours": joined, "reference": whole["reference"]}
 

@@ -13,11 +13,13 @@ import flux_megatron
 SIGNATURES = Path(flux_megatron.__file__).parent / "launch" / "signatures"
 
 
-def log(losses: list[float]) -> tuple[int, str]:
+def log(losses: list[float], first: int = 1) -> tuple[int, str]:
+    """As 0.16 prints it: the second loss is the mean of the first two."""
+    losses = [losses[0], sum(losses[:2]) / 2, *losses[2:]]
     lines = [
         f" [2026-11-22 18:00:{i:02}] iteration {i:8}/ 20 | elapsed time per iteration (ms): 1.0 | "
         f"lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {1 + loss:.3f} |\n"
-        for i, loss in enumerate(losses, 1)
+        for i, loss in enumerate(losses, first)
     ]
     return 0, "".join(lines)
 
@@ -32,6 +34,14 @@ def arms(ours: tuple[int, str]) -> dict[str, tuple[int, str]]:
 
 def test_losses_that_follow_the_reference_are_equal():
     assert te_launches.judged(arms(log([loss - 1e-3 for loss in CURVE]))) == ("equal", "")
+
+
+def test_losses_of_a_resumed_run_are_those_of_its_iterations():
+    half = te_launches.SAVED
+    processes = [log(CURVE[:half])[1], log(CURVE[half:], half + 1)[1]]
+    assert te_launches.judged(arms((0, te_launches.NEXT.join(processes)))) == ("equal", "")
+    read = te_launches.iterations(te_launches.NEXT.join(processes))
+    assert [each["loss"] for each in read] == pytest.approx(CURVE)
 
 
 @pytest.mark.parametrize(

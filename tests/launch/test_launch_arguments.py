@@ -153,18 +153,21 @@ def test_arms_differ_in_their_layers_alone():
     assert layers == {
         "megatron": {"--transformer-impl": ["transformer_engine"]},
         "te": {"--transformer-impl": ["transformer_engine"], "--tp-comm-overlap": []},
-        "flux": {"--transformer-impl": ["local"], "--flux-overlap": []},
+        "flux": {"--transformer-impl": ["transformer_engine"], "--flux-overlap": []},
     }
     assert rendered["megatron"] == rendered["te"] == rendered["flux"]
 
 
-def test_stock_local_layers_run_what_they_can():
-    """They have neither flash attention nor RMSNorm under sequence parallelism."""
+@pytest.mark.parametrize("arm", ["megatron", "flux"])
+def test_stock_local_layers_run_what_they_can(arm):
+    """They have neither flash attention nor RMSNorm under sequence parallelism. Ours are of the
+    same specification.
+    """
     for arms, flash, impl in (
         (GPT, False, "local"), (GPT, True, "transformer_engine"),
         (LLAMA, False, "transformer_engine"), (LLAMA, True, "transformer_engine"),
     ):  # fmt: skip
-        workload = arms["megatron"]
+        workload = arms[arm]
         workload = replace(workload, training=replace(workload.training, flash_attention=flash))
         given = options(megatron_arguments.render(workload))
         assert given["--transformer-impl"] == [impl]
