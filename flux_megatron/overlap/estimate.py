@@ -27,8 +27,8 @@ FEWEST_ROWS = 256
 # `sequential`. M = 512 and 256 chosen from all larger M, 52 problems (4 x H200, 2026-11-21): 3.6 %
 # slower than the fastest on average, with no margin 7.7 %, by `sequential` 7.1 %.
 MARGIN = 0.08
-# times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from 2048
-# was not (2 x H200, 2026-11-22: it took plans that overlap 24 x 16 products).
+# Times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from
+# 2048 was not (2 x H200, 2026-11-22: GEMMs of N = 24 and K = 16 got plans that overlap).
 FARTHEST = 5
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 

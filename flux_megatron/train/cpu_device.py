@@ -1,9 +1,9 @@
 """Megatron-core on CPU tensors: torch.cuda is made to answer, in a training rank without a GPU.
 
 Megatron places its own buffers on `torch.cuda.current_device()` or "cuda", keeps the CUDA
-generator's state in its random number tracker, and compares tensor types with
-"torch.cuda.FloatTensor". Only those are answered; `is_available()` stays False, so whoever asks
-learns the truth. Nothing of Megatron is edited.
+generator's state in its random number tracker, waits on the current stream, and compares tensor
+types with "torch.cuda.FloatTensor". Only those are answered; `is_available()` stays False, so
+whoever asks learns the truth. Nothing of Megatron is edited.
 """
 
 from __future__ import annotations
@@ -50,6 +50,28 @@ class _Generator:
         self.state = state.clone()
 
 
+class Stream:
+    """The only stream: all that was asked of it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
 class _CpuForCuda(TorchFunctionMode):
     """Reads "cuda" as "cpu" wherever a torch function is given a device."""
 
@@ -85,6 +107,7 @@ def pretend_cuda() -> None:
     generator = _Generator()
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # before a checkpoint is written
+    torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment]
     torch.cuda.manual_seed = generator.seed
     torch.cuda.get_rng_state = generator.get
     torch.cuda.set_rng_state = generator.set  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux_megatron.train.cpu_device import pretend_cuda
+from flux_megatron.train.cpu_device import Stream, pretend_cuda
 
 MEMORY = 1 << 34
 # for each name a function of its own: torch._dynamo refuses one object under two names
@@ -23,28 +23,6 @@ NOTHING = ("set_device", "empty_cache", "ipc_collect", "reset_peak_memory_stats"
 NO_BYTES = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
 )  # fmt: skip
-
-
-class _Stream:
-    """The only stream: all that was asked of it is done."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or self
-
-    def wait(self, stream: Any = None) -> None: ...
 
 
 def pretend_gpu() -> None:
@@ -69,10 +47,9 @@ def pretend_gpu() -> None:
         setattr(cuda, name, lambda *_, **__: 0)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
-    cuda.Stream = _Stream
-    cuda.stream = lambda stream: stream if isinstance(stream, _Stream) else _Stream()
-    cuda.current_stream = lambda *_: _Stream()
-    cuda.default_stream = lambda *_: _Stream()
+    cuda.Stream = Stream
+    cuda.stream = lambda stream: stream if isinstance(stream, Stream) else Stream()
+    cuda.default_stream = lambda *_: Stream()
     cuda.set_stream = lambda stream: None
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     # a CUDA build of torch believes that batches can be pinned, and finds no driver
