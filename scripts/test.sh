@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Linters, types and the whole test suite; arguments go to pytest, which runs those tests alone. All
+# Linters, types, the docs and the whole test suite; arguments go to pytest, which runs those tests
+# alone. All
 # of it runs, then the exit status tells whether anything failed.
 #
 # Where there are GPUs the suite runs twice: on the CPU, as if there were none, then on the GPUs
@@ -26,6 +27,7 @@ test=("$python" -m pytest -q --tb=short -rfE --durations=15)
 lint ruff check .
 lint ruff format --check .
 lint mypy
+NO_MKDOCS_2_WARNING=1 lint mkdocs build --quiet --strict  # docs/ as a site, in site/
 if [ $# -gt 0 ]; then
     step "${test[@]}" "$@"
     exit $status
