@@ -27,7 +27,7 @@ test=("$python" -m pytest -q --tb=short -rfE --durations=15)
 lint ruff check .
 lint ruff format --check .
 lint mypy
-NO_MKDOCS_2_WARNING=1 lint mkdocs build --quiet --strict  # docs/ as a site, in site/
+NO_MKDOCS_2_WARNING=1 lint mkdocs build --strict  # docs/ as a site, in site/
 if [ $# -gt 0 ]; then
     step "${test[@]}" "$@"
     exit $status
