@@ -84,17 +84,21 @@ def _command_line() -> str:
 
 def _command(command: Any, name: str) -> Iterator[str]:
     shown = [one for one in command.params if one.help and not getattr(one, "hidden", False)]
-    arguments = "".join(f" {one.metavar}" for one in shown if one.param_type_name == "argument")
+    arguments = "".join(f" {_word(one)}" for one in shown if one.param_type_name == "argument")
     yield f"\n## `{name}{arguments}`\n\n{inspect.cleandoc(command.help or '')}\n"
     if shown:
         yield "| argument, option | meaning | default |\n| --- | --- | --- |"
     for one in shown:
-        option = one.opts[0] if one.param_type_name == "option" else one.metavar
+        option = one.opts[0] if one.param_type_name == "option" else _word(one)
         value = f" {one.metavar}" if one.param_type_name == "option" and one.metavar else ""
         default = "required" if one.required else _default(one)
         yield f"| `{option}{value}` | {one.help} | {default} |"
     for below, inner in getattr(command, "commands", {}).items():
         yield from _command(inner, f"{name} {below}")
+
+
+def _word(argument: Any) -> str:
+    return argument.metavar or argument.name.upper()
 
 
 def _default(option: Any) -> str:
