@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Linters, types, the docs and the whole test suite; arguments go to pytest, which runs those tests
-# alone. All
-# of it runs, then the exit status tells whether anything failed.
+# alone. All of it runs, then the exit status tells whether anything failed.
 #
 # Where there are GPUs the suite runs twice: on the CPU, as if there were none, then on the GPUs
 # whatever can use them. Makes .venv, unless TEST_PYTHON names a Python that has all that is needed.
