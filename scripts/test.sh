@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Linters, types and the whole test suite; arguments go to pytest, which runs those tests alone. All
-# of it runs, then the exit status tells whether anything failed.
+# Linters, types, the docs and the whole test suite; arguments go to pytest, which runs those tests
+# alone. All of it runs, then the exit status tells whether anything failed.
 #
 # Where there are GPUs the suite runs twice: on the CPU, as if there were none, then on the GPUs
 # whatever can use them. Makes .venv, unless TEST_PYTHON names a Python that has all that is needed.
@@ -26,6 +26,7 @@ test=("$python" -m pytest -q --tb=short -rfE --durations=15)
 lint ruff check .
 lint ruff format --check .
 lint mypy
+NO_MKDOCS_2_WARNING=1 lint mkdocs build --strict  # docs/ as a site, in site/
 if [ $# -gt 0 ]; then
     step "${test[@]}" "$@"
     exit $status

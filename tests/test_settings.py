@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from flux_megatron.settings import Settings, read
 def test_defaults():
     assert read({}) == Settings(strategy="auto", strict=False, timeout_s=240.0, poison=False)
     assert read({"OTHER": "1"}) == Settings()
+
+
+def test_the_page_has_every_variable():
+    page = (Path(__file__).parents[1] / "docs/reference/environment.md").read_text()
+    named = re.findall(r"^\| `FLUX_MEGATRON_(\w+)`", page, re.MULTILINE)
+    assert [name.lower() for name in named] == [*Settings.__dataclass_fields__]
 
 
 def test_every_variable_is_read():

@@ -30,11 +30,14 @@ its default:
   are not in the table are untried.
 - supported: the run goes on; the test shows that the argument works with our layers. Some values
   are refused all the same:
-  [megatron_launch.md](megatron_launch.md#what-is-refused-by-name-before-the-run-starts).
+  [Use in Megatron](megatron.md#what-is-refused-by-name-before-the-run-starts).
 - harmless: the run goes on; neither our layers nor what stands beside them reads the argument.
 
 Releases: those whose parsers have the argument, `main` is d98e8a64.
 """
+
+# collapsed on the site and on code hosts
+FOLD = '<details markdown="1"><summary>{}</summary>'
 
 
 def options_by_release() -> dict[str, frozenset[str]]:
@@ -63,10 +66,11 @@ def page() -> str:
         parts += [f"| `{r.option}` | {r.because} | {_releases(r.option)} |" for r in of_class[kind]]
         parts[-1] += "\n"
     for kind, what in (("supported", "test"), ("harmless", "what reads it")):
-        parts.append(f"## {kind.capitalize()}\n\n| {what} | arguments (releases, if not all) |")
-        parts.append("| --- | --- |")
+        count = len(of_class[kind])
+        parts.append(f"## {kind.capitalize()}\n\n{FOLD.format(f'All {count}')}\n")
+        parts.append(f"| {what} | arguments (releases, if not all) |\n| --- | --- |")
         parts += [f"| {_shown(why, kind)} | {names} |" for why, names in _grouped(of_class[kind])]
-        parts[-1] += "\n"
+        parts.append("\n</details>\n")
     return "\n".join(parts)
 
 

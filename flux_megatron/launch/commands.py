@@ -42,7 +42,7 @@ def launch(
 ) -> None:
     """Run an experiment of configs/experiments: print it, write its scripts, submit or run them.
 
-    docs/launching.md has the whole story.
+    docs/cluster.md has the whole story.
     """
     if dry_run + submit + here > 1:
         raise typer.BadParameter("one of --dry-run, --submit and --local expected")
