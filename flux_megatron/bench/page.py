@@ -115,4 +115,3 @@ def _cell(row: Row | None) -> str:
         return text
     text += f" ({row.efficiency:.2f})"
     return f"**{text}**" if row.efficiency < 0 else text
-
