@@ -35,8 +35,8 @@ def layers(predictions: Sequence[Row]) -> str:
             stock, te, ours = (us[model, M, arm] for arm in ("megatron", "te", "auto"))
             times = [f"{time:.0f}" for time in (stock, te, ours)]
             lines.append([model, str(M), *times, f"{stock / ours:.3f}", f"{te / ours:.3f}"])
-    head = ["model", "M", "Megatron us", "TransformerEngine us", "ours us"]
-    return _table([*head, "over Megatron", "over TransformerEngine"], lines)
+    head = ["model", "M", "Megatron us", "TE us", "ours us"]
+    return _table([*head, "over Megatron", "over TE"], lines)
 
 
 def iterations(rows: Sequence[Row]) -> str:
