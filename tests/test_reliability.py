@@ -63,8 +63,8 @@ def test_every_table_is_shown(tmp_path):
 
 def test_tables_without_rows_are_left_out_and_the_latest_row_counts(tmp_path):
     text = page(tmp_path, FAULT | {"named": 3}, FAULT)
-    assert "While SMs are held" not in text
-    assert "Racing" not in text
+    assert "while SMs are held" not in text
+    assert "racing orders" not in text
     assert text.count("SIGKILL of one rank") == 1
     assert "**SIGKILL" not in text
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flux_megatron.bench import check, records, targets
+from flux_megatron.bench.markdown import folded, table
 from flux_megatron.bench.plots import TITLES
 from flux_megatron.bench.records import LIBRARY, MISSING, OK, UNSUPPORTED, Provenance, Row
 
@@ -15,10 +16,11 @@ def write(out: Path, plots: Sequence[Path], rows: Sequence[Row], sources: Sequen
     command = f"flux-megatron plot {' '.join(map(str, sources))} --out {out}"
     parts = [
         "# Benchmarks",
-        f"Made by `{command}` from committed rows; do not edit. [measuring.md](measuring.md) says "
-        "how they were measured, and what E is. Times are medians in microseconds of the slowest "
-        "rank in every round; E stands in brackets, **bold where it is slower than NCCL**. What is "
-        "called *beside* ran beside an NCCL all-reduce, the baselines too.",
+        f"`{command}` writes this page from committed rows; do not edit it. "
+        "[speed.md](speed.md) has the short answer, [measuring.md](measuring.md) the protocol and "
+        "the definition of E. Times are medians, in microseconds, of the slowest rank of each "
+        "round. E stands in brackets, **bold where a candidate is slower than NCCL**. Rows called "
+        "*beside* ran beside an NCCL all-reduce, their baselines too.",
         _runs(rows),
         "## Targets",
         _targets(rows),
@@ -34,7 +36,7 @@ def _runs(rows: Iterable[Row]) -> str:
     runs: dict[str, Provenance] = {}
     for row in rows:
         runs.setdefault(row.provenance.run, row.provenance)
-    return _table(
+    return table(
         ["run", "date", "commit", "GPUs", "driver", "torch", "Triton", "NCCL", "NVLS",
          "CUDA_DEVICE_MAX_CONNECTIONS", "power limit"],
         [
@@ -66,7 +68,7 @@ def _targets(rows: Iterable[Row]) -> str:
     header = ["target"]
     for connections in targets.CONNECTIONS:
         header += [f"connections {connections}: met", "values"]
-    return _table(header, lines)
+    return folded(f"{len(lines)} targets", table(header, lines))
 
 
 def _plots(out: Path, plots: Sequence[Path]) -> list[str]:
@@ -89,7 +91,8 @@ def _tables(rows: Iterable[Row], beside: bool) -> list[str]:
         parts.append(f"### {pattern}{' beside' * beside}, {suite}, connections {connections}")
         names = [*dict.fromkeys(name for group in groups for name in group)]
         header = ["layer", "M x N x K", *names, "plan of auto", "host time"]
-        parts.append(_table(header, [_line(group, names) for group in groups]))
+        lines = [_line(group, names) for group in groups]
+        parts.append(folded(f"{len(lines)} cases", table(header, lines)))
     return parts
 
 
@@ -112,8 +115,3 @@ def _cell(row: Row | None) -> str:
         return text
     text += f" ({row.efficiency:.2f})"
     return f"**{text}**" if row.efficiency < 0 else text
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

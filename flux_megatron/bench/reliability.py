@@ -8,9 +8,11 @@ other pages. Of two rows about the same the later one counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from flux_megatron.bench.markdown import folded, table
 
 Rows = list[dict[str, Any]]
 FAULT = ("fault", "device", "ranks", "runs", "ended", "named", "longest_s", "bound_s", "orphans",
@@ -25,11 +27,11 @@ def write(out: Path, sources: Sequence[Path]) -> None:
     command = f"flux-megatron reliability {' '.join(map(str, sources))} --out {out}"
     parts = [
         "# Reliability",
-        f"Made by `{command}` from committed rows; do not edit. "
-        "[faults.md](faults.md) says how faults are made and what is asked of each end.",
+        f"`{command}` writes this page from committed rows; do not edit it. "
+        "[faults.md](faults.md) says how each fault is made and what its end must look like.",
     ]
-    for table, render in TABLES.items():
-        if own := [row for row in rows if _table_of(row) == table]:
+    for name, render in TABLES.items():
+        if own := [row for row in rows if _table_of(row) == name]:
             parts += render(own)
     out.write_text("\n\n".join(parts) + "\n")
 
@@ -49,8 +51,9 @@ def faults(rows: Rows) -> list[str]:
     dates = ", ".join(sorted({f"{row['date']} ({row['git']})" for row in newest.values()}))
     header = ["fault", "ranks", "runs", "ended", "as expected", "longest, s", "bound, s",
               "orphans", "left in shared memory", "errors on the ranks"]  # fmt: skip
-    return ["## Faults of a job", f"Run on {dates}. **Bold: not all is well.**",
-            _table(header, lines)]  # fmt: skip
+    return ["## Does every fault end the job?",
+            f"Run on {dates}. **Bold: a run that did not end as it must.**",
+            _folded("faults", header, lines)]  # fmt: skip
 
 
 def hold(rows: Rows) -> list[str]:
@@ -72,12 +75,14 @@ def hold(rows: Rows) -> list[str]:
                       f"{worst:.2f}"])  # fmt: skip
     header = ["call", "TP", "M x N x K, local", "strategy", *map(_sms, counts), "worst"]
     intro = (
-        "Microseconds until a call is done while a kernel that only spins holds SMs of every rank; "
-        "`worst` is the largest ratio to `sequential` (cuBLAS and NCCL) under the same hold, on "
-        'all ranks or on one. **Bold: the call did not end before the hold did.** "Before" is the '
-        "version whose tiles belong to CTAs (decision 19), in the same race."
+        "A kernel that only spins holds SMs of every rank. The table has the microseconds until "
+        "the call is done. `worst` is the largest ratio to `sequential` (cuBLAS and NCCL) under "
+        "the same hold, on all ranks or on one. **Bold: the call ended after the hold.** "
+        '"before" is the version with fixed lists of tiles for each CTA '
+        "([decision 19](decisions/0019-tiles-are-drawn.md)), in the same race."
     )
-    return ["## While SMs are held", _where(rows), intro, _table(header, lines)]
+    return ["## Does a call end while SMs are held?", _where(rows), intro,
+            _folded("calls", header, lines)]  # fmt: skip
 
 
 def race(rows: Rows) -> list[str]:
@@ -91,10 +96,10 @@ def race(rows: Rows) -> list[str]:
     header = ["ranks", "CUDA_DEVICE_MAX_CONNECTIONS", "calls", "of them replays of graphs",
               "all-reduces of 512 MB", "hangs", "wrong results"]  # fmt: skip
     intro = (
-        "Every rank launches all-reduces of a second communicator before or after a call, each in "
-        "an order of its own."
+        "Each rank launches all-reduces of a second communicator before or after a call, in an "
+        "order of its own."
     )
-    return ["## Racing orders", intro, _table(header, lines)]
+    return ["## Does a call survive racing orders?", intro, table(header, lines)]
 
 
 def _held(row: dict[str, Any]) -> str:
@@ -132,13 +137,14 @@ def beside(rows: Rows) -> list[str]:
     ]
     header = ["call", "TP", "M x N x K, local", "CUDA_DEVICE_MAX_CONNECTIONS", "", *CANDIDATES]
     intro = (
-        "Microseconds (overlap efficiency E) alone, and beside all-reduces of 512 MB on a second "
-        "communicator of the same ranks, which start first and still run when the call ends. "
-        "[measuring.md](measuring.md) has the protocol; `serial` is the fastest GEMM and NCCL, "
-        "`megatron` what Megatron's own backward does."
+        "Microseconds, and overlap efficiency E in brackets: alone, and beside all-reduces of "
+        "512 MB. These use a second communicator of the same ranks, start first, and still run "
+        "when the call ends. `serial` is the fastest GEMM and NCCL, `megatron` is Megatron's own "
+        "backward. [measuring.md](measuring.md) has the protocol."
     )
     where = _where([row["provenance"] for row in rows])
-    return ["## Beside an all-reduce", where, intro, _table(header, lines)]
+    return ["## How fast is a call beside an all-reduce?", where, intro,
+            _folded("calls", header, lines)]  # fmt: skip
 
 
 def _efficiency(row: dict[str, Any] | None) -> str:
@@ -178,6 +184,5 @@ def _bold(text: str, bad: object) -> str:
     return f"**{text}**" if bad else text
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def _folded(what: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return folded(f"{len(lines)} {what}", table(header, lines))

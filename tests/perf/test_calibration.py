@@ -208,7 +208,7 @@ def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
     return found
 
 
-# measured when own rows were copied in front of the GEMMs (docs/memory_model.md, "Progress")
+# measured when local rows were copied in front of the GEMMs (docs/decisions/0026)
 HELD_UP = [("ag_gemm", "nn", 4, "1")]
 
 
