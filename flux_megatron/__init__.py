@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from flux_megatron.version import __version__ as __version__
 
 _PLACES = {
     "ColumnParallelLinear": ("flux_megatron.integration.layers", "FluxColumnParallelLinear"),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.overlap.dispatch import decide, guard, refuse
-from flux_megatron.overlap.forward import forward
+from flux_megatron.dispatch import decide, guard, refuse
 from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap.registry import forward
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 

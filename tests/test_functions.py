@@ -16,9 +16,10 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import errors
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
-from flux_megatron.overlap import choice, fused, pipelined, registry, sequential
+from flux_megatron.overlap import fused, pipelined, registry, sequential
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

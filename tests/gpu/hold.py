@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from gpu_run import Run
 
-from flux_megatron.overlap import timing
+from flux_megatron.tuning import timing
 
 SHAPES = "8192x12288x12288,2048x12288x12288,8192x12288x3072"
 PIECES = "ag_gemm,gemm_rs,row backward,column backward"

@@ -234,7 +234,7 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
 def machine_of(checkout: Path, commit: str) -> dict:
     import torch
 
-    from flux_megatron.overlap import environment
+    from flux_megatron.tuning import environment
 
     try:
         from transformer_engine import __version__ as te

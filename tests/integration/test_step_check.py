@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.integration import step_check
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.symm import step
@@ -165,7 +166,7 @@ def test_the_optimizer_is_wrapped_once():
     module.train_step = lambda forward, data, model, optimizer: optimizer.step()
     module.save_checkpoint = lambda: calls.append("save")
     confirm = partial(calls.append, "confirm")
-    with mock.patch.object(flux_megatron, "confirm_step", confirm, create=True):
+    with mock.patch.object(step_check, "confirm_step", confirm):
         confirm_steps(module)
         for _ in range(2):
             module.train_step(None, None, None, optimizer)

@@ -17,7 +17,7 @@ from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
 from virtual_product import SOURCE
 
-ROOMS = ("kernels", "overlap", "symm", "nn")
+ROOMS = ("kernels", "overlap", "symm", "tuning", "nn")
 NEED_GPUS = {"symm/torch_backend.py"}  # nothing of it runs on a CPU
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap import choice, environment, registry, transfer
+from flux_megatron.overlap import registry, transfer
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
+from flux_megatron.tuning import choice, environment
 
 LAYOUTS = ("nt", "nn")
 

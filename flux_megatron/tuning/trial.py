@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.overlap.forward import forward
+from flux_megatron.overlap.registry import forward
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.workspace import Workspace

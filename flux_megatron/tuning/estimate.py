@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning.plan_entry import Entry
 
 # Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
 # lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.
@@ -27,8 +27,8 @@ FEWEST_ROWS = 256
 # `sequential`. M = 512 and 256 chosen from all larger M, 52 problems (4 x H200, 2026-11-21): 3.6 %
 # slower than the fastest on average, with no margin 7.7 %, by `sequential` 7.1 %.
 MARGIN = 0.08
-# times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from 2048
-# was not (2 x H200, 2026-11-22: it took plans that overlap 24 x 16 products).
+# times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from
+# 2048 was not (2 x H200, 2026-11-22: it took plans that overlap 24 x 16 products).
 FARTHEST = 5
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
