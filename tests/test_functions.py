@@ -160,7 +160,7 @@ def test_exact_forward_and_backward(world_size, strategy):
 
 def epochs() -> tuple[int, int]:
     space = workspace(dist.group.WORLD, here())
-    return space.gather.epoch, space.scatter.epoch
+    return space.channels["gather"].epoch, space.channels["scatter"].epoch
 
 
 def transfers(work: Callable[[], object]) -> tuple[int, int]:

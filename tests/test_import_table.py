@@ -62,8 +62,8 @@ TABLE = {
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings perf symm.workspace overlap.registry overlap.report"
-        " overlap.transfer tuning.choice tuning.environment",
+        "errors problem settings perf symm.workspace overlap.registry overlap.report tuning.choice"
+        " tuning.environment",
         "torch",
     ),
     "ops": room("errors problem overlap dispatch", "torch"),

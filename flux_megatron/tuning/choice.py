@@ -22,8 +22,7 @@ from flux_megatron import settings
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.channel import capturing
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import environment, estimate, plan_cache, tuner
 from flux_megatron.tuning.plan_cache import PlanCache
 from flux_megatron.tuning.plan_entry import Entry
