@@ -1,4 +1,4 @@
-"""The table of strategies, and which of them can run a problem. `tuner` chooses among those."""
+"""The table of strategies, and which of them can run a problem. `tuning` chooses among those."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import socket
 from collections.abc import Hashable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from flux_megatron import errors, settings
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import CallLog
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
-from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
 
@@ -43,6 +41,7 @@ class Workspace:
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
+        self.engine = copy_engine(device)
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.checked: dict[Hashable, Any] = {}  # the same by all that a rank checks of its call
@@ -52,10 +51,6 @@ class Workspace:
         self._late = ""  # the wait that ran out of time, and its likely reason
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
-
-    @cached_property
-    def engine(self) -> CopyEngine:
-        return copy_engine(self.device)
 
     def begin(self, channel: str, size_bytes: int) -> Call:
         """Open the next call of a channel, with `size_bytes` in its part.
