@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from flux_megatron.version import __version__ as __version__
 
 _PLACES = {
     "ColumnParallelLinear": ("flux_megatron.integration.layers", "FluxColumnParallelLinear"),
@@ -23,7 +23,7 @@ _PLACES = {
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
-    "synchronize": ("flux_megatron.symm.workspace", "synchronize"),
+    "synchronize": ("flux_megatron.symm.step", "synchronize"),
 }
 
 __all__ = [
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from flux_megatron.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
-    from flux_megatron.symm.step import confirm_step
-    from flux_megatron.symm.workspace import check, synchronize
+    from flux_megatron.symm.step import confirm_step, synchronize
+    from flux_megatron.symm.workspace import check
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,7 @@ def _gpus(wanted: Wanted) -> Iterator[Finding]:
 def _links(count: int) -> Iterator[Finding]:
     import torch
 
-    from flux_megatron.overlap import environment
+    from flux_megatron.tuning import environment
 
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     closed = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
@@ -266,7 +266,7 @@ def _plans(wanted: Wanted) -> Iterator[Finding]:
     import torch
 
     from flux_megatron import settings
-    from flux_megatron.overlap import choice
+    from flux_megatron.tuning import choice
 
     cache = choice.opened(settings.get().cache, torch.device("cuda", 0))
     fitting = sum(map(cache.is_here, cache.entries))

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.overlap.dispatch import decide, guard, refuse
-from flux_megatron.overlap.forward import forward
+from flux_megatron.dispatch import decide, guard, refuse
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
@@ -192,8 +191,11 @@ def run_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
     """`gemm_reduce_scatter` without the operator of torch around it."""
-    with guard(group, x.device):
-        return start_gemm_rs(x, w, group, layout=layout, plan=plan).finish()
+    decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
+    decision.count()
+    space = decision.workspace
+    with space.guard():
+        return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space).finish()
 
 
 def run_gemm_ar(
@@ -204,8 +206,7 @@ def run_gemm_ar(
     decision.count()
     space = decision.workspace
     with space.guard():
-        whole = forward(decision.strategy, Pattern.GEMM_AR)
-        return whole(x, w, layout, decision.plan, space)
+        return decision.whole(x, w, layout, decision.plan, space)
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):

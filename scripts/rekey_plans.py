@@ -15,9 +15,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from flux_megatron.overlap import plan_cache
-from flux_megatron.overlap.environment import PACKAGE, sources_digest
-from flux_megatron.overlap.plan_entry import Entry
+from flux_megatron.tuning import plan_cache
+from flux_megatron.tuning.environment import PACKAGE, sources_digest
+from flux_megatron.tuning.plan_entry import Entry
 
 
 def main(file: Path, commit: str) -> None:

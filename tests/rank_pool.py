@@ -83,9 +83,9 @@ def tidy(rank: int) -> int:
 
     Nobody frees memory that a peer's kernel or copy may still use.
     """
-    from flux_megatron.overlap import choice
     from flux_megatron.overlap.report import reset_report
     from flux_megatron.symm.workspace import release
+    from flux_megatron.tuning import choice
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -89,7 +89,7 @@ def _prepare() -> None:
         importlib.import_module(module)
     from triton.runtime.interpreter import InterpretedFunction
 
-    from flux_megatron.overlap import environment
+    from flux_megatron.tuning import environment
 
     environment.of(torch.device("cpu"))
     for function in _functions_of("flux_megatron.kernels", "triton.language"):

@@ -17,7 +17,7 @@ from ranks import DEVICE, FUSED, on_device
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
-from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
 from flux_megatron.symm.workspace import workspace
 
@@ -115,7 +115,7 @@ def one_waits(rank: int) -> str:
 
     def begun() -> None:
         with space.guard():
-            space.gather.begin(100)
+            space.begin("gather", 100)
             fails()
 
     def done() -> None:

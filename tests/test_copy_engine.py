@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from flux_megatron.symm.copy_engine import CopyEngine, CudaCopyEngine, Delivery, Push
+from flux_megatron.symm.copy_engine import CopyEngine, Delivery, Push
+from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
 STREAM, CALLERS = 7, 5
 DELIVERIES = tuple(

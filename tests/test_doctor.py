@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from flux_megatron import doctor as module
 from flux_megatron import settings
 from flux_megatron.doctor import Finding, Wanted, examine
-from flux_megatron.overlap import choice, environment
-from flux_megatron.overlap.environment import Environment
-from flux_megatron.overlap.plan_entry import Entry, Measured
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import choice, environment
+from flux_megatron.tuning.environment import Environment
+from flux_megatron.tuning.plan_entry import Entry, Measured
 
 app = typer.Typer()
 app.command()(module.doctor)

@@ -16,9 +16,10 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import errors
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
-from flux_megatron.overlap import choice, fused, pipelined, registry, sequential
+from flux_megatron.overlap import fused, pipelined, registry, sequential
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -159,7 +160,7 @@ def test_exact_forward_and_backward(world_size, strategy):
 
 def epochs() -> tuple[int, int]:
     space = workspace(dist.group.WORLD, here())
-    return space.gather.epoch, space.scatter.epoch
+    return space.channels["gather"].epoch, space.channels["scatter"].epoch
 
 
 def transfers(work: Callable[[], object]) -> tuple[int, int]:

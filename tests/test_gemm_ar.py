@@ -13,11 +13,11 @@ import flux_megatron
 from flux_megatron import ops, reference
 from flux_megatron.bench import records, runner
 from flux_megatron.bench.options import Options
-from flux_megatron.overlap import tuner
 from flux_megatron.patterns import Pattern
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning import tuner
 
 PLANS = {
     "sequential": Plan("sequential"),

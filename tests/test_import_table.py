@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
-BASE = frozenset({"errors", "patterns", "problem", "settings"})
+BASE = frozenset({"errors", "patterns", "problem", "settings", "version"})
 ANY = frozenset({"*"})
 
 
@@ -35,42 +35,53 @@ def room(ours: str = "", packages: str = "", lazily: str = "") -> Room:
     return Room(frozenset(ours.split()), frozenset(packages.split()), frozenset(lazily.split()))
 
 
-# `__init__` in a list is the package itself. Errors are for all to raise and catch.
+# No room imports the package itself, `__init__`: it is for users. Errors are for all to raise and
+# catch.
 TABLE = {
     "settings": room(),
+    "version": room(),
     "errors": room(),
     "patterns": room(),
     "problem": room("patterns"),
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "errors problem perf __init__ integration.arguments integration.door train.cpu_pretrain",
+        "errors problem perf version integration.arguments integration.door train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors problem", "torch"),
     "symm": room("errors problem settings", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
-    # what a measured plan depends on: Triton's version and the link between the GPUs
-    "overlap": room(
-        "errors patterns problem settings perf symm kernels", "torch", lazily="cuda triton"
+    "overlap": room("errors patterns problem settings symm kernels", "torch"),
+    # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
+    # link between the GPUs
+    "tuning": room(
+        "errors patterns problem settings perf symm kernels.sizes overlap",
+        "torch",
+        lazily="cuda triton",
     ),
-    "ops": room("errors problem overlap", "torch"),
+    "dispatch": room(
+        "errors problem settings perf symm.workspace overlap.registry overlap.report tuning.choice"
+        " tuning.environment",
+        "torch",
+    ),
+    "ops": room("errors problem overlap dispatch", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
-    # that was recorded
+    # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn patching.installed __init__",
+        "errors settings ops nn patching.installed overlap.report symm.step",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "errors settings ops nn integration __init__",
+        "errors settings ops nn integration overlap.report symm.step",
         "torch megatron matplotlib numpy pydantic rich typer yaml",
     ),
 }
-BELOW = frozenset(TABLE) | {"__init__"}
+BELOW = frozenset(TABLE)
 TABLE |= {
     "": Room(BELOW - {"train"}),
     "bench": Room(BELOW, ANY),
@@ -89,7 +100,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"__init__", "errors", "problem", "perf"}),
+        frozenset({"version", "errors", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),
@@ -196,6 +207,8 @@ BAD = {
     ),
     "a room it may not skip to": ("ops.py", "from flux_megatron.symm import buffer"),
     "the package itself": ("nn/functions.py", "from flux_megatron import report"),
+    "the package itself, from above": ("train/loop.py", "import flux_megatron"),
+    "measuring from a strategy": ("overlap/fused.py", "from flux_megatron.tuning import timing"),
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
     "torch in perf": ("perf/cost.py", "import torch.distributed"),
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),

@@ -13,7 +13,7 @@ from flux_megatron import ops, reference
 from flux_megatron.bench import patterns as page
 from flux_megatron.cli import app
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.forward import forward
+from flux_megatron.overlap.registry import forward
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 

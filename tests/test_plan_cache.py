@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import environment, plan_cache
-from flux_megatron.overlap.environment import Environment
-from flux_megatron.overlap.plan_cache import PlanCache
-from flux_megatron.overlap.plan_entry import Entry, Failed, Measured
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.tuning import environment, plan_cache
+from flux_megatron.tuning.environment import Environment
+from flux_megatron.tuning.plan_cache import PlanCache
+from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 
 PROBLEM = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
 HERE = Environment("NVIDIA H200", "nvlink", "580.65.06", "13.0", "2.11.0", "3.6.0", "1", "abc")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_plan_cache import ENTRY, PLAIN, at, opened
 
-from flux_megatron.overlap import plan_cache, plan_entry
+from flux_megatron.tuning import plan_cache, plan_entry
 
 FORMATS = Path(__file__).parent / "plans"
 

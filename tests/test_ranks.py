@@ -16,8 +16,8 @@ from ranks import DEVICE, RankFailure, run_ranks
 
 import flux_megatron
 from flux_megatron import settings
-from flux_megatron.overlap import choice, tuner
 from flux_megatron.symm.workspace import workspaces
+from flux_megatron.tuning import choice, tuner
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="these ranks are of the CPU")
 

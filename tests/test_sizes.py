@@ -86,7 +86,7 @@ def test_tiles_beyond_2_31_elements():
 
 def channel_of(pattern: str) -> Channel:
     space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
-    return space.gather if pattern == "ag_gemm" else space.scatter
+    return space.channels["gather" if pattern == "ag_gemm" else "scatter"]
 
 
 def unused_for_long(rank: int, pattern: str, strategy: str, calls: int) -> list[bool]:
@@ -98,8 +98,8 @@ def unused_for_long(rank: int, pattern: str, strategy: str, calls: int) -> list[
     coarse = Case(pattern, 20, 5, 4, plan=Plan(strategy, comm_rows=20, tile=Tile(16, 16, 16)))
     check(fine)
     channel, refreshed = channel_of(pattern), []
-    refresh = channel._refresh
-    channel._refresh = lambda: (refreshed.append(channel.epoch), refresh())
+    refresh = channel.refresh
+    channel.refresh = lambda: (refreshed.append(channel.epoch), refresh())
     first = channel.epoch
     while channel.epoch < first + calls:
         # as many calls of one tile as lead to the next refresh, or to the last call

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import environment
-from flux_megatron.overlap.environment import PACKAGE, sources_digest
+from flux_megatron.tuning import environment
+from flux_megatron.tuning.environment import PACKAGE, sources_digest
 
 FILES = {
     "kernels/__init__.py": "a = 0\n",
@@ -20,7 +20,7 @@ FILES = {
     "overlap/fused.py": "def f():\n    import flux_megatron.kernels.gemm\n",
     "overlap/wide.py": "from flux_megatron.kernels.narrow import c\n"
     "from flux_megatron.symm import d\n",
-    "overlap/tuner.py": "z = 3\n",
+    "overlap/report.py": "z = 3\n",
     "symm/d.py": "e = f'{1!r:>{2}}' + \"a\" f'b'\n",
 }
 
@@ -43,7 +43,7 @@ def package(tmp_path):
         ("kernels/__init__.py", "a = 1\n", {"fused", "wide"}),
         ("kernels/new.py", "g = 1\n", set()),
         ("overlap/fused.py", "y = 3\n", {"fused"}),
-        ("overlap/tuner.py", "z = 4\n", set()),
+        ("overlap/report.py", "z = 4\n", set()),
         ("symm/d.py", "e = f'{1!r:>{3}}' + \"a\" f'b'\n", {"wide"}),
     ],
 )
@@ -53,11 +53,11 @@ def test_an_edit_makes_stale_what_runs_it(package, file, text, stale):
     everything = sources_digest(package)
     (package / file).write_text(text)
     assert {name for name in names if sources_digest(package, name) != before[name]} == stale
-    run = file != "overlap/tuner.py" and text.count("#") == 0
+    run = file != "overlap/report.py" and text.count("#") == 0
     assert (sources_digest(package) != everything) == run
 
 
-def test_every_strategy_runs_its_kernels_and_no_strategy_the_tuner():
+def test_every_strategy_runs_its_kernels_and_no_strategy_what_counts_or_chooses():
     trees = {file: environment._code(file) for file in environment._files(PACKAGE)}
 
     def runs(strategy: str) -> set[str]:
@@ -77,12 +77,12 @@ import sys, types
 torch = types.ModuleType("torch")
 torch.device = object
 sys.modules["torch"] = torch
-for name in ("flux_megatron", "flux_megatron.overlap"):
+for name in ("flux_megatron", "flux_megatron.tuning"):
     sys.modules[name] = types.ModuleType(name)
 import importlib.util
 from pathlib import Path
-name = "flux_megatron.overlap.environment"
-spec = importlib.util.spec_from_file_location(name, sys.argv[1] + "/overlap/environment.py")
+name = "flux_megatron.tuning.environment"
+spec = importlib.util.spec_from_file_location(name, sys.argv[1] + "/tuning/environment.py")
 module = sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for strategy in (None, "fused", "hopper"):

@@ -22,8 +22,8 @@ from flux_megatron import errors, ops
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.copy_engine import CopyEngine, CpuCopyEngine
-from flux_megatron.symm.stream_order import StreamOrder
+from flux_megatron.symm.copy_engine import CopyEngine
+from flux_megatron.symm.cpu_backend import CpuCopyEngine
 
 COPY = -1  # the copy engine's stream
 SMALL = Tile(16, 16, 16)
@@ -168,37 +168,35 @@ class Streams(CpuCopyEngine):
         self.ordered.append((later, earlier))
 
 
-def follow(engine: Streams, order: StreamOrder, *streams: int) -> list[tuple[int, int]]:
+def follow(engine: Streams, *streams: int) -> list[tuple[int, int]]:
     engine.ordered.clear()
     for engine.stream in streams:
-        order.follow()
+        engine.follow()
     return [*engine.ordered]
 
 
 def test_one_stream_costs_no_event():
     engine = Streams()
-    assert follow(engine, StreamOrder(engine), 1, 1, 1, 2, 2, 1) == [(2, 1), (1, 2)]
+    assert follow(engine, 1, 1, 1, 2, 2, 1) == [(2, 1), (1, 2)]
 
 
 def test_a_graph_orders_its_own_calls_and_eager_ones_go_on_where_they_were():
     engine = Streams()
-    order = StreamOrder(engine)
-    follow(engine, order, 1)
+    follow(engine, 1)
     engine.captures = {5: 70, 6: 70}
-    assert follow(engine, order, 5, 6, 6, 5) == [(6, 5), (5, 6)]
+    assert follow(engine, 5, 6, 6, 5) == [(6, 5), (5, 6)]
     engine.captures = {6: 71}
-    assert follow(engine, order, 6) == [], "another graph"
+    assert follow(engine, 6) == [], "another graph"
     engine.captures = {}
-    assert follow(engine, order, 6) == [(6, 1)], "the eager call before was on stream 1"
+    assert follow(engine, 6) == [(6, 1)], "the eager call before was on stream 1"
 
 
 def test_an_eager_call_is_not_pulled_into_a_capture():
     engine = Streams()
-    order = StreamOrder(engine)
-    follow(engine, order, 5)
+    follow(engine, 5)
     engine.captures = {5: 70}
     with pytest.raises(errors.WorkspaceError, match="which is being captured"):
-        follow(engine, order, 1)
+        follow(engine, 1)
 
 
 def test_engines_without_captures_say_so():

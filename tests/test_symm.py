@@ -19,10 +19,12 @@ from ranks import DEVICE, FUSED, be_late, here, on_device, run_ranks
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import buffer, cpu_backend, signals
-from flux_megatron.symm import channel as channel_module
+from flux_megatron.symm import cpu_backend, signals
+from flux_megatron.symm import device as devices
+from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.channel import Channel
-from flux_megatron.symm.workspace import _call_log, release, workspace, workspaces
+from flux_megatron.symm.workspace import Workspace, _call_log, release, workspace, workspaces
 
 PATTERNS = ("ag_gemm", "gemm_rs")
 EPOCHS = st.integers(0, 2**34)
@@ -66,8 +68,7 @@ def test_no_two_slots_are_the_same(world_size):
 
 def peers_see_each_other(rank: int) -> None:
     group = dist.group.WORLD
-    device = here()
-    memory = buffer.allocate(1000, group, device)
+    memory = devices.allocate(1000, group, here())
     R = group.size()
     assert memory.size_bytes >= 1000
     assert all(not shard.any() for shard in memory.shards), "memory starts zeroed"
@@ -107,32 +108,48 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank():
         assert "ranks cannot share memory: rank 1: [Errno 13] denied: '/proc/" in text
 
 
-def channel_of(name: str) -> Channel:
-    space = workspace(dist.group.WORLD, here())
-    return space.gather if name == "ag_gemm" else space.scatter
+def channel_of(pattern: str) -> Channel:
+    name = "gather" if pattern == "ag_gemm" else "scatter"
+    return workspace(dist.group.WORLD, here()).channels[name]
 
 
-def half_of(channel: Channel, rank: int, size_bytes: int) -> int:
+def half_of(space: Workspace, rank: int, size_bytes: int) -> int:
     """Open and close one call; where its half lies on this rank."""
-    opened = channel.begin(size_bytes)
+    opened = space.begin("gather", size_bytes)
     address = opened.view(rank, (1,), torch.uint8).data_ptr()
-    channel.end(opened)
+    space.end(opened)
     return address
 
 
+def test_channels_are_made_when_calls_ask_for_them():
+    assert on_device(channels_made, 2) == [[[], ["gather"], ["gather", "scatter"]]] * 2
+
+
+def channels_made(rank: int) -> list[list[str]]:
+    names = []
+    for strategy, pattern in (
+        ("sequential", "ag_gemm"),
+        ("pipelined", "ag_gemm"),
+        ("pipelined", "gemm_rs"),
+    ):
+        check(Case(pattern, 5, 4, 3, plan=Plan(strategy)))
+        names.append([*workspace(dist.group.WORLD, here()).channels])
+    return names
+
+
 def halves(rank: int) -> None:
-    group = dist.group.WORLD
-    channel = workspace(group, here()).gather
-    places = [half_of(channel, rank, 5000) for _ in range(4)]
+    space = workspace(dist.group.WORLD, here())
+    places = [half_of(space, rank, 5000) for _ in range(4)]
+    channel = space.channels["gather"]
     assert places[0] == places[2]
     assert places[1] == places[3]
     assert abs(places[0] - places[1]) >= 5000
     assert channel.epoch == 4
     size = channel.size_bytes
     assert size >= 10000
-    half_of(channel, rank, 100)
+    half_of(space, rank, 100)
     assert channel.size_bytes == size
-    half_of(channel, rank, 3 * 10**6)
+    half_of(space, rank, 3 * 10**6)
     assert channel.size_bytes >= 6 * 10**6
 
 
@@ -161,17 +178,17 @@ def test_growth_between_calls():
 
 def grows_together(rank: int) -> tuple[float, float]:
     """When this rank came to a call that needs more memory, and when it began to have it."""
-    channel, allocate, began = channel_of("ag_gemm"), buffer.allocate, []
+    space, allocate, began = workspace(dist.group.WORLD, here()), devices.allocate, []
 
-    def noting(*given: object) -> buffer.SymmetricBuffer:
+    def noting(*given: object) -> SymmetricBuffer:
         began.append(time.monotonic())
         return allocate(*given)
 
-    half_of(channel, rank, 5000)
+    half_of(space, rank, 5000)
     time.sleep(0.3 * rank)
     came = time.monotonic()
-    with mock.patch.object(buffer, "allocate", noting):
-        half_of(channel, rank, 10**6)
+    with mock.patch.object(devices, "allocate", noting):
+        half_of(space, rank, 10**6)
     return came, began[0]
 
 
@@ -253,7 +270,7 @@ def two_by_two(rank: int) -> list[int]:
                 check(Case(pattern, 13 + mine, 7, 5, seed=100 * mine + seed), groups[mine])
     for pattern in PATTERNS:
         check(Case(pattern, 9, 7, 5))
-    epochs = [space.gather.epoch for space in workspaces()]
+    epochs = [space.channels["gather"].epoch for space in workspaces()]
     release()
     assert workspaces() == []
     return epochs
@@ -341,13 +358,13 @@ def test_both_directions_in_flight():
 
 
 def wrong_order(rank: int) -> None:
-    channel = channel_of("ag_gemm")
-    opened = channel.begin(100)
+    space = workspace(dist.group.WORLD, here())
+    opened = space.begin("gather", 100)
     with pytest.raises(errors.WorkspaceError, match="while another was open"):
-        channel.begin(100)
-    channel.end(opened)
+        space.begin("gather", 10**6)
+    space.end(opened)
     with pytest.raises(AssertionError, match="closed in order"):
-        channel.end(opened)
+        space.end(opened)
 
 
 def test_a_channel_has_one_open_call():
@@ -356,22 +373,25 @@ def test_a_channel_has_one_open_call():
 
 def captures(rank: int) -> None:
     """Captured calls share a part and an epoch; memory can only be had before."""
-    channel = channel_of("ag_gemm")
-    entered = []
-    channel._enter = lambda call, entries: entered.append(call)
-    eager = [half_of(channel, rank, 5000) for _ in range(2)]
-    with mock.patch.object(channel_module, "capturing", return_value=True):
-        captured = [half_of(channel, rank, 5000) for _ in range(3)]
-        with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
-            channel.begin(10**6)
+    space = workspace(dist.group.WORLD, here())
+    eager = [half_of(space, rank, 5000) for _ in range(2)]
+    with mock.patch.object(workspace_module, "capturing", return_value=True):
+        captured = [half_of(space, rank, 5000) for _ in range(3)]
+        for name in ("gather", "scatter"):
+            with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
+                space.begin(name, 10**6)
+        call = space.begin("gather", 5000)
+        space.end(call)
     assert len({*captured, *eager}) == 3
-    assert [call.epoch for call in entered] == [signals.CAPTURED_EPOCH] * 3
+    assert call.epoch == signals.CAPTURED_EPOCH
+    assert call.part.entries is not None, "it begins by meeting the other ranks"
+    channel = space.channels["gather"]
     assert channel.epoch == 2
     held = channel.size_bytes
-    half_of(channel, rank, 10**6)
+    half_of(space, rank, 10**6)
     assert channel.size_bytes >= held + 3 * 10**6, "graphs need the memory that they know"
     held = channel.size_bytes
-    half_of(channel, rank, 2 * 10**6)
+    half_of(space, rank, 2 * 10**6)
     assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
 
 
@@ -385,7 +405,7 @@ def late_entry(rank: int) -> str:
     if rank == 1:
         return ""
     with (
-        mock.patch.object(channel_module, "capturing", return_value=True),
+        mock.patch.object(workspace_module, "capturing", return_value=True),
         pytest.raises(errors.SignalTimeout) as raised,
     ):
         check(Case("gemm_rs", 5, 4, 3))

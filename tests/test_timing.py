@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, be_late, on_device, run_ranks
 
-from flux_megatron.overlap import beside, timing
-from flux_megatron.overlap.beside import AllReduces, NoRoom, second_communicator
-from flux_megatron.overlap.timing import host_time_us, race
+from flux_megatron.tuning import beside, timing
+from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
+from flux_megatron.tuning.timing import host_time_us, race
 
 CPU = torch.device("cpu")
 

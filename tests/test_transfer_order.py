@@ -12,7 +12,7 @@ from ranks import run_ranks
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.overlap import fused, pipelined
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.copy_engine import CpuCopyEngine
+from flux_megatron.symm.cpu_backend import CpuCopyEngine
 from flux_megatron.symm.workspace import workspace
 
 GEMMS = {"pipelined": (pipelined, "_multiply"), "fused": (ag_gemm_kernels, "ag_gemm")}

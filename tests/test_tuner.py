@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, on_device
 
-from flux_megatron.overlap import beside, fused, registry, tuner
-from flux_megatron.overlap.beside import NoRoom
-from flux_megatron.overlap.plan_entry import Entry
-from flux_megatron.overlap.timing import Race, race
+from flux_megatron.overlap import fused, registry
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import beside, tuner
+from flux_megatron.tuning.beside import NoRoom
+from flux_megatron.tuning.plan_entry import Entry
+from flux_megatron.tuning.timing import Race, race
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")

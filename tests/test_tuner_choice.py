@@ -18,12 +18,12 @@ from ranks import DEVICE, on_device
 from test_tuner import FakeRace
 
 from flux_megatron import errors, ops, settings
-from flux_megatron.overlap import choice, environment, plan_cache, tuner
-from flux_megatron.overlap.plan_entry import Entry, Measured
 from flux_megatron.overlap.report import report
 from flux_megatron.perf import hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import choice, environment, plan_cache, tuner
+from flux_megatron.tuning.plan_entry import Entry, Measured
 
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
 PLAIN = Plan("sequential")

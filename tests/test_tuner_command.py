@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import plan_cache
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.tuning import plan_cache
 
 pytest.importorskip("rich")
 pytest.importorskip("pydantic")

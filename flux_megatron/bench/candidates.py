@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap.dispatch import decide
+from flux_megatron.dispatch import decide
 from flux_megatron.problem import Pattern
 
 Call = Callable[[], tuple[Any, ...]]  # tensors

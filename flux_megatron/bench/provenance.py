@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from flux_megatron.bench.records import Provenance
-from flux_megatron.overlap import environment
+from flux_megatron.tuning import environment
 
 WITHOUT_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -28,7 +28,7 @@ from flux_megatron.bench.products import Product
 from flux_megatron.bench.records import PEER, Provenance, Row
 from flux_megatron.bench.suites import Case
 from flux_megatron.bench.verify import Verdict, examine
-from flux_megatron.overlap.timing import Race, host_time_us, race
+from flux_megatron.tuning.timing import Race, host_time_us, race
 
 # in every race: E is the same whoever else takes part
 YARDSTICKS = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")

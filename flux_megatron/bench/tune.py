@@ -21,13 +21,14 @@ from rich.table import Table
 
 from flux_megatron import settings
 from flux_megatron.bench import suites
-from flux_megatron.overlap import choice, environment, plan_cache, registry, tuner
-from flux_megatron.overlap.plan_entry import Entry
+from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.train.config import TrainConfig
+from flux_megatron.tuning import choice, environment, plan_cache, tuner
+from flux_megatron.tuning.plan_entry import Entry
 
 Advance = Callable[[Problem, "Plan | None", int], None]
 

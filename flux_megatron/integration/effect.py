@@ -15,10 +15,10 @@ import sys
 from collections import Counter
 from typing import Any
 
-import flux_megatron
 from flux_megatron.integration.comparison import Comparison, alternate
 from flux_megatron.integration.coverage import confirm_models
 from flux_megatron.integration.step_check import confirm_steps
+from flux_megatron.overlap.report import report
 
 TRAINING = "megatron.training.training"
 
@@ -73,12 +73,12 @@ class Effect:
     def __init__(self, training: Any, comparison: Comparison | None) -> None:
         self._training = training
         self._comparison = comparison
-        self._before = flux_megatron.report()
+        self._before = report()
         self.iterations = 0  # since the last line
         self._pairs = 0  # of blocks, when the comparison was last told
 
     def tell(self, iteration: int) -> None:
-        now, before = flux_megatron.report(), self._before
+        now, before = report(), self._before
         self._before = now
         calls, overlapped = now.total - before.total, now.overlapped - before.overlapped
         fallbacks = Counter(now.fallbacks) - Counter(before.fallbacks)

@@ -14,7 +14,6 @@ from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
-import flux_megatron
 from flux_megatron import settings
 from flux_megatron.integration import beside, effect, requirements, written_specs
 from flux_megatron.integration.arguments import Argument
@@ -31,6 +30,7 @@ from flux_megatron.integration.provider import (
 from flux_megatron.integration.selection import provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
+from flux_megatron.overlap.report import report
 
 _said: set[str] = set()
 _output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
@@ -136,6 +136,6 @@ def _tell_at_exit() -> None:
 
 
 def _tell() -> None:
-    done = flux_megatron.report()
+    done = report()
     nothing = "no call came to our layers, so nothing was overlapped"
     _say_once("calls", str(done) if done.total else nothing)

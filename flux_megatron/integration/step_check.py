@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import flux_megatron
+from flux_megatron.symm.step import confirm_step
 
 
 def confirm_steps(training: Any) -> None:
@@ -37,7 +37,7 @@ def confirm_steps(training: Any) -> None:
 def _confirmed(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def confirmed(*given: Any, **named: Any) -> Any:
-        flux_megatron.confirm_step()
+        confirm_step()
         return function(*given, **named)
 
     confirmed.confirmed = True  # type: ignore[attr-defined]

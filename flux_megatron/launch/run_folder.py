@@ -22,7 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import flux_megatron
 from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.inheritance import flat
@@ -37,6 +36,7 @@ from flux_megatron.perf.workload import (
     Training,
     Workload,
 )
+from flux_megatron.version import __version__
 
 FORMAT = 1
 MAY_CHANGE = ("training.steps",)  # when a run is resumed
@@ -89,7 +89,7 @@ def write(
     more = (run / "experiment.json").exists() and _values(read(run)) != _values(experiment)
     record = {
         "format": FORMAT,
-        "flux_megatron": flux_megatron.__version__,
+        "flux_megatron": __version__,
         **how,
         "experiment": asdict(experiment),
         "arguments": {command.arm: command.arguments for command in commands},

@@ -103,7 +103,7 @@ def ag_gemm(
             x, gather.gathered, w, bias,
             pad=gather.call.pads[gather.call.rank],
             status=gather.call.status,
-            work_counter=workspace.gather.work_counter,
+            work_counter=gather.call.channel.work_counter,
             rank=gather.call.rank,
             epoch=as_int32(gather.call.epoch),
             timeout_ns=transfer.timeout_ns(),
@@ -126,14 +126,15 @@ def start_gemm_rs(
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    call = workspace.scatter.begin(world_size * M_shard * N * x.element_size())
+    size_bytes = world_size * M_shard * N * x.element_size()
+    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     with phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
             x, w,
             slot_pointers=call.pointers,
             pad_pointers=call.pad_pointers,
-            counters=workspace.scatter.tile_counters,
-            work_counter=workspace.scatter.work_counter,
+            counters=call.channel.tile_counters,
+            work_counter=call.channel.work_counter,
             rank=call.rank,
             world_size=world_size,
             epoch=as_int32(call.epoch),

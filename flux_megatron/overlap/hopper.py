@@ -23,7 +23,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Part
-from flux_megatron.symm.copy_engine import Delivery, Push, copy_engine
+from flux_megatron.symm.copy_engine import Delivery, Push
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -103,8 +103,8 @@ def ag_gemm(
         y = hopper_gemm.ag_gemm(
             x, gather.gathered, w, bias,
             pad=call.pads[call.rank], status=call.status,
-            part_counters=workspace.gather.part_counters,
-            work_counter=workspace.gather.work_counter, rank=call.rank,
+            part_counters=call.channel.part_counters,
+            work_counter=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
             cut_shards=plan.cut_shards, copy_own=consume is not None,
@@ -162,21 +162,24 @@ class Scatter:
 
     def finish(self) -> Tensor:
         """y [M_shard, N]."""
+        engine = self.workspace.engine
+        engine.follow()
         if self.parts is not None:
-            copy_engine(self.y.device).join()
-        self.workspace.scatter.end(self.call)
+            engine.join()
+        self.workspace.end(self.call)
         return self.y
 
 
 def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
     """x @ w, tiles sent on as they are made; `finish` gives y [M_shard, N]."""
-    engine = copy_engine(x.device)
+    engine = workspace.engine
     world_size = workspace.world_size
     M_shard, N = x.shape[0] // world_size, w.shape[0] if layout == "nt" else w.shape[1]
     tile, by_sm = plan.tile, plan.transport == "sm"
     tile_rows = tiles_of_shard(M_shard, N, tile) * tile.block_m
-    call = workspace.scatter.begin(world_size * tile_rows * tile.block_n * x.element_size())
-    counters = workspace.scatter.tile_counters
+    size_bytes = world_size * tile_rows * tile.block_n * x.element_size()
+    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
+    counters = call.channel.tile_counters
     route: Route = call.part.prepared(
         _route, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
     )
@@ -189,8 +192,8 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             x, w, parts=route.slots if parts is None else parts, slots=route.slots,
             slot_pointers=call.pointers, pad_pointers=call.pad_pointers,
             pad=call.pads[call.rank], status=call.status,
-            counters=counters, part_counters=workspace.scatter.part_counters,
-            work_counter=workspace.scatter.work_counter, rank=call.rank,
+            counters=counters, part_counters=call.channel.part_counters,
+            work_counter=call.channel.work_counter, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             tiles_comm=route.tiles_comm, layout=layout, tile=tile,
             cut_shards=plan.cut_shards, by_sm=by_sm,

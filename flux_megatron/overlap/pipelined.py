@@ -18,7 +18,6 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.copy_engine import copy_engine
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -92,13 +91,14 @@ def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
 ) -> transfer.Scatter:
     """x @ w chunk by chunk, each pushed to its owner; `finish` gives y [M_shard, N]."""
-    engine = copy_engine(x.device)
+    engine = workspace.engine
     right = w.t() if layout == "nt" else w
     world_size, N = workspace.world_size, right.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
     shape = (world_size, M_shard, N)
-    call = workspace.scatter.begin(world_size * M_shard * N * x.element_size())
+    size_bytes = world_size * M_shard * N * x.element_size()
+    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     slots = call.view(call.rank, shape, x.dtype)
     staging = x.new_empty(shape)
     if plan.splits:

@@ -1,4 +1,4 @@
-"""The table of strategies, and which of them can run a problem. `tuner` chooses among those."""
+"""The table of strategies, and which of them can run a problem. `tuning` chooses among those."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Protocol
 from torch import Tensor
 
 from flux_megatron.overlap import fused, hopper, pipelined, sequential
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
+
+# x, w, layout, plan, workspace -> y, without bias
+Forward = Callable[[Tensor, Tensor, str, Plan, Workspace], Tensor]
 
 
 class GatherInFlight(Protocol):
@@ -108,3 +112,21 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
     default of the strategy of its plan.
     """
     return strategy(problem.dual, plan.strategy).default_plan(problem.dual)
+
+
+def forward(strategy: Strategy, pattern: Pattern) -> Forward:
+    """Any pattern of a strategy as one whole call: for the tuner, and for operations that nothing
+    schedules in pieces.
+
+    What layers schedule in pieces is put together; else it is the strategy's function of that name.
+    """
+    if pattern is COLUMN:
+        return lambda x, w, layout, plan, space: strategy.ag_gemm(
+            x, w, None, layout, plan, space, None
+        )
+    if pattern is ROW:
+        return lambda x, w, layout, plan, space: strategy.start_gemm_rs(
+            x, w, layout, plan, space
+        ).finish()
+    whole: Forward = getattr(strategy, pattern.value)
+    return whole

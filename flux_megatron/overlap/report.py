@@ -93,7 +93,7 @@ class Report:
 def note_call(pattern: str, strategy: str, exposed_us: float | None = None) -> None:
     """Count a call that ran with `strategy`, of which so much communication is not hidden."""
     global _exposed_us
-    _calls[str(pattern), strategy] += 1
+    _calls[pattern, strategy] += 1
     if exposed_us is not None:
         _exposed_us = (_exposed_us or 0.0) + exposed_us
 
@@ -102,7 +102,7 @@ def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) ->
     """Count a call that runs without overlap; say so once for each reason; in strict mode raise
     instead.
     """
-    key = (str(pattern), reason)
+    key = (pattern, reason)
     if settings.get().strict:
         raise errors.FallbackRefused(f"{pattern} cannot be overlapped: {reason}")
     if key not in _fallbacks:

@@ -20,9 +20,12 @@ from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call, Part
-from flux_megatron.symm.copy_engine import CopyEngine, Push, copy_engine
+from flux_megatron.symm.copy_engine import CopyEngine, Push
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
+
+# the channels of a workspace
+GATHER, SCATTER = "gather", "scatter"
 
 
 def timeout_ns() -> int:
@@ -30,17 +33,23 @@ def timeout_ns() -> int:
     return int(settings.get().timeout_s * 1e9)
 
 
-def enter(call: Call, entries: Tensor) -> None:
-    """Begin a captured call: order the current stream after all other ranks' having come to it."""
-    meet_ranks(
-        pad=call.pads[call.rank],
-        pad_pointers=call.pad_pointers,
-        entries=entries,
-        status=call.status,
-        rank=call.rank,
-        world_size=call.world_size,
-        timeout_ns=timeout_ns(),
-    )
+def begin(workspace: Workspace, channel: str, size_bytes: int) -> Call:
+    """Open a call with `size_bytes` in its part, behind all that calls have enqueued; a captured
+    one behind all other ranks' having come to it.
+    """
+    workspace.engine.follow()
+    call = workspace.begin(channel, size_bytes)
+    if call.part.entries is not None:
+        meet_ranks(
+            pad=call.pads[call.rank],
+            pad_pointers=call.pad_pointers,
+            entries=call.part.entries,
+            status=call.status,
+            rank=call.rank,
+            world_size=call.world_size,
+            timeout_ns=timeout_ns(),
+        )
+    return call
 
 
 class Route(NamedTuple):
@@ -94,7 +103,7 @@ class Gather:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
         around the ring.
         """
-        self.workspace.gather.follow()
+        self.engine.follow()
         with phase("wait"):
             wait_sources(
                 pad=self.call.pads[self.call.rank],
@@ -110,7 +119,7 @@ class Gather:
 
     def complete(self) -> Tensor:
         """All rows, ready on the current stream; valid until `close`."""
-        self.workspace.gather.follow()
+        self.engine.follow()
         if self.own_rows:
             copy = self.engine.copy if self.behind_pushes else self.engine.copy_here
             with phase("own rows"):
@@ -122,10 +131,10 @@ class Gather:
 
     def close(self) -> None:
         """Everything that reads the gathered rows has been enqueued."""
-        self.workspace.gather.follow()
+        self.engine.follow()
         if not self.joined:
             self._join()
-        self.workspace.gather.end(self.call)
+        self.workspace.end(self.call)
 
     def _join(self) -> None:
         """What the current stream holds from now on comes after all pushes of this call."""
@@ -146,8 +155,8 @@ def start_gather(
     CUDA_DEVICE_MAX_CONNECTIONS is 1 all streams share a queue, in which they would wait for the
     copy, and it for all pushes.
     """
-    engine = copy_engine(x.device)
-    call = workspace.gather.begin(workspace.world_size * x.nbytes)
+    engine = workspace.engine
+    call = begin(workspace, GATHER, workspace.world_size * x.nbytes)
     route: Route = call.part.prepared(_route, x.shape, x.dtype, comm_rows)
     with phase("gather push"):
         engine.fork()
@@ -174,7 +183,8 @@ class Scatter:
 
     def finish(self) -> Tensor:
         """y [M_shard, N]: the fp32 sum of this rank's slots in rank order, when all have come."""
-        self.workspace.scatter.follow()
+        engine = self.workspace.engine
+        engine.follow()
         with phase("reduce"):
             y = reduce_slots(
                 self.slots,
@@ -186,6 +196,6 @@ class Scatter:
                 waits=wait_log.next_buffer("reduce_slots", self.slots.device),
             )
         if self.keep_alive is not None:
-            copy_engine(y.device).join()
-        self.workspace.scatter.end(self.call)
+            engine.join()
+        self.workspace.end(self.call)
         return y

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 _MAX_VIEWS = 1024  # kept, because a call needs several and they are slow to make
 
@@ -48,14 +47,3 @@ class SymmetricBuffer:
         end = offset_bytes + math.prod(shape) * dtype.itemsize
         assert end <= self.size_bytes, f"view ends at byte {end} of {self.size_bytes}"
         return self.shards[rank][offset_bytes:end].view(dtype).view(shape)
-
-
-def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
-    """Zeroed symmetric memory over `group`. Collective: every rank calls it with the same size."""
-    if device.type == "cuda":
-        from flux_megatron.symm import torch_backend
-
-        return torch_backend.allocate(size_bytes, group, device)
-    from flux_megatron.symm import cpu_backend
-
-    return cpu_backend.allocate(size_bytes, group)

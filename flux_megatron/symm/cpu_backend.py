@@ -1,4 +1,5 @@
-"""Symmetric memory on CPU: one memfd a rank, mapped shared by all ranks of one machine.
+"""Symmetric memory on CPU, one memfd a rank, mapped shared by all ranks of one machine; and who
+copies there.
 
 A memfd has no name that could be left behind by a crash, and no /dev/shm size limit. Addresses
 differ from process to process, as they do between GPUs.
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
 from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.copy_engine import CopyEngine
 
 
 def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
@@ -60,3 +62,33 @@ def _mapped(path: str, size_bytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED)
     finally:
         os.close(descriptor)
+
+
+class CpuCopyEngine(CopyEngine):
+    """Copies at once. x86-64 keeps stores in order, so a signal never overtakes its data."""
+
+    def current(self) -> int:
+        return 0
+
+    def order(self, later: int, earlier: int) -> None: ...
+
+    def fork(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        ctypes.memmove(destination, source, size_bytes)
+
+    def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
+        self.copy(destination, source, size_bytes)
+
+    def write(self, address: int, word: int) -> None:
+        ctypes.c_int32.from_address(address).value = word
+
+    def wait_count(self, counter: int, count: int) -> None:
+        seen = ctypes.c_int32.from_address(counter).value
+        assert seen >= count, f"kernels have returned, but counted {seen} of {count}"
+
+    def clear(self, counters: tuple[int, ...]) -> None:
+        for counter in counters:
+            self.write(counter, 0)

@@ -4,11 +4,36 @@ their calls good.
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
 from flux_megatron import errors
-from flux_megatron.symm.workspace import synchronize, workspaces
+from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.workspace import check, workspaces
+
+_ASK_S = 1.0  # between two questions whether another rank has failed
+
+
+def synchronize() -> None:
+    """Wait until all calls, and what the current stream holds, are done; raise as `check` does.
+
+    It raises at once when a wait runs out of time or another rank fails, where a plain
+    synchronisation would wait for whatever else the stream waits for, such as a collective.
+    """
+    for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
+        copy_engine(device).follow()
+        end = torch.cuda.current_stream(device).record_event()
+        asked = time.monotonic()
+        while not end.query():
+            check()
+            if time.monotonic() > asked + _ASK_S:
+                asked = time.monotonic()
+                for space in workspaces():
+                    space.ask()
+            time.sleep(2e-5)
+    check()
 
 
 def confirm_step() -> None:

@@ -1,9 +1,9 @@
 """What a group's calls travel through: one workspace a group, shared by all layers, growing to the
 largest call.
 
-A workspace has one `Channel` a direction, the agreement of its ranks, and the log of their calls.
-After a failure in the middle of a call, or a wait that ran out of time, it refuses all further
-calls, and tells the other ranks why.
+A workspace hands out channels by name, made when a call first asks for one, and has the agreement
+of its ranks and the log of their calls. After a failure in the middle of a call, or a wait that ran
+out of time, it refuses all further calls, and tells the other ranks why.
 """
 
 from __future__ import annotations
@@ -12,49 +12,91 @@ import atexit
 import contextlib
 import gc
 import socket
-import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import CallLog
-from flux_megatron.symm.channel import Call, Channel
-from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
+from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
-from flux_megatron.symm.stream_order import stream_order
 
-_ASK_S = 1.0  # between two questions whether another rank has failed
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is enqueued now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Workspace:
-    """What one group shares: the agreement, a channel for gathers and one for scatters.
-
-    `enter` launches the kernel with which captured calls begin; who has kernels sets it.
+    """What one group shares: `channels` by name, the agreement, the log of calls, the device's copy
+    engine.
     """
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
+        self.engine = copy_engine(device)
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
         self.checked: dict[Hashable, Any] = {}  # the same by all that a rank checks of its call
         self.settings: settings.Settings | None = None  # those that `checked` holds for
-        self.enter: Callable[[Call, Tensor], None] | None = None
         self.unavailable = _why_unavailable(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
         self._late = ""  # the wait that ran out of time, and its likely reason
-        if self.unavailable is None:
-            self._status = status or Status(device)
-            self.gather, self.scatter = (
-                Channel(group, device, self._status, self.check, self._enter) for _ in range(2)
+        self._status = status or Status(device)
+        self.channels: dict[str, Channel] = {}
+
+    def begin(self, channel: str, size_bytes: int) -> Call:
+        """Open the next call of a channel, with `size_bytes` in its part.
+
+        Makes the channel, or lets it grow, where that is too small: collective, and
+        `WorkspaceError` if it would be in a capture.
+        """
+        self.check()
+        captured = capturing(self.device)
+        found = self.channels.get(channel)
+        if found is not None and found.open:
+            raise errors.WorkspaceError(f"a {channel} was begun while another was open")
+        if found is None or size_bytes > found.part_bytes:
+            found = self._enlarged(channel, size_bytes, captured)
+        if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
+            self._meet()  # all signals of the calls so far have come
+            found.refresh()
+            self._meet()  # none of the next call comes before
+        return found.begin(captured)
+
+    def end(self, call: Call) -> None:
+        """Close the call: all that reads its part has been enqueued on the current stream."""
+        call.channel.end(call)
+        if self.device.type == "cpu":  # kernels have returned: what they met is known
+            self.check()
+
+    def _enlarged(self, channel: str, size_bytes: int, captured: bool) -> Channel:
+        if captured:
+            held = self.channels[channel].part_bytes if channel in self.channels else 0
+            raise errors.WorkspaceError(
+                f"a captured call needs {size_bytes} bytes of symmetric memory, {held} are there, "
+                "and memory cannot be had during capture: make the same call once before it is "
+                "captured"
             )
+        if channel not in self.channels:
+            self.channels[channel] = Channel(self.group, self.device, self._status)
+        self._meet()  # no rank uses the old memory any more
+        self.channels[channel].grow(size_bytes)
+        return self.channels[channel]
+
+    def _meet(self) -> None:
+        """No rank goes on before all have finished what they have enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.check()  # the others may be gone
+        dist.barrier(group=self.group)
 
     def note(self, words: str) -> None:
         """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
@@ -84,9 +126,7 @@ class Workspace:
 
     def open_calls(self) -> list[Channel]:
         """The channels in the middle of a call."""
-        if self.unavailable is not None:
-            return []
-        return [channel for channel in (self.gather, self.scatter) if channel.open]
+        return [channel for channel in self.channels.values() if channel.open]
 
     def guard(self) -> Guard:
         return Guard(self)
@@ -94,7 +134,7 @@ class Workspace:
     def break_off(self, error: BaseException) -> None:
         """Refuse all calls from now on, on all ranks: `error` has ended one in the middle."""
         with contextlib.suppress(RuntimeError):  # what failed may be the device
-            copy_engine(self.device).join()  # no push reads what the caller gives back
+            self.engine.join()  # no push reads what the caller gives back
         if not self.agreement.broken:
             self._tell(f"{type(error).__name__}: {error}")
 
@@ -102,10 +142,6 @@ class Workspace:
         if self.calls is not None:
             self.calls.break_off()
         self.agreement.break_off(failure)
-
-    def _enter(self, call: Call, entries: Tensor) -> None:
-        assert self.enter is not None, "a call was captured before any was decided on"
-        self.enter(call, entries)
 
     def _explain(self) -> str:
         """The likely reason for a signal that did not come."""
@@ -115,7 +151,7 @@ class Workspace:
     @property
     def size_bytes(self) -> int:
         """Symmetric memory held by this rank, in bytes."""
-        return 0 if self.unavailable else self.gather.size_bytes + self.scatter.size_bytes
+        return sum(channel.size_bytes for channel in self.channels.values())
 
 
 class Guard:
@@ -185,26 +221,6 @@ def check() -> None:
     """
     for space in workspaces():
         space.check()
-
-
-def synchronize() -> None:
-    """Wait until all calls, and what the current stream holds, are done; raise as `check` does.
-
-    It raises at once when a wait runs out of time or another rank fails, where a plain
-    synchronisation would wait for whatever else the stream waits for, such as a collective.
-    """
-    for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
-        stream_order(device).follow()
-        end = torch.cuda.current_stream(device).record_event()
-        asked = time.monotonic()
-        while not end.query():
-            check()
-            if time.monotonic() > asked + _ASK_S:
-                asked = time.monotonic()
-                for space in workspaces():
-                    space.ask()
-            time.sleep(2e-5)
-    check()
 
 
 def release() -> None:

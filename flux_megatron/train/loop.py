@@ -16,7 +16,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rich.console import Console
 
-import flux_megatron
+from flux_megatron.overlap.report import report, reset_report
+from flux_megatron.symm.step import confirm_step
 from flux_megatron.train import checkpoint, run_folder
 from flux_megatron.train.config import TrainConfig
 from flux_megatron.train.data import microbatches
@@ -78,7 +79,7 @@ class Loop:
         batches = microbatches(
             self.dataset, self.config, rank, self.data_parallel, self.consumed, self.device
         )
-        flux_megatron.reset_report()
+        reset_report()
         with StepDisplay(console, self.config, self.step) if console else nullcontext() as display:
             while self.step < loop.steps and not stopped:
                 row = {**self._one_step(batches), "first_step": first}
@@ -106,7 +107,7 @@ class Loop:
             forward_only=False,
         )
         rate = trainee.learning_rate()
-        flux_megatron.confirm_step()
+        confirm_step()
         updated, grad_norm, _ = trainee.optimizer.step()
         if updated:
             trainee.scheduler.step(1)
@@ -114,7 +115,7 @@ class Loop:
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         self.step += 1
         self.consumed += self.config.train.global_batch
-        report, value = flux_megatron.report(), loss.item() / self.data_parallel
+        counts, value = report(), loss.item() / self.data_parallel
         seconds = time.monotonic() - started
         return {
             "step": self.step,
@@ -122,7 +123,7 @@ class Loop:
             "lr": rate,
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "tokens_per_s": self.config.train.global_batch * model.seq_length / seconds,
-            "overlapped_share": report.share if report.total else None,
+            "overlapped_share": counts.share if counts.total else None,
             "seconds": seconds,
         }
 
@@ -165,8 +166,8 @@ def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 def _counts_of_all_ranks() -> dict[str, Any]:
     """Sums over all ranks of what each one's report counted. Collective."""
-    report = flux_megatron.report()
-    mine = (dict(report.calls), dict(report.fallbacks), report.overlapped, report.chosen_sequential)
+    counts = report()
+    mine = (dict(counts.calls), dict(counts.fallbacks), counts.overlapped, counts.chosen_sequential)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     calls: Counter[str] = Counter()

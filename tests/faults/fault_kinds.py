@@ -164,7 +164,7 @@ def torn_checkpoint(case: Case) -> End:
 
 @fault("torn cache of plans")
 def torn_plans(case: Case) -> End:
-    from flux_megatron.overlap import plan_cache
+    from flux_megatron.tuning import plan_cache
 
     shipped = sorted(plan_cache.shipped().glob("*/*.json"))
     file = case.folder / "cache" / "plans" / "cpu" / "torn.json"

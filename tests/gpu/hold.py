@@ -17,6 +17,7 @@ Prints a line a strategy: us, x `sequential`; `!` where a call outlasted the hol
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 from gpu_run import Run
 
-from flux_megatron.overlap import timing
+from flux_megatron.tuning import timing
 
 SHAPES = "8192x12288x12288,2048x12288x12288,8192x12288x3072"
 PIECES = "ag_gemm,gemm_rs,row backward,column backward"
@@ -97,9 +98,9 @@ def entrants(
     run: Run, version: str, package: str, piece: str, shape: tuple[int, int, int]
 ) -> Iterator[Entrant]:
     """The strategies of a version that can run the problem and give what `sequential` does."""
-    registry, trials = (
-        importlib.import_module(f"{package}.overlap.{name}") for name in ("registry", "trial")
-    )
+    registry = importlib.import_module(f"{package}.overlap.registry")
+    room = "tuning" if importlib.util.find_spec(f"{package}.tuning") else "overlap"  # of older ones
+    trials = importlib.import_module(f"{package}.{room}.trial")
     problem = problem_of(package, piece, shape, run)
     trial = trials.Trial(problem, run.group, run.device)
     trial.begin()

@@ -244,7 +244,7 @@ def _last(words: list[str], option: str) -> str:
 def machine_of(checkout: Path, commit: str) -> dict:
     import torch
 
-    from flux_megatron.overlap import environment
+    from flux_megatron.tuning import environment
 
     try:
         from transformer_engine import __version__ as te

@@ -30,8 +30,8 @@ from torch import Tensor
 from flux_megatron import reference
 from flux_megatron.kernels import norm as kernels
 from flux_megatron.nn import norm
-from flux_megatron.overlap import environment
-from flux_megatron.overlap.timing import Race, race
+from flux_megatron.tuning import environment
+from flux_megatron.tuning.timing import Race, race
 
 SHAPES = ((2048, 12288), (4096, 8192), (1024, 12288))
 KINDS = ("layer_norm", "rms_norm")

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import flux_megatron
 from flux_megatron.bench.suites import MODELS, Model
-from flux_megatron.overlap import environment
 from flux_megatron.symm.workspace import workspaces
+from flux_megatron.tuning import environment
 
 STEPS = 3  # the first makes what later ones reuse
 

@@ -29,7 +29,7 @@ from soak_kinds import Kind, Operands, kinds
 from torch.distributed import ProcessGroup
 
 import flux_megatron
-from flux_megatron.overlap import environment
+from flux_megatron.tuning import environment
 
 BLOCK = 500  # calls between two looks of the host
 LATE = 0.1  # share of the calls to which a rank is late

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.dispatch import decide
 from flux_megatron.overlap import hopper
-from flux_megatron.overlap.dispatch import decide
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24}  # integers up to here

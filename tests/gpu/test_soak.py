@@ -13,7 +13,7 @@ from ranks import DEVICE, on_device
 from soak import soak
 from soak_kinds import kinds, on_hopper
 
-from flux_megatron.symm.copy_engine import copy_engine
+from flux_megatron.symm.device import copy_engine
 
 CALLS, KINDS = (2000, 32) if DEVICE == "cuda" else (30, 10)
 

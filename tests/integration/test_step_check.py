@@ -17,10 +17,10 @@ from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.integration import step_check
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.symm import step
-from flux_megatron.symm import workspace as workspaces
 from flux_megatron.symm.status import Status
 
 LATE_S, TIMEOUT_S = 14.0, 6.0
@@ -93,10 +93,11 @@ def run_steps(rank: int, late: int, folder: Path) -> tuple[str, int, list[bool]]
 def _only_when_asked(late: Callable[[Status], str]) -> Callable[[Status], str]:
     """As a host sees the status of calls that it has only enqueued."""
     asked: list[bool] = []
+    synchronized = step.synchronize
 
     def synchronize() -> None:
         asked.append(True)
-        workspaces.synchronize()
+        synchronized()
 
     step.synchronize = synchronize
     return lambda status: late(status) if asked else ""
@@ -165,7 +166,7 @@ def test_the_optimizer_is_wrapped_once():
     module.train_step = lambda forward, data, model, optimizer: optimizer.step()
     module.save_checkpoint = lambda: calls.append("save")
     confirm = partial(calls.append, "confirm")
-    with mock.patch.object(flux_megatron, "confirm_step", confirm, create=True):
+    with mock.patch.object(step_check, "confirm_step", confirm):
         confirm_steps(module)
         for _ in range(2):
             module.train_step(None, None, None, optimizer)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import estimate, plan_cache, tuner
 from flux_megatron.perf import calibration, gemm, operator_cost, published
 from flux_megatron.perf.calibration import Prediction, fit, holdout, predictions, renew, table
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.rows import CANDIDATES, cell, load, of_layer
 from flux_megatron.problem import Plan
+from flux_megatron.tuning import estimate, plan_cache, tuner
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

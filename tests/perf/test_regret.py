@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.overlap import estimate, plan_cache
-from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Plan
+from flux_megatron.tuning import estimate, plan_cache
+from flux_megatron.tuning.plan_entry import Entry
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
 STRATEGIES = ("sequential", "hopper", "fused", "pipelined")

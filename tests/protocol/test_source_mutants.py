@@ -17,8 +17,7 @@ from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
 from virtual_product import SOURCE
 
-ROOMS = ("kernels", "overlap", "symm", "nn")
-NEED_GPUS = {"symm/torch_backend.py"}  # nothing of it runs on a CPU
+ROOMS = ("kernels", "overlap", "symm", "tuning", "nn")
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
@@ -44,7 +43,7 @@ def mutants_by_file() -> Counter[str]:
 
 def test_every_file_that_runs_in_a_call_has_mutants():
     without = sorted(file for file, count in mutants_by_file().items() if not count)
-    assert without == sorted(NEED_GPUS), f"files without a mutant: {without}"
+    assert not without, f"files without a mutant: {without}"
 
 
 def test_names_are_unique():

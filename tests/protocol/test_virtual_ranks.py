@@ -111,8 +111,8 @@ def test_epochs_wrap_around(product):
 def _machine_after_epoch(product: Product, epoch: int) -> Machine:
     machine = Machine(product, world_size=2, programs=1)
     for workspace in machine.workspaces:
-        workspace.gather.epoch = epoch
-        for pad in workspace.gather._pads:
+        workspace.channels["gather"].epoch = epoch
+        for pad in workspace.channels["gather"]._pads:
             pad.fill_(product.signals.as_int32(epoch))
     return machine
 
@@ -126,7 +126,7 @@ def test_deadlock_names_who_waits_for_what(product):
             gather = product.transfer.start_gather(x, machine.workspaces[0], 0)
             gather.wait_for(1)
         else:
-            machine.workspaces[1].gather.begin(2 * 64)
+            machine.workspaces[1].begin("gather", 2 * 64)
 
     waiting = r"rank 0 wait_sources_kernel\[0\] waits for communication tile 0 of rank 1, epoch 1"
     with pytest.raises(Deadlock, match=waiting + r" \(slot holds 0\)"):
@@ -151,7 +151,7 @@ def test_one_call_a_channel(product):
 
     def host(rank: int) -> None:
         for _ in range(2):
-            machine.workspaces[0].gather.begin(64)
+            machine.workspaces[0].begin("gather", 64)
 
     with pytest.raises(product.errors.WorkspaceError, match="another was open"):
         machine.run(STANDARD[0], host)

@@ -34,8 +34,8 @@ SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
 _MODULES = (
-    "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.signals",
-    "symm.stream_order", "symm.workspace",
+    "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
+    "symm.signals", "symm.workspace",
     "kernels.launch", "kernels.primitives",
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
@@ -123,7 +123,7 @@ class _Agreement:
 
 def _copy_stream(product: Product, machine: Machine):
     """The product's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
-    engine = product.copy_engine.CpuCopyEngine()
+    engine = product.cpu_backend.CpuCopyEngine()
 
     class CopyStream(product.copy_engine.CopyEngine):
         def current(self) -> int:
@@ -179,14 +179,16 @@ class Machine:
         self._arrivals: Counter[int] = Counter()
         self._regions: list[Region] = []
         self.scheduler: Scheduler | None = None
-        stream_order = product.stream_order.StreamOrder
-        self._orders = [stream_order(_copy_stream(product, self)) for _ in self._groups]
         self.workspaces: list = []
         with self._replacing():
             for group in self._groups:
-                self.workspaces.append(product.workspace.Workspace(group, torch.device("cpu")))
-        for space in self.workspaces:
-            space.enter = product.transfer.enter
+                space = product.workspace.Workspace(group, torch.device("cpu"))
+                space.engine = _copy_stream(product, self)
+                for name in (product.transfer.GATHER, product.transfer.SCATTER):
+                    space.channels[name] = product.channel.Channel(
+                        group, space.device, space._status
+                    )
+                self.workspaces.append(space)
 
     def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
         """Run `host(rank)` on every rank; returns the scheduler, for its trace."""
@@ -202,25 +204,18 @@ class Machine:
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.product
-        channel = {
-            "stream_order": lambda device: self._orders[len(self.workspaces)],  # of this rank
-            "buffer": SimpleNamespace(allocate=self._allocate),
+        workspace = {
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
-        }
-        workspace = {
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
             "_why_unavailable": lambda group, device: None,
         }
         with (
-            mock.patch.multiple(p.channel, **channel),
+            mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
-            mock.patch.multiple(p.transfer, copy_engine=self._copy_engine),
-            mock.patch.multiple(p.pipelined, copy_engine=self._copy_engine),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
-            mock.patch.multiple(p.hopper, copy_engine=self._copy_engine),
             # so that small problems have tiles to cut
             mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
             p.hopper_kernels.launched_on(self._gluon()),
@@ -259,9 +254,6 @@ class Machine:
         self.scheduler.wait(
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
-
-    def _copy_engine(self, device: torch.device):
-        return _copy_stream(self.product, self)
 
     def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
         return (min(self._programs, tiles),)

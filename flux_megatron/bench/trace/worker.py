@@ -27,8 +27,8 @@ from flux_megatron.kernels import wait_records
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import PREFIX, phase
-from flux_megatron.overlap.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
 from flux_megatron.symm import workspace
+from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
 

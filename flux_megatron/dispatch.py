@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap import choice, environment, registry, transfer
+from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
+from flux_megatron.tuning import choice, environment
 
 LAYOUTS = ("nt", "nn")
 
@@ -35,9 +36,18 @@ class Decision:
 
     def count(self) -> None:
         if self.fallback is None:
-            note_call(self.problem.pattern, self.plan.strategy, self._exposed_us)
+            note_call(self._pattern, self.plan.strategy, self._exposed_us)
         else:
-            note_fallback(self.problem.pattern, self.fallback, self._exposed_us)
+            note_fallback(self._pattern, self.fallback, self._exposed_us)
+
+    @cached_property
+    def _pattern(self) -> str:
+        return str(self.problem.pattern)
+
+    @cached_property
+    def whole(self) -> registry.Forward:
+        """The operation as one call, of any pattern."""
+        return registry.forward(self.strategy, self.problem.pattern)
 
     @cached_property
     def _exposed_us(self) -> float | None:
@@ -90,7 +100,6 @@ def _decide(
     # nothing in which ranks may differ: they would ask a different number of times
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
     if key not in space.decisions:
-        space.enter = transfer.enter
         space.decisions[key] = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
     return space.decisions[key]
 

@@ -14,26 +14,10 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).parents[1]
-# The rooms whose files run in a call, and what in them does not: choosing, measuring, counting and
-# the interpreter, which GPUs do without.
+# The rooms whose files run in a call, and what in them does not: the table, the counts and the
+# interpreter, which GPUs do without.
 ROOMS = ("kernels", "overlap", "symm")
-NOT_RUN = {
-    "beside",
-    "choice",
-    "dispatch",
-    "environment",
-    "estimate",
-    "interpreter",
-    "interpreter_types",
-    "norm",
-    "plan_cache",
-    "plan_entry",
-    "registry",
-    "report",
-    "timing",
-    "trial",
-    "tuner",
-}
+NOT_RUN = {"interpreter", "interpreter_types", "norm", "registry", "report"}
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import environment, registry, sequential
-from flux_megatron.overlap.beside import STRETCH, NoRoom
-from flux_megatron.overlap.plan_entry import Entry, Failed, Measured
-from flux_megatron.overlap.timing import race
-from flux_megatron.overlap.trial import Trial
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning import environment
+from flux_megatron.tuning.beside import STRETCH, NoRoom
+from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
+from flux_megatron.tuning.timing import race
+from flux_megatron.tuning.trial import Trial
 
 ROUNDS, FEWEST_ROUNDS, RUN_OFF_ROUNDS = 12, 4, 48
 HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured

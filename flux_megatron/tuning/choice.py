@@ -19,20 +19,13 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
-from flux_megatron.overlap import (
-    environment,
-    estimate,
-    plan_cache,
-    registry,
-    sequential,
-    tuner,
-)
-from flux_megatron.overlap.plan_cache import PlanCache
-from flux_megatron.overlap.plan_entry import Entry
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.channel import capturing
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspace import Workspace, capturing
+from flux_megatron.tuning import environment, estimate, plan_cache, tuner
+from flux_megatron.tuning.plan_cache import PlanCache
+from flux_megatron.tuning.plan_entry import Entry
 
 # What may run beside other kernels without a measurement of that. On 2 x H200 (2026-11-22, N = K =
 # 12288, `docs/results/h200x2/beside.jsonl`) `hopper` and `fused` were ahead of NCCL + cuBLAS beside

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from flux_megatron.overlap.environment import PACKAGE, Environment
-from flux_megatron.overlap.plan_entry import FORMAT, Entry, read_entry
 from flux_megatron.problem import Problem
+from flux_megatron.tuning.environment import PACKAGE, Environment
+from flux_megatron.tuning.plan_entry import FORMAT, Entry, read_entry
 
 NEIGHBOURHOOD = 2  # a plan is taken over from at most twice, or half, as many rows
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap.beside import AllReduces
 from flux_megatron.symm import workspace
+from flux_megatron.tuning.beside import AllReduces
 
 Candidate = Callable[[], object]
 

@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.environment import Environment
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning.environment import Environment
 
 FORMAT = 2
 

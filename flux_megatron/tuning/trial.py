@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.overlap.forward import forward
+from flux_megatron.overlap.registry import forward
+from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.workspace import Workspace
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
@@ -66,11 +66,11 @@ class Trial:
             return
         p, element = self.problem, self._x.element_size()
         if p.spec.gathers:
-            _reserve(space.gather, p.M * p.K * element)
+            _reserve(space, GATHER, p.M * p.K * element)
         else:
-            _reserve(space.gather, p.M * p.N * element)
+            _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
-            _reserve(space.scatter, whole * element)
+            _reserve(space, SCATTER, whole * element)
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""
@@ -140,5 +140,5 @@ def _whole_tiles(size: int) -> int:
     return -(-size // LARGEST_TILE) * LARGEST_TILE
 
 
-def _reserve(channel: Channel, size_bytes: int) -> None:
-    channel.end(channel.begin(size_bytes))
+def _reserve(space: Workspace, channel: str, size_bytes: int) -> None:
+    space.end(space.begin(channel, size_bytes))

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap.plan_entry import Entry
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning.plan_entry import Entry
 
 # Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
 # lose (4 x H200, 2026-11-21, torch 2.11, triton 3.6): that takes a measurement.

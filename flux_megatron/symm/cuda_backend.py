@@ -1,0 +1,145 @@
+"""Symmetric memory on GPUs of one node, torch's (torch >= 2.9); and their copy engines."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.copy_engine import CopyEngine, Delivery, Push
+from flux_megatron.symm.signals import as_int32
+
+# torch maps whole 2 MiB pages for each allocation, so smaller sizes save nothing
+_PAGE_BYTES = 1 << 21
+
+
+def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
+    """Zeroed memory of `size_bytes` a rank. Collective over `group`; blocks the host."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    size_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    mine = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(mine, group.group_name)
+    mine.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group=group)  # nobody signals before everybody has zeroed
+    world_size = group.size()
+    return SymmetricBuffer(
+        rank=group.rank(),
+        shards=tuple(handle.get_buffer(r, (size_bytes,), torch.uint8) for r in range(world_size)),
+        pointers=torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device),
+        keep_alive=(mine, handle),
+    )
+
+
+class CudaCopyEngine(CopyEngine):
+    """Pushes over NVLink by copy engine; the signal is a stream write that follows in the same
+    stream. The driver's own calls: torch's cost the host several times as much.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        self._index = device.index
+        self._owner = torch.cuda.Stream(device, priority=-1)
+        self._stream = driver.CUstream(self._owner.cuda_stream)
+        with torch.cuda.device(device):
+            error, self._event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._check("cuEventCreate", error)
+        self._lock = threading.Lock()  # an event is recorded and awaited by one thread at a time
+
+    def current(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def capture(self, stream: int) -> int:
+        if stream == self.current() and not torch.cuda.is_current_stream_capturing():
+            return 0  # the driver's own call costs ten times as much
+        error, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
+        self._check("cuStreamGetCaptureInfo", error)
+        active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return int(number) if status == active else 0
+
+    def order(self, later: int, earlier: int) -> None:
+        with self._lock:
+            (error,) = self._driver.cuEventRecord(self._event, earlier)
+            self._check("cuEventRecord", error)
+            (error,) = self._driver.cuStreamWaitEvent(later, self._event, 0)
+            self._check("cuStreamWaitEvent", error)
+
+    def fork(self) -> None:
+        self.order(self._stream, self.current())
+
+    def join(self) -> None:
+        self.order(self.current(), self._stream)
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self._stream)
+        self._check("cuMemcpyDtoDAsync", error)
+
+    def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
+        (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self.current())
+        self._check("cuMemcpyDtoDAsync", error)
+
+    def wait_count(self, counter: int, count: int) -> None:
+        # flags 0: until the difference of the two, as a signed number, is at least 0
+        (error,) = self._driver.cuStreamWaitValue32(self._stream, counter, count, 0)
+        self._check("cuStreamWaitValue32", error)
+
+    def clear(self, counters: tuple[int, ...]) -> None:
+        self._operate([self._writing(counter, 0) for counter in counters])
+
+    def deliver(self, deliveries: tuple[Delivery, ...], source: int, epoch: int) -> None:
+        """A signal and what follows it, the next wait or the end, are one call to the driver."""
+        word = as_int32(epoch) % 2**32
+        with self._lock:  # the operations are kept and changed
+            first, *_ = deliveries
+            self.wait_count(first.counter, first.tiles)  # wait [D]
+            for push, operations in self._chain(deliveries):
+                self.copy(push.destination, source + push.offset, push.size_bytes)
+                operations[0].writeValue.value = word
+                self._operate(operations)
+
+    @lru_cache(maxsize=256)  # noqa: B019, there is one engine a device, for good
+    def _chain(self, deliveries: tuple[Delivery, ...]) -> list[tuple[Push, list[Any]]]:
+        ends = [self._writing(delivery.counter, 0) for delivery in deliveries]
+        after = [[self._waiting(later.counter, later.tiles)] for later in deliveries[1:]]
+        return [
+            (delivery.push, [self._writing(delivery.push.signal, 0), *operations])
+            for delivery, operations in zip(deliveries, [*after, ends], strict=True)
+        ]
+
+    def _operate(self, operations: list[Any]) -> None:
+        (error,) = self._driver.cuStreamBatchMemOp(self._stream, len(operations), operations, 0)
+        self._check("cuStreamBatchMemOp", error)
+
+    def _writing(self, address: int, word: int) -> Any:
+        operation = self._driver.CUstreamBatchMemOpParams()
+        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        operation.writeValue.operation = kind
+        operation.writeValue.address = address
+        operation.writeValue.value = word
+        return operation
+
+    def _waiting(self, counter: int, count: int) -> Any:
+        operation = self._driver.CUstreamBatchMemOpParams()
+        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        operation.waitValue.operation = kind
+        operation.waitValue.address = counter
+        operation.waitValue.value = count
+        operation.waitValue.flags = 0  # until the difference of the two is at least 0
+        return operation
+
+    def write(self, address: int, word: int) -> None:
+        # flags 0: the write waits for, and is ordered after, all earlier writes of this stream
+        (error,) = self._driver.cuStreamWriteValue32(self._stream, address, word % 2**32, 0)
+        self._check("cuStreamWriteValue32", error)
+
+    def _check(self, call: str, error: object) -> None:
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{call} failed: {error}")

@@ -1,0 +1,27 @@
+"""What a device has for its calls: symmetric memory and a copy engine."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux_megatron.symm import cpu_backend, cuda_backend
+from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.copy_engine import CopyEngine
+
+
+def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
+    """Zeroed symmetric memory over `group`. Collective: every rank calls it with the same size."""
+    if device.type == "cuda":
+        return cuda_backend.allocate(size_bytes, group, device)
+    return cpu_backend.allocate(size_bytes, group)
+
+
+@cache
+def copy_engine(device: torch.device) -> CopyEngine:
+    """The copy engine of a device: one stream of pushes for the whole process."""
+    if device.type == "cuda":
+        return cuda_backend.CudaCopyEngine(device)
+    return cpu_backend.CpuCopyEngine()

@@ -1,0 +1,1 @@
+"""Which plan a problem gets: measuring plans, keeping them, choosing where none was measured."""

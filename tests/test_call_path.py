@@ -1,0 +1,117 @@
+"""The path of one call is at most five files: what a reader opens to follow it to a kernel.
+
+A path is a chain of files, each entered from the one before: the stack of a call, from the public
+operation down to whatever it enters, in every room. Nothing is left out but what Triton runs, which
+is the kernel itself: interpreted here, compiled for GPUs. Only a call that has been made before
+counts, without options that look for bugs: the first one also chooses a plan, takes memory and
+compiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import ON_HOPPER
+from ranks import DEVICE, on_device, run_ranks
+
+import flux_megatron
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm import cpu_backend, signals
+
+PACKAGE = f"{Path(flux_megatron.__file__).parent}/"
+TRITON = "/triton/runtime/"
+LONGEST = 5
+PLAIN = {"FLUX_MEGATRON_POISON": "0"}
+OPERATIONS = {
+    "ag_gemm": flux_megatron.all_gather_gemm,
+    "gemm_rs": flux_megatron.gemm_reduce_scatter,
+    "gemm_ar": flux_megatron.gemm_all_reduce,
+}
+# the files of kernels that a call launches
+KERNELS = {
+    ("sequential", "ag_gemm"): set(),
+    ("sequential", "gemm_rs"): set(),
+    ("sequential", "gemm_ar"): set(),
+    ("pipelined", "ag_gemm"): {"wait_sources"},
+    ("pipelined", "gemm_rs"): {"reduce_slots"},
+    ("pipelined", "gemm_ar"): {"reduce_slots", "wait_sources"},
+    ("fused", "ag_gemm"): {"ag_gemm"},
+    ("fused", "gemm_rs"): {"gemm_rs", "reduce_slots"},
+}
+if ON_HOPPER:
+    KERNELS |= {("hopper", pattern): {"hopper_gemm"} for pattern in ("ag_gemm", "gemm_rs")}
+# These hand no operand on: how any kernel is launched, and what counts, names and records. `symm/`
+# is entered through the workspace and the copy engine, whose promises docs/memory_model.md has.
+BESIDE = {"kernels/launch", "overlap/phase", "overlap/report", "overlap/wait_log"}
+
+
+def chain_of(frame: FrameType | None) -> tuple[str, ...]:
+    """The files of the package on the stack, from the first; none within what Triton runs."""
+    files: list[str] = []
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if TRITON in name:
+            return ()
+        file = name.removeprefix(PACKAGE).removesuffix(".py")
+        if name.startswith(PACKAGE) and file not in files[-1:]:
+            files.append(file)
+        frame = frame.f_back
+    return (*reversed(files),)
+
+
+def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> set[tuple[str, ...]]:
+    """Every chain of files that a repeated call enters."""
+    x = torch.ones(128, 512, dtype=torch.bfloat16 if ON_HOPPER else torch.float32, device=DEVICE)
+    w = torch.ones(128, 512, dtype=x.dtype, device=DEVICE)
+    tile = Tile(128, 256, 64, num_stages=3, tma=True) if strategy == "hopper" else Tile(64, 64, 64)
+    call, plan = OPERATIONS[pattern], Plan(strategy, tile=tile)
+    for _ in range(3):
+        call(x, w, dist.group.WORLD, plan=plan)
+    found = set()
+
+    def entered(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(chain_of(frame))
+
+    with mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes):
+        sys.setprofile(entered)
+        call(x, w, dist.group.WORLD, plan=plan)
+        sys.setprofile(None)
+    dist.barrier()
+    return found - {()}
+
+
+def copied(*given: int) -> None:
+    ctypes.memmove(*given)
+    signals.slot(0, 0)
+
+
+ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
+
+
+@pytest.mark.parametrize(("strategy", "pattern"), KERNELS)
+def test_a_call_goes_through_five_files_at_most(strategy, pattern):
+    for found in on_device(chains, 2, strategy, pattern, environment=PLAIN):
+        longest = max(found, key=len)
+        assert len(longest) <= LONGEST, " > ".join(longest)
+        assert {chain[0] for chain in found} == {"ops"}
+        # the same as a list: what is open at once, and dispatch, which has returned by then
+        opened = {f for chain in found for f in chain if not f.startswith("symm/")} - BESIDE
+        kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
+        host = {"ops", "dispatch", f"overlap/{strategy}"}
+        if strategy != "sequential":
+            host.add("overlap/transfer")
+        assert opened == host | kernels
+        assert len(host) + 1 <= LONGEST, "with the kernel"
+
+
+def test_a_sixth_file_is_seen():
+    for found in run_ranks(chains, 2, "fused", "ag_gemm", True, environment=PLAIN):
+        assert max(map(len, found)) == LONGEST + 1
