@@ -15,7 +15,10 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 # how the page says that a code span is no quotation: a name, an option, a command, a file
 NAME = re.compile(r"[\w./-]+(=\w+)?|--[\w-]+( [A-Za-z]+)?|flux-megatron \w+|print\(.*\)|file: .*")
 NOT_OURS = {"CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"}
-ROOMS = ("ops.py", "nn", "symm", "overlap", "integration", "launch", "train", "settings.py")
+ROOMS = (
+    "ops.py", "dispatch.py", "nn", "symm", "overlap", "tuning", "integration", "launch", "train",
+    "settings.py",
+)  # fmt: skip
 # errors that their callers catch, or that no user can cause
 OUR_OWN = [
     "AttributeError",
