@@ -24,6 +24,7 @@ NOT_RUN = {
     "environment",
     "estimate",
     "interpreter",
+    "interpreter_operators",
     "interpreter_types",
     "norm",
     "plan_cache",
