@@ -75,19 +75,25 @@ def train(out: Path, text: Path, *arguments: str, expected: int = 0, env=None, *
     return done.stdout + done.stderr
 
 
-def train_forked(out: Path, text: Path, *arguments: str, **settings) -> str:
-    """The same, in forked processes: what `command` says, by the same code."""
+def train_forked(
+    out: Path, text: Path, *arguments: str, expected: int = 0, plant=lambda rank: None, **settings
+) -> str:
+    """The same, in forked processes: what `command` says, by the same code. `plant(rank)` runs in
+    each rank before that.
+    """
     import_what_ranks_import()
     _, _, module, *words = command(out, text, *arguments, **settings)
     program = importlib.import_module(module)
-    code, output, left = kept(_to_the_end, program, words, out.with_suffix(".output"))
-    assert (code, left) == (0, []), f"exit code {code}, processes left behind: {left}\n{output}"
+    code, output, left = kept(_to_the_end, program, words, plant, out.with_suffix(".output"))
+    assert (code, left) == (expected, []), (
+        f"exit code {code}, processes left behind: {left}\n{output}"
+    )
     return output
 
 
-def _to_the_end(program, words: list[str], log: Path) -> tuple[int, str, list[int]]:
+def _to_the_end(program, words: list[str], plant, log: Path) -> tuple[int, str, list[int]]:
     """Of a launcher: its exit code and output, and what it has left behind."""
-    pid = forked(partial(_launch, program, words), dict(os.environ), log)
+    pid = forked(partial(_launch, program, words, plant), dict(os.environ), log)
     deadline = time.monotonic() + 200
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         assert time.monotonic() < deadline, f"no end within 200 s\n{log.read_text()}"
@@ -95,10 +101,10 @@ def _to_the_end(program, words: list[str], log: Path) -> tuple[int, str, list[in
     return os.waitstatus_to_exitcode(ended[1]), log.read_text(), children()
 
 
-def _launch(program, words: list[str]) -> int:
+def _launch(program, words: list[str], plant) -> int:
     from flux_megatron.train import rank_process
 
-    rank_process.start = partial(forked_rank, plant=lambda rank: None)
+    rank_process.start = partial(forked_rank, plant=plant)
     os.chdir(ROOT)
     sys.argv = ["flux-megatron", *words]
     try:
@@ -219,11 +225,21 @@ def test_compare_agrees_and_can_disagree(tmp_path, text):
     assert result["overlapped"] == result["eligible"] > 0
     assert (tmp_path / "same" / "compare.png").stat().st_size > 1000
 
-    wrong = tmp_path / "wrong"
-    plant(wrong, "return y * 1.01, bias")
-    env = {"PYTHONPATH": f"{wrong}:{ROOT}"}
-    output = train(tmp_path / "other", text, *arguments, expected=1, env=env)
+    other = tmp_path / "other"
+    output = train_forked(other, text, *arguments, expected=1, plant=_one_percent_more)
     assert re.search(r"verdict +│ DIFFERENT", output)
+
+
+def _one_percent_more(rank: int) -> None:
+    from flux_megatron.integration.layers import FluxRowParallelLinear
+
+    forward = FluxRowParallelLinear.forward
+
+    def wrong(self, *arguments):
+        y, bias = forward(self, *arguments)
+        return y * 1.01, bias
+
+    FluxRowParallelLinear.forward = wrong
 
 
 def start(out: Path, text: Path, *arguments: str, **settings) -> subprocess.Popen[str]:
