@@ -44,6 +44,8 @@ ONE_WORKER = (
     "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_bench_runs", "test_gpt_model",
     "test_slurm_jobs", "test_slurm_faults",
 )  # fmt: skip
+# files of few long tests, which come last in the order of names: one alone would be waited for
+FIRST = ("test_train_runs", "test_tuner_command", "test_tuner")
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
 
@@ -56,6 +58,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if item.path.stem in ALONE:
         item.add_marker("alone")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in FIRST)
 
 
 def pytest_collection_finish() -> None:

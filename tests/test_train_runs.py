@@ -1,8 +1,13 @@
-"""Whole runs of `flux-megatron train` as a user starts them: processes, signals, files, codes."""
+"""Whole runs of `flux-megatron train`: processes, signals, files, codes.
+
+Some are started as a user starts them, the others forked from this process, which saves each of
+their processes its imports.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -10,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +24,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_processes import children, forked, forked_rank, import_what_ranks_import, kept
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -58,7 +65,7 @@ def command(out: Path, text: Path, *arguments: str, **settings: object) -> list[
 
 
 def train(out: Path, text: Path, *arguments: str, expected: int = 0, env=None, **settings) -> str:
-    """Run to the end; standard output and error."""
+    """Run to the end as a user does; standard output and error."""
     done = subprocess.run(
         command(out, text, *arguments, **settings),
         cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=200,
@@ -66,6 +73,45 @@ def train(out: Path, text: Path, *arguments: str, expected: int = 0, env=None, *
     assert done.returncode == expected, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert_no_rank_of(out)
     return done.stdout + done.stderr
+
+
+def train_forked(
+    out: Path, text: Path, *arguments: str, expected: int = 0, plant=lambda rank: None, **settings
+) -> str:
+    """The same, in forked processes: what `command` says, by the same code. `plant(rank)` runs in
+    each rank before that.
+    """
+    import_what_ranks_import()
+    _, _, module, *words = command(out, text, *arguments, **settings)
+    program = importlib.import_module(module)
+    code, output, left = kept(_to_the_end, program, words, plant, out.with_suffix(".output"))
+    assert (code, left) == (expected, []), (
+        f"exit code {code}, processes left behind: {left}\n{output}"
+    )
+    return output
+
+
+def _to_the_end(program, words: list[str], plant, log: Path) -> tuple[int, str, list[int]]:
+    """Of a launcher: its exit code and output, and what it has left behind."""
+    pid = forked(partial(_launch, program, words, plant), dict(os.environ), log)
+    deadline = time.monotonic() + 200
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline, f"no end within 200 s\n{log.read_text()}"
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(ended[1]), log.read_text(), children()
+
+
+def _launch(program, words: list[str], plant) -> int:
+    from flux_megatron.train import rank_process
+
+    rank_process.start = partial(forked_rank, plant=plant)
+    os.chdir(ROOT)
+    sys.argv = ["flux-megatron", *words]
+    try:
+        program.app()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
 
 
 def assert_no_rank_of(out: Path) -> None:
@@ -102,10 +148,10 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_resuming_changes_no_bit(tmp_path, text):
     """Six steps at once, and three and three: the same losses, weights and moments."""
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    output = train(straight, text, "--steps", "6", train__save_every=4)
+    output = train_forked(straight, text, "--steps", "6", train__save_every=4)
     assert re.search(r"flux step 6/6 +loss [0-9.]+ .* tokens/s", output)
-    train(halves, text, "--steps", "3")
-    train(halves, text, "--steps", "6", "--resume")
+    train_forked(halves, text, "--steps", "3")
+    train_forked(halves, text, "--steps", "6", "--resume")
 
     assert losses(halves) == losses(straight)
     assert losses(straight)[-1] < losses(straight)[0]
@@ -179,11 +225,21 @@ def test_compare_agrees_and_can_disagree(tmp_path, text):
     assert result["overlapped"] == result["eligible"] > 0
     assert (tmp_path / "same" / "compare.png").stat().st_size > 1000
 
-    wrong = tmp_path / "wrong"
-    plant(wrong, "return y * 1.01, bias")
-    env = {"PYTHONPATH": f"{wrong}:{ROOT}"}
-    output = train(tmp_path / "other", text, *arguments, expected=1, env=env)
+    other = tmp_path / "other"
+    output = train_forked(other, text, *arguments, expected=1, plant=_one_percent_more)
     assert re.search(r"verdict +│ DIFFERENT", output)
+
+
+def _one_percent_more(rank: int) -> None:
+    from flux_megatron.integration.layers import FluxRowParallelLinear
+
+    forward = FluxRowParallelLinear.forward
+
+    def wrong(self, *arguments):
+        y, bias = forward(self, *arguments)
+        return y * 1.01, bias
+
+    FluxRowParallelLinear.forward = wrong
 
 
 def start(out: Path, text: Path, *arguments: str, **settings) -> subprocess.Popen[str]:

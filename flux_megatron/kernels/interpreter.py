@@ -7,7 +7,8 @@ Not repaired: fp8 casts and bfloat16 atomics, which our kernels do not use.
 
 It also spends most of its time on nothing, which is left out (triton 3.7.1): every call of a device
 function replaces the language anew, every integer operation computes a check for overflow whose
-result counts in debug mode only, and every operation makes its types (`interpreter_types`).
+result counts in debug mode only, every operation makes its types (`interpreter_types`) and asks
+what its operands' types become (`interpreter_operators`).
 """
 
 from __future__ import annotations
@@ -148,9 +149,15 @@ def _replace_language_once_a_launch(interpreter) -> None:
     """For all modules of the language: then device functions need not do it for theirs."""
     import triton.language as tl
 
+    from flux_megatron.kernels.interpreter_operators import Operators, Replacement
+
     replace_language = interpreter._patch_lang
     modules = SimpleNamespace(__globals__={"language": tl, "core": tl.core})
-    interpreter._patch_lang = lambda function: replace_language(modules)
+    debug = interpreter.interpreter_builder.options.debug
+    replacement = Replacement(
+        lambda: replace_language(modules), [] if debug else Operators(interpreter).changes
+    )
+    interpreter._patch_lang = lambda function: replacement.begin()
     interpreter.InterpretedFunction.__call__ = _called
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_job import ROOT, Job, children, ending
+from fault_job import ROOT, Job
+from forked_processes import children, ending
 
 RANKS = 2
 STEPS, SAVE_EVERY = 4, 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import os
 import subprocess
@@ -20,11 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BOUND_S = 5.0
 CPU_ONLY = {"a full shared memory"}  # where the operands are; on GPUs a group can do without
-IMPORTED = (  # what a rank imports
-    "flux_megatron.train.launcher", "flux_megatron.train.worker", "flux_megatron.train.loop",
-    "flux_megatron.train.peers", "flux_megatron.nn.functions", "flux_megatron.overlap.pipelined",
-    "torch._dynamo", "torch.distributed.checkpoint", "matplotlib.backends.backend_agg", "rich.live",
-)  # fmt: skip
 
 
 def prepare(device: str) -> None:
@@ -32,16 +26,17 @@ def prepare(device: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        for module in IMPORTED:
-            importlib.import_module(module)
+        from forked_processes import import_what_ranks_import
+
+        import_what_ranks_import()
 
 
 def rows(names: list[str], tries: int, device: str, bound_s: float, seed: int, folder: Path):
     """One row a fault, as the faults are done."""
     import fault_case
     import torch
-    from fault_job import kept
     from fault_kinds import FAULTS
+    from forked_processes import kept
 
     world = fault_case.World(folder, device, bound_s)
     world.seconds = kept(world.prepare)
@@ -73,8 +68,8 @@ def rows(names: list[str], tries: int, device: str, bound_s: float, seed: int, f
 
 def try_once(world, name: str, seed: str):
     """One end of that fault; tries whose job was over before the fault came are drawn again."""
-    from fault_job import kept
     from fault_kinds import FAULTS
+    from forked_processes import kept
 
     for again in range(20):
         folder = world.folder / "tries" / f"{time.monotonic_ns()}"
@@ -119,5 +114,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main())

@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 import run
 import torch
 from fault_case import Case, World
-from fault_job import kept
 from fault_kinds import FAULTS
+from forked_processes import kept
 
 if torch.cuda.is_available():
     pytest.skip("real GPUs: `tests/faults/run.py --device cuda`", allow_module_level=True)

@@ -356,7 +356,10 @@ def script(tmp_path_factory) -> Path:
 
 def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "flux_megatron.launch", str(script), *words]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    # nothing is computed there
+    options = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    paths = [REPOSITORY, REPOSITORY / "tests" / "processes"]
+    environment = {**os.environ, **options, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     return subprocess.run(
         command, env=environment, cwd=script.parent.parent, capture_output=True, text=True,
         timeout=120,

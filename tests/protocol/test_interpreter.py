@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 from interpreted_access import needs_interpreter
 from triton.runtime import interpreter
 
-from flux_megatron.kernels import interpreter_types
+from flux_megatron.kernels import interpreter_operators, interpreter_types
 from flux_megatron.kernels.interpreter import bits_to_fp32, fp32_to_bits
 
 pytestmark = needs_interpreter
@@ -209,3 +211,74 @@ def test_operands_are_checked_once_for_their_types():
     assert checked(short, 9) == (("int32", 1), ("int32", 9))
     # every kind once, and twice what changes the first operand or is refused
     assert semantic.checks == 9
+
+
+def _tensors(turn: int) -> list:
+    """Numbers, rows, matrices and pointers; all are below zero in the second turn."""
+    made = []
+    for dtype in (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32):
+        for shape in ((1,), (4, 1), (1, 4), *[(4,)] * (dtype == tl.int32)):
+            data = (np.arange(np.prod(shape)).reshape(shape) * 7 + 3 * turn) % 11 + 1 - 13 * turn
+            data = np.where(dtype == tl.int1, data % 2, data)
+            data = data.astype(interpreter._get_np_dtype(dtype))
+            kind = dtype if shape == (1,) else tl.block_type(dtype, list(shape))
+            made.append(tl.tensor(interpreter.TensorHandle(data, dtype), kind))
+    pointer = tl.pointer_type(tl.float32)
+    data = np.array([1 << 40], dtype=np.uint64) + np.uint64(turn)
+    return [*made, tl.tensor(interpreter.TensorHandle(data, pointer), pointer)]
+
+
+def _answer(operate, *operands):
+    try:
+        result = operate(*operands)
+    except Exception as error:
+        return type(error)
+    data = result.handle.data
+    shape = [int(getattr(size, "value", size)) for size in result.shape]
+    return str(result.type), data.dtype, data.shape, data.tobytes(), str(result.dtype), shape
+
+
+@pytest.fixture
+def operators():
+    """Ours and Triton's, by name."""
+    made = interpreter_operators.Operators(interpreter)
+    both = {name: (ours, made._original(name)) for _, name, ours in made.changes}
+    replaced = interpreter._patch_lang(None)
+    yield both
+    replaced.restore()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_operators_answer_as_triton_s_do(operators):
+    asked = 0
+    for name in operators.keys() - {"to", "__getitem__"}:
+        operate, original = operators[name]
+        for turn in range(2):
+            values = _tensors(turn)
+            for left, right in itertools.product(values, [*values, 3, -2, 1 << 40, 2.5]):
+                asked += 1
+                ours, theirs = _answer(operate, left, right), _answer(original, left, right)
+                assert ours == theirs, (name, str(left.type), str(getattr(right, "type", right)))
+    assert asked > 15_000
+
+
+def test_conversions_and_new_axes_are_as_triton_s(operators):
+    (to, converted), (get, places) = operators["to"], operators["__getitem__"]
+    for turn in range(2):
+        for value in _tensors(turn):
+            for dtype in (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float32, tl.bfloat16):
+                assert _answer(to, value, dtype) == _answer(converted, value, dtype)
+            for place in ((slice(None), None), (None, slice(None)), None, (None,), 0):
+                assert _answer(get, value, place) == _answer(places, value, place)
+
+
+def test_most_operators_are_numpy_s(operators, monkeypatch):
+    """Triton's is asked once for two types."""
+    long, short = (next(v for v in _tensors(0) if v.type == t) for t in (tl.int64, tl.int32))
+    for name in ("__add__", "__lt__", "__floordiv__"):
+        operate, _ = operators[name]
+        first = operate(long, short)
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter.InterpreterBuilder, "binary_op", None)
+            patch.setattr(interpreter.InterpreterBuilder, "create_idiv", None)
+            assert operate(long, short).handle.data == first.handle.data
