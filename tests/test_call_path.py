@@ -47,9 +47,10 @@ KERNELS = {
 }
 if ON_HOPPER:
     KERNELS |= {("hopper", pattern): {"hopper_gemm"} for pattern in ("ag_gemm", "gemm_rs")}
-# These hand no operand on: how any kernel is launched, and what counts, names and records. `symm/`
-# is entered through the workspace and the copy engine, whose promises docs/memory_model.md has.
-BESIDE = {"kernels/launch", "overlap/phase", "overlap/report", "overlap/wait_log"}
+# These hand no operand on: how any kernel is launched, what divides, counts, names and records.
+# `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
+# has.
+BESIDE = {"kernels/launch", "kernels/sizes", "overlap/phase", "overlap/report", "overlap/wait_log"}
 
 
 def chain_of(frame: FrameType | None) -> tuple[str, ...]:
