@@ -46,7 +46,8 @@ TABLE = {
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "errors problem perf version integration.arguments integration.door train.cpu_pretrain",
+        "errors problem perf version integration.arguments integration.bootstrap "
+        "train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors problem", "torch"),
@@ -214,7 +215,7 @@ BAD = {
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
     "megatron when launch loads": (
         "launch/sbatch.py",
-        "from flux_megatron.integration import door",
+        "from flux_megatron.integration import bootstrap",
     ),
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),

@@ -100,7 +100,7 @@ def arguments_of_megatron() -> dict[str, Argument]:
     return {} if parser is None else arguments_of(parser)
 
 
-def parsed_again() -> Any:
+def parse_command_line() -> Any:
     """What the command line asks of Megatron's parser, before anything was validated or changed."""
     parser = _parser_of_megatron()
     return argparse.Namespace() if parser is None else parser.parse_known_args()[0]

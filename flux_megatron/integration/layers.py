@@ -38,7 +38,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     gather less.
 
     Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then,
-    or `wgrad_module.provide_wgrad_kernels()`: `RuntimeError` without.
+    or `apex_shim.provide_wgrad_kernels()`: `RuntimeError` without.
     """
 
     save_gathered = False
@@ -54,7 +54,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             raise RuntimeError(
                 "defer_embedding_wgrad_compute needs apex's fused_weight_gradient_mlp_cuda, which "
                 "Megatron calls when the pipeline drains: install apex, or call "
-                "flux_megatron.integration.wgrad_module.provide_wgrad_kernels() first"
+                "flux_megatron.integration.apex_shim.provide_wgrad_kernels() first"
             )
         if config.defer_embedding_wgrad_compute and self.grad_output_buffer is None:
             # megatron-core's forward puts the input of every layer aside, not the LM head's alone

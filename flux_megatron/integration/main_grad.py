@@ -43,18 +43,18 @@ def wgrad_into_main_grad(weight: Any, dy: Tensor, x: Tensor) -> Tensor | None:
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
-        add_product(weight.main_grad, dy, x, beta=0)
+        accumulate_wgrad(weight.main_grad, dy, x, beta=0)
     elif getattr(weight, "main_grad", None) is None:
         raise RuntimeError(
             "gradient_accumulation_fusion: the weight has no main_grad, one from Megatron's "
             "DistributedDataParallel expected"
         )
     else:
-        add_product(weight.main_grad, dy, x)
+        accumulate_wgrad(weight.main_grad, dy, x)
     return placeholder_gradient(weight, x.dtype)
 
 
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
     """main_grad = beta * main_grad + dy^T x, summed in fp32; with beta 0 main_grad is not read.
 
     On GPUs by apex's kernel where it is installed.
@@ -66,14 +66,14 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> N
         )
     kernels = _apex_kernels()
     if kernels is None or not main_grad.is_cuda or beta == 0:
-        add_product_by_torch(main_grad, dy, x, beta=beta)
+        accumulate_wgrad_by_torch(main_grad, dy, x, beta=beta)
     elif main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
     else:
         kernels.wgrad_gemm_accum_fp16(x, dy, main_grad)
 
 
-def add_product_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
+def accumulate_wgrad_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
     """The same without apex; on GPUs one GEMM of cuBLAS that adds to main_grad, without a copy.
 
     Torch makes one only where `out` is not the tensor that is added to (addmm_out_cuda_impl in its
@@ -104,7 +104,7 @@ def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
 
 @functools.cache
 def _apex_kernels() -> Any:
-    """apex's extension, or what stands in for it (`wgrad_module`), or None."""
+    """apex's extension, or what stands in for it (`apex_shim`), or None."""
     try:
         import fused_weight_gradient_mlp_cuda
     except ImportError:

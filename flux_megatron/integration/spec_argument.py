@@ -8,7 +8,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from flux_megatron.integration import beside, requirements
-from flux_megatron.integration.arguments import parsed_again
+from flux_megatron.integration.arguments import parse_command_line
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.install import install
 
@@ -27,8 +27,8 @@ def layer_spec_of_this_run() -> ModuleSpec:
     `RuntimeError` before Megatron has parsed its arguments.
     """
     args = _parsed_arguments()
-    requirements.check(args, asked=parsed_again())  # Megatron has validated and changed them
-    if refused := _complaint(args):
+    requirements.check(args, asked=parse_command_line())  # Megatron has validated and changed them
+    if refused := _refusal(args):
         raise ValueError(f"--spec {' '.join(requirements.OUR_SPEC)}: {refused}")
     if not getattr(args, "flux_overlap", False):
         beside.settle(args)
@@ -49,7 +49,7 @@ def _parsed_arguments() -> Any:
         ) from None
 
 
-def _complaint(args: Any) -> str | None:
+def _refusal(args: Any) -> str | None:
     if args.transformer_impl != "local":
         return f"--transformer-impl {args.transformer_impl} given, local expected"
     if args.mtp_num_layers:

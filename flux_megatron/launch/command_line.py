@@ -110,7 +110,7 @@ def _pretrain_gpt(experiment: Experiment, arm: Arm, settings: Settings) -> Comma
     workload, folder = experiment.arms[arm], settings.folder(arm)
     checkout = settings.checkout or Path("Megatron-LM")
     program = [str(checkout / "pretrain_gpt.py")]
-    if megatron_arguments.starts_through_door(workload):
+    if megatron_arguments.needs_bootstrap(workload):
         device = ["--device", "cpu"] if workload.cluster.gpu == "cpu" else []
         program = ["-m", "flux_megatron.launch", *device, *program]
     arguments = megatron_arguments.render(
@@ -158,7 +158,7 @@ def _preflight(workload: Workload) -> list[str] | None:
 
 def _needs(workload: Workload, arguments: list[str]) -> list[str]:
     """Packages without which Megatron's own layers cannot be built."""
-    if megatron_arguments.starts_through_door(workload):
+    if megatron_arguments.needs_bootstrap(workload):
         return []
     te = ["--need", "transformer_engine"] if "transformer_engine" in arguments else []
     fusion = "--no-gradient-accumulation-fusion" not in arguments

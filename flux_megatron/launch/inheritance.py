@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from flux_megatron.launch import strict_yaml
-from flux_megatron.launch.complaint import Complaint, ExperimentError
+from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
 
 PACKAGE = Path(__file__).parents[1]
 PARTS = {"model": "models", "cluster": "clusters"}  # named in experiments, kept in folders of these
@@ -92,10 +92,10 @@ def shown(file: Path) -> str:
 
 
 class Reader:
-    """Reads one experiment; `complaints` collects what need not stop it."""
+    """Reads one experiment; `errors` collects what need not stop it."""
 
     def __init__(self) -> None:
-        self.complaints: list[Complaint] = []
+        self.errors: list[ErrorDetail] = []
         self._order = 0
 
     def read(self, file: Path, parts: Mapping[str, str], above: tuple[Path, ...] = ()) -> Merged:
@@ -110,7 +110,7 @@ class Reader:
         if isinstance(base, str):
             merged = self.read(file.parent / base, parts, (*above, file))
         elif base is not None:
-            self._complain(shown(file), "base", f"{base!r} given, the path of a file expected")
+            self._add_error(shown(file), "base", f"{base!r} given, the path of a file expected")
         self._apply(merged, raw, shown(file), parts, file.parent)
         return merged
 
@@ -131,7 +131,9 @@ class Reader:
                 shipped = configs() / parts[part]
                 known = sorted(file.stem for file in shipped.glob("*.yaml"))
                 if name not in known:
-                    self._complain(file, part, f"{name!r} given, one of {known} or a file expected")
+                    self._add_error(
+                        file, part, f"{name!r} given, one of {known} or a file expected"
+                    )
                     continue
                 found = shipped / f"{name}.yaml"
             merged.put_whole(part, self.read(found, {}))
@@ -151,20 +153,20 @@ class Reader:
         found = raw.pop(key, {})
         if isinstance(found, dict):
             return found
-        self._complain(file, key, f"a mapping expected, {found!r} given")
+        self._add_error(file, key, f"a mapping expected, {found!r} given")
         return {}
 
     def _source(self, merged: Merged, key: str, kind: Any, text: Any, file: str) -> None:
         if not isinstance(text, str) or not text.strip():
-            self._complain(file, f"{kind}.{key}", "expected where the value is from, or why it is")
+            self._add_error(file, f"{kind}.{key}", "expected where the value is from, or why it is")
             return
         known = merged.sources.get(key)
         if known and known.order == self._order and known.kind != kind:
-            self._complain(file, key, "both stated and assumed")
+            self._add_error(file, key, "both stated and assumed")
         merged.sources[key] = Source(key, kind, text.strip(), file, self._order)
 
-    def _complain(self, file: str, key: str, rule: str) -> None:
-        self.complaints.append(Complaint(file, key, rule))
+    def _add_error(self, file: str, key: str, rule: str) -> None:
+        self.errors.append(ErrorDetail(file, key, rule))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -203,4 +205,4 @@ def parse(file: Path) -> dict[str, Any]:
 
 
 def _stop(file: Path, key: str, rule: str) -> ExperimentError:
-    return ExperimentError([Complaint(shown(file), key, rule)])
+    return ExperimentError([ErrorDetail(shown(file), key, rule)])

@@ -46,8 +46,8 @@ def of_megatron(head: Head, arguments: list[str]) -> Iterator[Rule]:
     if head.megatron_lm not in (known := parser_signature.releases()):
         yield "megatron_lm", f"{head.megatron_lm!r} given, one of {known} expected"
     elif head.program == "pretrain_gpt":
-        for complaint in parser_signature.check(arguments, head.megatron_lm):
-            yield "arguments", complaint
+        for error in parser_signature.check(arguments, head.megatron_lm):
+            yield "arguments", error
     elif arguments:
         yield "arguments", f"{arguments} given, program train takes none of Megatron's"
 

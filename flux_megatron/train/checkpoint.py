@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
-from flux_megatron.train.peers import of_a_collective
+from flux_megatron.train.rank_states import of_a_collective
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")

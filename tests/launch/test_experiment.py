@@ -30,8 +30,8 @@ def delta(folder: Path, base: Path, changes: dict, **more) -> Path:
 def refused(file: Path) -> list[tuple[str, str, str]]:
     with pytest.raises(ExperimentError) as caught:
         load(str(file))
-    assert all(str(complaint) in str(caught.value) for complaint in caught.value.complaints)
-    return [(c.file, c.key, c.rule) for c in caught.value.complaints]
+    assert all(str(error) in str(caught.value) for error in caught.value.errors)
+    return [(c.file, c.key, c.rule) for c in caught.value.errors]
 
 
 # base, what is changed, the key that must be named, words of the rule

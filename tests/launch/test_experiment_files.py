@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch import draft, inheritance, rules
+from flux_megatron.launch import arm_builder, inheritance, rules
 from flux_megatron.launch.experiment import ExperimentError, load, names, parse_override
 from flux_megatron.perf import memory
 
@@ -180,7 +180,7 @@ def test_every_scalar_has_one_source(name):
         words = dataclasses.asdict(workload)
         arm = words.pop("arm")
         keys = inheritance.flat(words).keys() - {"model.name", "cluster.name"}
-        left_out = {key for key in keys - given if key.startswith(draft.OPTIONAL)}
+        left_out = {key for key in keys - given if key.startswith(arm_builder.OPTIONAL)}
         assert keys - left_out <= given
         assert all(key in keys or f"arms.{arm}" in key or "." not in key for key in given)
     assert {"program", "megatron_lm"} <= given
@@ -294,7 +294,7 @@ def only_for_memory() -> Iterator[None]:
     try:
         yield
     except ExperimentError as error:
-        if not all("GiB" in complaint.rule for complaint in error.complaints):
+        if not all("GiB" in one.rule for one in error.errors):
             pytest.fail(str(error))
         raise
 

@@ -79,10 +79,10 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument_is_caught(case):
-    wrong, complaint = WRONG[case]
+    wrong, error = WRONG[case]
     good = [*wrong, "--swiglu"] if case.startswith("a word") else ["--swiglu", *wrong, "--bf16"]
     (told,) = parser_signature.check(good, "core_v0.16.1")
-    assert complaint in told
+    assert error in told
     assert told.startswith(f"core_v0.16.1: {wrong[0]}")
 
 
@@ -223,9 +223,9 @@ def test_cpu_needs_neither_apex_nor_nccl():
         assert given["--transformer-impl"] == ["local"]
         # with it stock layers would run on our kernel
         assert ("--no-gradient-accumulation-fusion" in given) == (arm == "megatron")
-        assert megatron_arguments.starts_through_door(workload)
+        assert megatron_arguments.needs_bootstrap(workload)
         assert environment.variables(workload)["TRITON_INTERPRET"] == "1"
-    assert not megatron_arguments.starts_through_door(GPT["megatron"])
+    assert not megatron_arguments.needs_bootstrap(GPT["megatron"])
     assert environment.variables(GPT["flux"])["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "TRITON_INTERPRET" not in environment.variables(GPT["flux"])
 

@@ -1,4 +1,4 @@
-"""The users' door: our arguments in Megatron's parser, what they refuse and what they build."""
+"""Our arguments in Megatron's parser, what they refuse and what they build."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from flux_megatron.integration import (
     FluxColumnParallelLinear,
     FluxNorm,
     FluxRowParallelLinear,
+    install,
     provider,
     requirements,
 )
-from flux_megatron.integration import install as door
+from flux_megatron.integration.apex_shim import withdraw_wgrad_kernels
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
-from flux_megatron.integration.requirements import OUR_SPEC, complaints
+from flux_megatron.integration.requirements import OUR_SPEC, refusals
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 REPOSITORY = Path(__file__).parents[2]
@@ -64,11 +64,11 @@ def _restored(monkeypatch):
     for owner, name in SUBSTITUTED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(door, "_tell_at_exit", lambda: None)
-    door._said.clear()
+    monkeypatch.setattr(install, "_log_at_exit", lambda: None)
+    install._logged.clear()
     yield
     withdraw_wgrad_kernels()
-    door._output_layer.close()
+    install._output_layer.close()
     monkeypatch.undo()
     settings.reload()
 
@@ -135,7 +135,7 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     setattr(args, name, value)
     before = gpt_layer_specs.LocalSpecProvider
     with pytest.raises(ValueError, match=f"cannot go with:\n  {flag}: "):
-        door.install_from(args)
+        install.install_from(args)
     assert gpt_layer_specs.LocalSpecProvider is before
 
 
@@ -143,34 +143,34 @@ def test_latent_attention_goes_where_its_projections_stay_stock(monkeypatch):
     args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
     args.multi_latent_attention = True
     needs_te = ["--multi-latent-attention: it needs TransformerEngine's layers"]
-    assert [*map(str, complaints(args, {}))] == needs_te
+    assert [*map(str, refusals(args, {}))] == needs_te
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args, {})
+    assert not refusals(args, {})
     args.transformer_impl = "local"
-    assert [*map(str, complaints(args, {}))] == needs_te
+    assert [*map(str, refusals(args, {}))] == needs_te
     args.transformer_impl, args.flux_layers = "transformer_engine", None
-    assert "--flux-layers without qkv can go with it" in str(complaints(args, {})[0])
+    assert "--flux-layers without qkv can go with it" in str(refusals(args, {})[0])
 
 
 def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     args = parse("--flux-overlap")
     args.qk_l2_norm = True
-    (complaint,) = complaints(args, {})
-    assert str(complaint).startswith("--qk-l2-norm: Megatron drops it")
+    (refusal,) = refusals(args, {})
+    assert str(refusal).startswith("--qk-l2-norm: Megatron drops it")
     args.num_experts = 2  # layer by layer it is told
-    assert not complaints(args, {})
+    assert not refusals(args, {})
     args.num_experts, args.spec = None, OUR_SPEC
-    assert not complaints(args, {})
+    assert not refusals(args, {})
     args.spec = None
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args, {})
+    assert not refusals(args, {})
 
 
 @pytest.mark.usefixtures("_restored")
 def test_nothing_is_installed_without_the_flag():
     before = [getattr(owner, name) for owner, name in SUBSTITUTED]
     args = parse()
-    door.install_from(args)
+    install.install_from(args)
     assert [getattr(owner, name) for owner, name in SUBSTITUTED] == before
     assert args.transformer_impl == "transformer_engine"
 
@@ -181,14 +181,14 @@ def test_installing_twice_is_installing_once(capsys):
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
-        door.install_from(args)
+        install.install_from(args)
         assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
         assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
         assert settings.get().strategy == "sequential"
         assert FluxColumnParallelLinear.save_gathered
     assert args.transformer_impl == "local"
     assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
-    door.install(FluxOptions(layers=("fc1",)))
+    install.install(FluxOptions(layers=("fc1",)))
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
@@ -207,8 +207,8 @@ def test_installing_twice_is_installing_once(capsys):
     ],
 )  # fmt: skip
 def test_what_is_built_of_what_is_said(monkeypatch, asked, of_te, can_run, layers, said):
-    monkeypatch.setattr(door, "te_can_run", lambda: can_run)
-    assert door._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
+    monkeypatch.setattr(install, "te_can_run", lambda: can_run)
+    assert install._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
 
 
 OURS = {
@@ -225,7 +225,7 @@ def test_chosen_layers_are_ours_and_the_others_stock(layers):
 
 def _ours_in_a_model(rank, layers) -> list[str]:
     sbs.start(1)
-    door.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
+    install.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
     # as in a real launch: fusion is on, and there is no apex
     config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -249,7 +249,7 @@ def test_stock_layer_fuses_its_weight_gradient_without_apex():
 
 def _fused_stock_wgrad(rank) -> None:
     sbs.start(1)
-    door.install(FluxOptions(layers=("qkv",)))
+    install.install(FluxOptions(layers=("qkv",)))
     config = sbs.settings(1, False, torch.bfloat16, gradient_accumulation_fusion=True)
     layer = sbs.build(sbs.Case("column"), ours=False, config=config)
     layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
@@ -310,7 +310,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "refusal"),
     [
         ({"transformer_impl": "transformer_engine"}, "transformer_engine given, local expected"),
         ({"mtp_num_layers": 1}, "cannot combine it with --mtp-num-layers: use --flux-overlap"),
@@ -318,8 +318,8 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
         ({"multi_latent_attention": True}, "--multi-latent-attention: it needs"),
     ],
 )
-def test_spec_refuses_what_it_cannot_say(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_spec_refuses_what_it_cannot_say(arguments, refusal):
+    with pytest.raises(ValueError, match=refusal):
         spec_module(**arguments)
 
 
