@@ -43,10 +43,11 @@ TABLE = {
     "errors": room(),
     "patterns": room(),
     "problem": room("patterns"),
+    "config_files": room(packages="yaml"),
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "errors problem perf version integration.arguments integration.bootstrap "
+        "config_files errors problem perf version integration.arguments integration.bootstrap "
         "train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
@@ -78,8 +79,8 @@ TABLE = {
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "errors settings ops nn integration overlap.report symm.step",
-        "torch megatron matplotlib numpy pydantic rich typer yaml",
+        "config_files errors settings ops nn integration overlap.report symm.step",
+        "torch megatron matplotlib numpy pydantic rich",
     ),
 }
 BELOW = frozenset(TABLE)
@@ -101,7 +102,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"version", "errors", "problem", "perf"}),
+        frozenset({"config_files", "version", "errors", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),

@@ -91,7 +91,7 @@ def test_overrides_are_read_as_yaml():
     )
     config = configs.load(DEMO, overrides)
     assert (config.train.lr, config.data.path, config.train.clip) == (0.01, None, 0.0)
-    with pytest.raises(ConfigError, match="expected key=value"):
+    with pytest.raises(ConfigError, match=r"key=value expected, such as train\.lr=0\.001"):
         configs.parse_override("train.lr")
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from flux_megatron.launch import inheritance, provenance, strict_yaml
+from flux_megatron import config_files
+from flux_megatron.launch import inheritance, provenance
 from flux_megatron.launch.arm_builder import ArmBuilder
 from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
 from flux_megatron.launch.inheritance import Merged, Source, Value
@@ -72,14 +71,10 @@ def load(name_or_path: str, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Expe
 
 def parse_override(text: str) -> tuple[str, Any]:
     """`training.micro_batch=2` -> ("training.micro_batch", 2), the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        rule = f"{text!r} given, key=value expected, such as training.micro_batch=2"
-        raise ExperimentError([ErrorDetail("--set", "", rule)])
     try:
-        return key.strip(), strict_yaml.loads(value)
-    except yaml.YAMLError:
-        raise ExperimentError([ErrorDetail("--set", key.strip(), f"not YAML: {value!r}")]) from None
+        return config_files.parse_override(text, example="training.micro_batch=2")
+    except ValueError as error:
+        raise ExperimentError([ErrorDetail("--set", "", str(error))]) from None
 
 
 def _find(name_or_path: str) -> tuple[str, Path]:

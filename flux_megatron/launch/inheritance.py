@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from flux_megatron.launch import strict_yaml
+from flux_megatron import config_files
+from flux_megatron.config_files import flat
 from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
 
 PACKAGE = Path(__file__).parents[1]
@@ -169,39 +168,12 @@ class Reader:
         self.errors.append(ErrorDetail(file, key, rule))
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings stay."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return found
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        here = tree
-        for section in sections:
-            here = here.setdefault(section, {})
-        if not (value == {} and name in here):
-            here[name] = value
-    return tree
-
-
 def parse(file: Path) -> dict[str, Any]:
     """The mapping that a file holds. `ExperimentError` for all else."""
     try:
-        raw = strict_yaml.loads(file.read_text())
-    except OSError as error:
-        raise _stop(file, "", str(error.strerror)) from None
-    except yaml.YAMLError as error:
-        raise _stop(file, "", f"not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise _stop(file, "", f"a mapping expected, {type(raw).__name__} given")
-    return raw
+        return config_files.read(file)
+    except ValueError as error:
+        raise _stop(file, "", str(error)) from None
 
 
 def _stop(file: Path, key: str, rule: str) -> ExperimentError:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flux_megatron import config_files
 
 BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 VOCAB_MULTIPLE = 64
@@ -149,15 +150,9 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     `ConfigError` says what is wrong.
     """
     try:
-        raw = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{file}: expected sections (model, train, ...), got {type(raw).__name__}"
-        )
+        raw = config_files.read(file)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
     for dotted, value in overrides.items():
         _override(raw, dotted, value)
     try:
@@ -169,10 +164,10 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """`model.hidden=128` -> ("model.hidden", 128), the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {text!r}: expected key=value, such as train.lr=0.001")
-    return key.strip(), yaml.safe_load(value)
+    try:
+        return config_files.parse_override(text, example="train.lr=0.001")
+    except ValueError as error:
+        raise ConfigError(f"--set: {error}") from None
 
 
 def _override(raw: dict[str, Any], dotted: str, value: Any) -> None:

@@ -134,7 +134,7 @@ def test_site_options_stand_instead_of_ours(tmp_path):
     [
         ("pyhton: x", "pyhton: Extra inputs"),
         ("sbatch: [a]", "sbatch: Input should be a valid dict"),
-        ("- a", "the file: "),
+        ("- a", "a mapping expected, list given"),
         (": :", "while parsing"),
     ],
 )
