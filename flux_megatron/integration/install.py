@@ -1,4 +1,4 @@
-"""What `--flux-overlap` does to a process: Megatron's models are made of our parts from then on."""
+"""What `--flux-overlap` does to a process: from then on Megatron's models have our layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
 
 _logged: set[str] = set()
-_output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
+_output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
 
 def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
@@ -41,13 +41,13 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
 
     Call it before Megatron validates them, or at least before models are built; another call
     changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
-    made anew. `ValueError` for what cannot be had together.
+    made anew. `ValueError` for arguments that it refuses.
     """
     options = options_from(args)
     if options is None:
         return
     requirements.check(args, known)
-    beside.settle(args)
+    beside.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     install(options, of_te, (getattr(args, "spec", None) or [None])[0])
     # else all masks of causal layers are causal, and torch's flash attention need not read them

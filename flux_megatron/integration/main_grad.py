@@ -1,7 +1,7 @@
 """Megatron's protocol for `gradient_accumulation_fusion`: weight gradients added where they are
-made.
+computed.
 
-The product dy^T x is added to `weight.main_grad`. What autograd then gets is not a gradient: None,
+The GEMM dy^T x is added to `weight.main_grad`. What autograd then gets is not a gradient: None,
 or, for a weight that carries `grad_added_to_main_grad`, a dummy that only keeps the data-parallel
 hooks going. Those hooks ignore the dummy except for a weight with `zero_out_wgrad` (a tied
 embedding), to whose main_grad they add it: there it has to be zero.
@@ -85,8 +85,8 @@ def accumulate_wgrad_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta:
         accumulate = torch.ops.aten.addmm.dtype_out
         accumulate(main_grad, dy.t(), x, torch.float32, beta=beta, out=main_grad)
     else:
-        product = dy.t().float() @ x.float()
-        main_grad.copy_(product if beta == 0 else main_grad + product)
+        wgrad = dy.t().float() @ x.float()
+        main_grad.copy_(wgrad if beta == 0 else main_grad + wgrad)
 
 
 def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
@@ -104,7 +104,7 @@ def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
 
 @functools.cache
 def _apex_kernels() -> Any:
-    """apex's extension, or what stands in for it (`apex_shim`), or None."""
+    """apex's extension, or our `apex_shim`, or None."""
     try:
         import fused_weight_gradient_mlp_cuda
     except ImportError:

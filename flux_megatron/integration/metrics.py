@@ -1,8 +1,8 @@
-"""What overlap did, where Megatron-LM logs: a line after its own, and scalars in its writers.
+"""Metrics of overlap in Megatron-LM's log: a line after its own, and scalars in its writers.
 
 Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
-every version from 0.14 on, and these are wrapped there. The loop also asks whether its steps are
-good, `step_check`, and which layers of its models are ours, `coverage`.
+every version from 0.14 on, and these are wrapped there. So are the functions that `step_check` and
+`coverage` need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from flux_megatron.integration.comparison import Comparison, alternate
-from flux_megatron.integration.coverage import confirm_models
+from flux_megatron.integration.coverage import count_layers
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.overlap.report import report
 
@@ -39,7 +39,7 @@ def install(compare: int | None, chosen: tuple[str, ...] | None = None) -> None:
 @functools.cache
 def _install(training: Any, compare: int | None, chosen: tuple[str, ...] | None) -> None:
     confirm_steps(training)
-    confirm_models(training, chosen)
+    count_layers(training, chosen)
     comparison = alternate(training, compare) if compare else None
     log_with(training, comparison)
     if comparison is not None:
@@ -47,7 +47,7 @@ def _install(training: Any, compare: int | None, chosen: tuple[str, ...] | None)
 
 
 def log_with(training: Any, comparison: Comparison | None) -> None:
-    """Let `training_log` of this module log our metrics too, whenever it logs."""
+    """Let `training_log` of this module log our metrics too, when it logs."""
     original = training.training_log
     signature = inspect.signature(original)
     log = MetricsLog(training, comparison)

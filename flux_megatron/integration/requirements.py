@@ -4,7 +4,7 @@ Each argument by itself is in the table of `arguments`. Here is what depends on 
 arguments, and on the functions of Megatron that we replace or rely on.
 
 Not here: what only costs the overlap, such as a tensor-parallel group that spans nodes. Such calls
-run without it, are counted and say why, or fail under `--flux-strict`.
+run without it and are counted with the reason, or fail under `--flux-strict`.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Refusal:
         return f"{self.name}: {self.why}{way_on}"
 
 
-def check(args: Any, known: Mapping[str, Argument] | None = None, asked: Any = None) -> None:
-    """`ValueError` that lists everything which we cannot go with.
+def check(args: Any, known: Mapping[str, Argument] | None = None, parsed: Any = None) -> None:
+    """`ValueError` that lists everything that `--flux-overlap` refuses.
 
-    `known`: the arguments of Megatron's own parser, by default of one that is made anew. `asked`:
-    what was parsed, where `args` have changed since.
+    `known`: the arguments of Megatron's own parser, by default of one that is made anew. `parsed`:
+    the arguments as parsed, where `args` have changed since.
     """
     if known is None:
         known = arguments.arguments_of_megatron()
     allowed = names_allowed(args)
     refused: list[Refusal] = []
     waived: list[Refusal] = []
-    for refusal in refusals(args, known, asked):
+    for refusal in refusals(args, known, parsed):
         goes_on = refusal.may_be_allowed and refusal.allowed_as in allowed
         (waived if goes_on else refused).append(refusal)
     if refused:
@@ -78,9 +78,9 @@ def check(args: Any, known: Mapping[str, Argument] | None = None, asked: Any = N
         _log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
 
 
-def refusals(args: Any, known: Mapping[str, Argument], asked: Any = None) -> list[Refusal]:
+def refusals(args: Any, known: Mapping[str, Argument], parsed: Any = None) -> list[Refusal]:
     """All of them, those that may be allowed too."""
-    found = list(_of_the_table(args if asked is None else asked, known))
+    found = list(_of_the_table(args if parsed is None else parsed, known))
     found += _of_values(args)
     found += [Refusal(name, why, may_be_allowed=True) for name, why in installed.changed()]
     return found
@@ -93,7 +93,7 @@ def names_allowed(args: Any) -> frozenset[str]:
 
 
 def _of_the_table(args: Any, known: Mapping[str, Argument]) -> Iterator[Refusal]:
-    for argument, value in arguments.given(args, known):
+    for argument, value in arguments.non_defaults(args, known):
         row = arguments.row_of(argument)
         if row.kind == "refused":
             yield Refusal(row.option, row.because)

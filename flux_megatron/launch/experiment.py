@@ -59,11 +59,11 @@ def names() -> list[str]:
 def load(name_or_path: str, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Experiment:
     """The experiment of that name, or of a YAML file, with dotted `overrides`.
 
-    `ExperimentError` tells all that is wrong: file, key and rule of each.
+    `ExperimentError` lists all that is wrong: file, key and rule of each.
     """
     name, file = _find(name_or_path)
     reader = inheritance.Reader()
-    merged = reader.read(file, inheritance.PARTS)
+    merged = reader.read(file, inheritance.SHIPPED)
     if overrides:
         reader.override(merged, overrides)
     return _checked(name, file, merged, reader.errors)

@@ -11,7 +11,7 @@ from flux_megatron.launch.inheritance import Merged, Source, covers
 def of(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[ErrorDetail]]:
     """The source of each scalar: that of the longest key which covers it.
 
-    A file that sets a value says why itself: what its base says is of another value.
+    A file that sets a value gives its own reason: that of its base is of another value.
     """
     found: dict[str, Source] = {}
     errors: list[ErrorDetail] = []

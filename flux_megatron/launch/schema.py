@@ -1,4 +1,4 @@
-"""From values to the words of `perf.workload`: keys and types, with the nearest name for a typo."""
+"""From values to `perf.workload`: keys and types, with the nearest name for a typo."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no whole number from a truth value, no unknown key.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _words in (Model, Link, Nics, Health, Cluster, Parallel, Training):
-    with_config(_STRICT)(_words)
+for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
+    with_config(_STRICT)(_section)
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What an experiment says beside its sections."""
+    """What an experiment has beside its sections."""
 
     program: Program
     megatron_lm: str

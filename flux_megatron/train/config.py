@@ -126,7 +126,7 @@ class TrainConfig(Section):
     def eligible_calls(self, steps: int, microbatches: int) -> int:
         """Calls per rank that ought to overlap in `steps` steps.
 
-        Under sequence parallelism each of a layer's four linears, and the LM head, meets one
+        Under sequence parallelism each of a layer's four linears, and the LM head, has one
         collective in its forward and one in its backward pass.
         """
         if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
@@ -136,7 +136,7 @@ class TrainConfig(Section):
     def silent_calls(self, eligible: int, counts: dict[str, Any]) -> int:
         """How many of the eligible calls neither overlapped nor gave a reason.
 
-        A plan that is `sequential` is a reason where one was to be chosen, or was asked for.
+        A `sequential` plan is a reason where plans are chosen, or where it is the run's strategy.
         """
         accounted = counts["overlapped"] + sum(counts["fallbacks"].values())
         if self.strategy in ("auto", "sequential"):

@@ -65,8 +65,7 @@ def run(
 ) -> int:
     """Train as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop.
 
-    Without `store` the ranks meet where torchrun's variables say. `RankLost` names a rank without
-    which a collective has ended.
+    Without `store` the rendezvous is torchrun's. `RankLost` names a rank that a collective misses.
     """
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
@@ -111,7 +110,7 @@ def run(
 
 
 def _store(listener: int | None) -> dist.Store:
-    """Where the ranks of one run have met: rank 0 serves it, on a socket that its parent bound."""
+    """The store of a run's ranks: rank 0 serves it, on a socket that its parent bound."""
     import torch.distributed as dist
 
     from flux_megatron.train.rank_states import naming_lost_ranks

@@ -48,7 +48,7 @@ def counted(*models) -> Layers:
         setup_model_and_optimizer=lambda: (models, "optimizer", "scheduler"),
         print_rank_last=said.append,
     )
-    coverage.confirm_models(training, None)
+    coverage.count_layers(training, None)
     assert training.setup_model_and_optimizer() == (models, "optimizer", "scheduler")
     now = flux_megatron.report()
     assert said == [f" flux: {now.layers}"]

@@ -145,10 +145,10 @@ def test_without_the_parser_megatron_s_is_made_anew(megatron):
 def test_what_megatron_changed_since_does_not_matter(megatron, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--train-iters", "3", "--of-the-script"])
     args = argparse.Namespace(transformer_impl="local", sft=True, fusion=False)
-    requirements.check(args, asked=arguments.parse_command_line())
+    requirements.check(args, parsed=arguments.parse_command_line())
     sys.argv.append("--sft")
     with pytest.raises(ValueError, match="--sft"):
-        requirements.check(args, asked=arguments.parse_command_line())
+        requirements.check(args, parsed=arguments.parse_command_line())
 
 
 def test_the_specification_looks_at_the_command_line(megatron, monkeypatch):

@@ -19,7 +19,7 @@ from flux_megatron.launch import (
     parser_signature,
     train_arguments,
 )
-from flux_megatron.launch.command_line import Settings
+from flux_megatron.launch.command_line import RunOptions
 from flux_megatron.launch.site import Site
 
 RELEASES = parser_signature.releases()
@@ -45,9 +45,9 @@ def options(arguments: list[str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", OF_MEGATRON)
 def test_release_takes_every_experiment(name):
     loaded = EXPERIMENTS[name]
-    settings = Settings(run=Path("/a run"), site=Site(), save_interval=10)
+    options = RunOptions(run=Path("/a run"), site=Site(), save_interval=10)
     for arm in loaded.arms:
-        arguments = command_line.of(loaded, arm, settings).arguments
+        arguments = command_line.of(loaded, arm, options).arguments
         assert parser_signature.check(arguments, loaded.megatron_lm) == []
 
 

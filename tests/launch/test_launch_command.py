@@ -127,7 +127,7 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
     run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.steps=40", "--arm", "flux")
     job = (folder / "job.sbatch").read_text()
     assert "mode=resume " in job
-    assert "parts=(flux) " in job
+    assert "arms=(flux) " in job
     kept = run_folder.read(folder).arms
     assert {arm: workload.training.steps for arm, workload in kept.items()} == {
         "megatron": 40,

@@ -89,7 +89,7 @@ def test_job_is_an_array_of_arms(tmp_path):
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", save_interval=10)
     options = directives(made.job)
     assert options["array"] == "0-2%1"
-    assert "parts=(megatron te flux) " in made.job
+    assert "arms=(megatron te flux) " in made.job
     assert options["time"] == "04:00:00"
     assert (options["nodes"], options["gpus-per-node"]) == ("16", "8")
     assert options["ntasks-per-node"] == "1"
@@ -97,7 +97,7 @@ def test_job_is_an_array_of_arms(tmp_path):
     assert options["signal"] == "B:USR1@300"
     assert options["output"] == f"{tmp_path}/slurm-%A_%a.out"
     two = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux", "megatron"))
-    assert "parts=(megatron flux) " in two.job
+    assert "arms=(megatron flux) " in two.job
     assert directives(two.job)["array"] == "0-1%1"
     # nothing could be saved before the time limit
     assert "signal" not in directives(two.job)
