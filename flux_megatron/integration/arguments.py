@@ -101,7 +101,7 @@ def arguments_of_megatron() -> dict[str, Argument]:
 
 
 def parse_command_line() -> Any:
-    """What the command line asks of Megatron's parser, before anything was validated or changed."""
+    """What Megatron's parser makes of the command line, before anything is validated or changed."""
     parser = _parser_of_megatron()
     return argparse.Namespace() if parser is None else parser.parse_known_args()[0]
 

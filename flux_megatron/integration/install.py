@@ -58,7 +58,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
 
 
 def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) -> None:
-    """Settings, and our linears in the layers that were chosen, for models built after this.
+    """Apply the options: settings, and our linears in the chosen layers of models built after this.
 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
     local one. `spec` is the module that `--spec` names.
@@ -108,14 +108,14 @@ def build_from(provider: type[StockSpecProvider]) -> None:
     provide_wgrad_kernels()
 
 
-def _what_is_built(asked: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
+def _what_is_built(requested: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
     chosen = f" ({' '.join(layers)})" if layers else ""
     if of_te:
         return (
-            f"--transformer-impl {asked}: linear layers{chosen} are ours, with the "
+            f"--transformer-impl {requested}: linear layers{chosen} are ours, with the "
             "norms inside them; experts and all else are TransformerEngine's"
         )
-    impl = "local" if asked == "local" else f"local, not {asked}"
+    impl = "local" if requested == "local" else f"local, not {requested}"
     attention = "TransformerEngine's" if te_can_run() else "torch's"
     return (
         f"--transformer-impl {impl}: linear layers{chosen} and norms are ours, "

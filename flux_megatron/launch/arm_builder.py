@@ -39,7 +39,7 @@ class ArmBuilder:
                 self._add_error(arm, rules.broken(workload, self.head))
 
     def check_memory(self) -> None:
-        """To be asked of arms without errors."""
+        """Call it where there are no errors yet."""
         for arm, workload in self.arms.items():
             self._add_error(arm, rules.too_large(workload))
 

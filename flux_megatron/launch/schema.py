@@ -27,7 +27,7 @@ from flux_megatron.perf.workload import (
 
 Program = Literal["pretrain_gpt", "train"]
 
-# As strict as JSON: no number from a text, no whole number from a truth value, no unknown key.
+# As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
     with_config(_STRICT)(_section)

@@ -147,7 +147,7 @@ class TrainConfig(Section):
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     """The run of `file` with dotted `overrides`, as {"train.steps": 10}.
 
-    `ConfigError` says what is wrong.
+    `ConfigError` names what is wrong.
     """
     try:
         raw = config_files.read(file)

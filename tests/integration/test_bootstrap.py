@@ -51,11 +51,11 @@ SUBSTITUTED = (
 )
 
 
-def parse(*words: str) -> argparse.Namespace:
+def parse(*given: str) -> argparse.Namespace:
     """As Megatron's arguments are before it validates them."""
     parser = add_flux_arguments(argparse.ArgumentParser())
     parser.add_argument("--transformer-impl", default="transformer_engine")
-    return parser.parse_args(words)
+    return parser.parse_args(given)
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def test_flags_become_options():
     assert options_from(parse()) is None
     assert options_from(parse("--flux-overlap")) == FluxOptions()
     assert FluxOptions().environment() == {}
-    words = (
+    line = (
         "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
         "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered "
         "--flux-allow sft train_step"
     )
-    given = options_from(parse(*words.split()))
+    given = options_from(parse(*line.split()))
     assert given == FluxOptions(
         layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
         tune_seconds=7.0, cache="plans", strict=True, trace=True, allow=("sft", "train_step"),
@@ -157,7 +157,7 @@ def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     args.qk_l2_norm = True
     (refusal,) = refusals(args, {})
     assert str(refusal).startswith("--qk-l2-norm: Megatron drops it")
-    args.num_experts = 2  # layer by layer it is told
+    args.num_experts = 2  # Megatron passes it on layer by layer
     assert not refusals(args, {})
     args.num_experts, args.spec = None, OUR_SPEC
     assert not refusals(args, {})
@@ -193,7 +193,7 @@ def test_installing_twice_is_installing_once(capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "of_te", "can_run", "layers", "said"),
+    ("requested", "of_te", "can_run", "layers", "message"),
     [
         ("transformer_engine", True, True, None, "transformer_engine: linear layers "
          "are ours, with the norms inside them; experts and all else are TransformerEngine's"),
@@ -206,9 +206,9 @@ def test_installing_twice_is_installing_once(capsys):
          "ours, attention is TransformerEngine's"),
     ],
 )  # fmt: skip
-def test_what_is_built_of_what_is_said(monkeypatch, asked, of_te, can_run, layers, said):
+def test_the_message_names_what_is_built(monkeypatch, requested, of_te, can_run, layers, message):
     monkeypatch.setattr(install, "te_can_run", lambda: can_run)
-    assert install._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
+    assert install._what_is_built(requested, of_te, layers) == f"--transformer-impl {message}"
 
 
 OURS = {
@@ -354,8 +354,8 @@ def script(tmp_path_factory) -> Path:
     return folder / "pretrain.py"
 
 
-def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *words]
+def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *arguments]
     # nothing is computed there
     options = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     paths = [REPOSITORY, REPOSITORY / "tests" / "processes"]
@@ -369,11 +369,11 @@ def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
 def test_launcher_runs_the_script_with_the_flag(script):
     done = launched(script, "--flux-overlap")
     assert done.returncode == 0, done.stderr
-    said, ran, told = done.stdout.splitlines()
-    assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
-    assert said.endswith("and norms are ours, attention is torch's")
+    first, ran, last = done.stdout.splitlines()
+    assert first.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
+    assert first.endswith("and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
-    assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
+    assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
 
 
 def test_launcher_refuses_before_anything_starts(script):
@@ -383,14 +383,14 @@ def test_launcher_refuses_before_anything_starts(script):
 
 
 def test_launcher_refuses_what_nobody_looked_at(script):
-    words = ["--flux-overlap", "--brand-new", "3"]
-    done = launched(script, *words)
+    arguments = ["--flux-overlap", "--brand-new", "3"]
+    done = launched(script, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
-    done = launched(script, *words, "--flux-allow", "brand-new")
+    done = launched(script, *arguments, "--flux-allow", "brand-new")
     assert done.returncode == 0, done.stderr
     assert "flux_megatron: --flux-allow goes on with --brand-new\n" in done.stdout
-    assert launched(script, *words[1:]).returncode == 0
+    assert launched(script, *arguments[1:]).returncode == 0
 
 
 def test_launcher_says_what_is_missing(script, tmp_path):
@@ -403,18 +403,18 @@ def test_launcher_says_what_is_missing(script, tmp_path):
 def test_command_passes_everything_after_the_script_on(monkeypatch):
     seen = []
     monkeypatch.setattr("flux_megatron.launch.__main__.main", seen.append)
-    words = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
+    arguments = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
     monkeypatch.setenv("RANK", "0")
-    assert CliRunner().invoke(app, ["run", "--device", "cpu", *words]).exit_code == 0
-    assert seen == [["--device", "cpu", *words]]
+    assert CliRunner().invoke(app, ["run", "--device", "cpu", *arguments]).exit_code == 0
+    assert seen == [["--device", "cpu", *arguments]]
 
 
 def test_command_starts_torchrun(monkeypatch):
     seen = []
     monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
     monkeypatch.delenv("RANK", raising=False)
-    words = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
-    assert CliRunner().invoke(app, ["run", *words]).exit_code == 0
+    arguments = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
+    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
     (command,) = seen
     assert "--nproc-per-node=3" in command
     ours = ["-m", "flux_megatron.launch", "--device", "cuda", "pretrain_gpt.py", "--bf16"]

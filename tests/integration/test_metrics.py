@@ -244,8 +244,8 @@ def test_exposed_communication_is_told_of_an_iteration_where_it_can_be_estimated
         note_call("ag_gemm", "hopper", 500.0 * iteration)
         note_call("gemm_rs", "hopper", 1000.0)
         log(module, iteration)
-    told = [line for line in module.printed if line.startswith(" flux")]
-    assert [line.split(" | ")[-1] for line in told] == [
+    logged = [line for line in module.printed if line.startswith(" flux")]
+    assert [line.split(" | ")[-1] for line in logged] == [
         "exposed 1.8 ms an iteration", "exposed 2.8 ms an iteration"
     ]  # fmt: skip
     assert ("flux/exposed-communication-ms", 2.75, 4) in module.board
@@ -269,8 +269,8 @@ def test_comparison_is_told_when_it_knows_more():
     lines = [line for line in module.printed if line.startswith(" flux")]
     overlapped = [int(line.split()[1]) for line in lines if "overlapped" in line]
     assert overlapped == [0, 0, 1, 1, 0, 0, 1, 1, 0]
-    told = [lines.index(line) for line in lines if "pairs for an interval" in line]
-    assert told == [4, 9]  # after iterations 4 and 8
+    logged = [lines.index(line) for line in lines if "pairs for an interval" in line]
+    assert logged == [4, 9]  # after iterations 4 and 8
 
 
 def test_installing_twice_is_installing_once(monkeypatch):
@@ -290,20 +290,20 @@ def test_without_megatron_s_loop_nothing_can_be_compared(monkeypatch):
         metrics.install(3)
 
 
-def options(*words: str, **more):
-    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(words)
+def options(*given: str, **more):
+    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(given)
     vars(args).update(more)
     return options_from(args)
 
 
 def test_compare_takes_blocks_of_two_or_more_and_no_cuda_graphs():
-    words = ("--flux-overlap", "--flux-compare")
-    assert options(*words, "10", cuda_graph_impl="none", enable_cuda_graph=False).compare == 10
+    compare = ("--flux-overlap", "--flux-compare")
+    assert options(*compare, "10", cuda_graph_impl="none", enable_cuda_graph=False).compare == 10
     with pytest.raises(ValueError, match="--flux-compare 1 given, 2 or more expected"):
-        options(*words, "1")
+        options(*compare, "1")
     for graphs in ({"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}):
         with pytest.raises(ValueError, match="--flux-compare given with CUDA graphs"):
-            options(*words, "10", **graphs)
+            options(*compare, "10", **graphs)
     with pytest.raises(ValueError, match="--flux-compare given without --flux-overlap"):
         options("--flux-compare", "10")
 

@@ -30,11 +30,11 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def check(*words: str, script=lambda parser: parser) -> None:
+def check(*options: str, script=lambda parser: parser) -> None:
     """As a launch does it; `script` is the script's extra_args_provider."""
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = arguments.arguments_of(parser)
-    args = script(add_flux_arguments(parser)).parse_args(["--flux-overlap", *words])
+    args = script(add_flux_arguments(parser)).parse_args(["--flux-overlap", *options])
     requirements.check(args, known)
 
 
@@ -72,7 +72,7 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("line", "expected"),
     [
         ("--brand-new 1", [NEW]),
         ("--no-brand-new-fusion", ["--no-brand-new-fusion: flux_megatron does not know this"]),
@@ -81,18 +81,18 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
         ("--fp8-format hybrid --flux-allow fp8-format", ["--fp8-format: "]),
     ],
 )
-def test_unknown_and_refused_arguments_are_named(words, told):
+def test_unknown_and_refused_arguments_are_named(line, expected):
     with pytest.raises(ValueError, match="cannot go with") as refused:
-        check(*words.split())
+        check(*line.split())
     lines = str(refused.value).splitlines()[1:]
-    assert len(lines) == len(told)
-    assert all(line.startswith(f"  {start}") for line, start in zip(lines, told, strict=True))
+    assert len(lines) == len(expected)
+    assert all(one.startswith(f"  {start}") for one, start in zip(lines, expected, strict=True))
 
 
 def test_what_is_allowed_goes_on_and_is_said(monkeypatch, capsys):
     check("--brand-new", "1", "--sft", "--flux-allow", "sft", "brand-new", "unused")
-    said = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
-    assert capsys.readouterr().out == said
+    printed = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
+    assert capsys.readouterr().out == printed
     monkeypatch.setenv("FLUX_MEGATRON_ALLOW", "brand-new")
     check("--brand-new", "1")
     with pytest.raises(ValueError, match=r"--sft: [^\n]*$"):
@@ -209,8 +209,8 @@ def test_without_modelopt_s_arguments_nothing_is_refused():
 def test_a_changed_function_is_refused_until_it_is_allowed(monkeypatch):
     args = argparse.Namespace()
     requirements.check(args, {})
-    told = (("train_step", "its text in training.py is that of no release that we know"),)
-    monkeypatch.setattr(installed, "changed", lambda: told)
+    changed = (("train_step", "its text in training.py is that of no release that we know"),)
+    monkeypatch.setattr(installed, "changed", lambda: changed)
     with pytest.raises(ValueError, match=r"train_step: its text .*; --flux-allow train_step"):
         requirements.check(args, {})
     args.flux_allow = ["train_step"]

@@ -81,9 +81,9 @@ WRONG = {
 def test_wrong_argument_is_caught(case):
     wrong, error = WRONG[case]
     good = [*wrong, "--swiglu"] if case.startswith("a word") else ["--swiglu", *wrong, "--bf16"]
-    (told,) = parser_signature.check(good, "core_v0.16.1")
-    assert error in told
-    assert told.startswith(f"core_v0.16.1: {wrong[0]}")
+    (message,) = parser_signature.check(good, "core_v0.16.1")
+    assert error in message
+    assert message.startswith(f"core_v0.16.1: {wrong[0]}")
 
 
 def test_release_that_was_not_recorded_is_named():

@@ -1,4 +1,4 @@
-"""What a node is told to be: of every answer of nvidia-smi, and of none."""
+"""The verdict on a node: of every answer of nvidia-smi, and of none."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ UNFIT = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_unfit_node_says_why(smi, case):
-    question, answer, told = UNFIT[case]
+    question, answer, expected = UNFIT[case]
     smi({question: answer})
     (found,) = of("unfit")
-    assert told in found
+    assert expected in found
 
 
 def test_replays_are_noted(smi):
@@ -159,15 +159,15 @@ def test_all_reduce_of_two_ranks():
     assert reached["sm_mhz"] is None
 
 
-@pytest.mark.parametrize(("said", "mhz"), [("1755\n", 1755), ("[N/A]\n", None), (None, None)])
-def test_a_rank_asks_for_the_clock_of_its_own_gpu(monkeypatch, said, mhz):
+@pytest.mark.parametrize(("output", "mhz"), [("1755\n", 1755), ("[N/A]\n", None), (None, None)])
+def test_a_rank_asks_for_the_clock_of_its_own_gpu(monkeypatch, output, mhz):
     """By its UUID: a node may have GPUs that the job does not see."""
 
     def answer(command, timeout_s):
         assert "--id=GPU-2" in command
-        if said is None:
+        if output is None:
             raise NotChecked("no answer")
-        return said
+        return output
 
     monkeypatch.setattr(allreduce, "output_of", answer)
     assert allreduce._sm_mhz("GPU-2") == mhz
