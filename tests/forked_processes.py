@@ -25,8 +25,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 4
 IMPORTED = (  # what a rank of `flux-megatron train` imports
     "flux_megatron.train.launcher", "flux_megatron.train.worker", "flux_megatron.train.loop",
-    "flux_megatron.train.peers", "flux_megatron.nn.functions", "flux_megatron.overlap.pipelined",
-    "torch._dynamo", "torch.distributed.checkpoint", "matplotlib.backends.backend_agg", "rich.live",
+    "flux_megatron.train.rank_states", "flux_megatron.nn.functions",
+    "flux_megatron.overlap.pipelined", "torch._dynamo", "torch.distributed.checkpoint",
+    "matplotlib.backends.backend_agg", "rich.live",
 )  # fmt: skip
 
 

@@ -43,10 +43,12 @@ TABLE = {
     "errors": room(),
     "patterns": room(),
     "problem": room("patterns"),
+    "config_files": room(packages="yaml"),
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "errors problem perf version integration.arguments integration.door train.cpu_pretrain",
+        "config_files errors problem perf version integration.arguments integration.bootstrap "
+        "train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors problem", "torch"),
@@ -77,8 +79,8 @@ TABLE = {
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "errors settings ops nn integration overlap.report symm.step",
-        "torch megatron matplotlib numpy pydantic rich typer yaml",
+        "config_files errors settings ops nn integration overlap.report symm.step",
+        "torch megatron matplotlib numpy pydantic rich",
     ),
 }
 BELOW = frozenset(TABLE)
@@ -100,7 +102,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"version", "errors", "problem", "perf"}),
+        frozenset({"config_files", "version", "errors", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),
@@ -214,7 +216,7 @@ BAD = {
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
     "megatron when launch loads": (
         "launch/sbatch.py",
-        "from flux_megatron.integration import door",
+        "from flux_megatron.integration import bootstrap",
     ),
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),

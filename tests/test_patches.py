@@ -201,10 +201,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_function_is_refused_by_name(checkout, change):
-    path, old, new, words = CHANGES[change]
+    path, old, new, text = CHANGES[change]
     edit(checkout, path, old, new)
     before = contents(checkout)
-    with pytest.raises(Refused, match=f"7.3.2 in .* core_v7.3.2 .*\n  {path}: {words}") as refusal:
+    with pytest.raises(Refused, match=f"7.3.2 in .* core_v7.3.2 .*\n  {path}: {text}") as refusal:
         checkouts.apply(checkout)
     assert str(refusal.value).count("\n") == 1
     assert contents(checkout) == before
@@ -292,9 +292,9 @@ def test_a_decorator_belongs_to_its_function():
 
 
 def test_the_commands(checkout):
-    def run(command: str, status: int, words: str) -> None:
+    def run(command: str, status: int, text: str) -> None:
         done = CliRunner().invoke(app, ["patch", command, str(checkout)])
-        assert (done.exit_code, words in done.output) == (status, True), done.output
+        assert (done.exit_code, text in done.output) == (status, True), done.output
 
     run("check", 0, "not applied")
     run("apply", 0, str(checkout / ARGUMENTS))
@@ -311,7 +311,7 @@ def test_the_commands(checkout):
 
 @pytest.fixture
 def parse(checkout, monkeypatch):
-    """A patched checkout's `parse_args`, run as if these words came from a command line."""
+    """A patched checkout's `parse_args`, run as if these arguments came from a command line."""
     checkouts.apply(checkout)
     namespace: dict = {}
     exec((checkout / ARGUMENTS).read_text(), namespace)

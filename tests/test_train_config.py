@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
-from flux_megatron import settings
+from flux_megatron import config_files, settings
 from flux_megatron.train import config as configs
 from flux_megatron.train import launcher, run_folder
 from flux_megatron.train.config import ConfigError
@@ -91,8 +91,19 @@ def test_overrides_are_read_as_yaml():
     )
     config = configs.load(DEMO, overrides)
     assert (config.train.lr, config.data.path, config.train.clip) == (0.01, None, 0.0)
-    with pytest.raises(ConfigError, match="expected key=value"):
+    with pytest.raises(ConfigError, match=r"key=value expected, such as train\.lr=0\.001"):
         configs.parse_override("train.lr")
+    with pytest.raises(ConfigError, match=r"--set: train\.lr: not YAML: '\[1'"):
+        configs.parse_override("train.lr=[1")
+
+
+def test_files_are_strict_yaml(tmp_path):
+    """Of PyYAML alone 1e-3 would be a text, and the last of two values would count."""
+    assert config_files.parse_override("train.lr=1e-3", example="") == ("train.lr", 0.001)
+    file = tmp_path / "twice.yaml"
+    file.write_text(DEMO.read_text() + "\ntrain: {steps: 1}\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml: not YAML: given twice: train"):
+        configs.load(file, {})
 
 
 def test_global_batch_is_shared_out():

@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 NAME = re.compile(r"[\w./-]+(=\w+)?|--[\w-]+( [A-Za-z]+)?|flux-megatron \w+|print\(.*\)|file: .*")
 NOT_OURS = {"CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"}
 ROOMS = (
-    "ops.py", "dispatch.py", "nn", "symm", "overlap", "tuning", "integration", "launch", "train",
-    "settings.py",
+    "config_files.py", "ops.py", "dispatch.py", "nn", "symm", "overlap", "tuning", "integration",
+    "launch", "train", "settings.py",
 )  # fmt: skip
 # errors that their callers catch, or that no user can cause
 OUR_OWN = [

@@ -69,7 +69,7 @@ def row_of(argument: Argument) -> Row:
 def arguments_of(parser: argparse.ArgumentParser) -> dict[str, Argument]:
     """The arguments of a parser by attribute, ours left out.
 
-    Defaults are those of now: what is added or changed later, by a script, is not seen.
+    Options and defaults that a script adds or changes later are not seen.
     """
     found: dict[str, Argument] = {}
     for action in parser._actions:
@@ -86,7 +86,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> dict[str, Argument]:
     return found
 
 
-def given(args: Any, known: Mapping[str, Argument]) -> Iterator[tuple[Argument, Any]]:
+def non_defaults(args: Any, known: Mapping[str, Argument]) -> Iterator[tuple[Argument, Any]]:
     """The known arguments that are not at their defaults, with their values."""
     for name, argument in known.items():
         value = getattr(args, name, argument.default)
@@ -100,8 +100,8 @@ def arguments_of_megatron() -> dict[str, Argument]:
     return {} if parser is None else arguments_of(parser)
 
 
-def parsed_again() -> Any:
-    """What the command line asks of Megatron's parser, before anything was validated or changed."""
+def parse_command_line() -> Any:
+    """What Megatron's parser makes of the command line, before anything is validated or changed."""
     parser = _parser_of_megatron()
     return argparse.Namespace() if parser is None else parser.parse_known_args()[0]
 
@@ -109,9 +109,9 @@ def parsed_again() -> Any:
 def _parser_of_megatron() -> argparse.ArgumentParser | None:
     if PARSER not in sys.modules:
         return None
-    return _made_by(inspect.unwrap(sys.modules[PARSER].add_megatron_arguments))
+    return _built_by(inspect.unwrap(sys.modules[PARSER].add_megatron_arguments))
 
 
 @cache  # Megatron-LM parses up to three times
-def _made_by(add_arguments: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def _built_by(add_arguments: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     return add_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -88,7 +88,7 @@ class FluxCoreAttention(DotProductAttention):
 
 
 def _unknown_to_torch(attention: Any) -> str | None:
-    """What this layer was asked for that torch's attention does not know, or None."""
+    """An option of this layer that torch's attention does not have, or None."""
     if getattr(attention.scale_mask_softmax, "window_size", None) is not None:
         return "sliding windows"
     if getattr(attention, "softmax_offset", None) is not None:

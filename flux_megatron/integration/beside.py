@@ -1,7 +1,7 @@
 """Whether a run's other communication shares the GPU with the linear layers, by its arguments.
 
-Plans that win beside NCCL's kernels are not those that win alone. Communication of experts and of
-contexts is not looked at: FLUX_MEGATRON_BESIDE=1 says it for them.
+Plans that win beside NCCL's kernels are not those that win alone. Communication of experts
+and of contexts is not considered: set FLUX_MEGATRON_BESIDE=1 for them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ INTERLEAVED = (
 )
 
 
-def settle(args: Any) -> None:
-    """Let FLUX_MEGATRON_BESIDE=auto be what Megatron's parsed arguments say, for this process."""
+def resolve(args: Any) -> None:
+    """Resolve FLUX_MEGATRON_BESIDE=auto by Megatron's parsed arguments, for this process."""
     if settings.read(os.environ).beside == "auto":
         os.environ["FLUX_MEGATRON_BESIDE"] = "1" if overlapped_in(args) else "0"
 

@@ -1,7 +1,7 @@
 """`--flux-compare N`: N stock and N fused iterations in turn, and what the fused ones gain.
 
-Both arms meet the same clocks, data and neighbours on the network, which two runs do not. Ranks
-count iterations, so all switch at the same one without a word between them.
+Both arms see the same clocks, data and network load, which two runs do not. Every rank counts
+iterations, so all switch arms at the same one without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from flux_megatron.integration import arm
 
 WARM_UP = 1  # iterations of a block: caches, the allocator, plans of new shapes
-FEWEST_PAIRS = 5  # for an interval; with fewer its coverage is not what it says
+FEWEST_PAIRS = 5  # for an interval; with fewer it covers less than COVERAGE
 RESAMPLES = 4000
 COVERAGE = 0.95
 
@@ -53,7 +53,7 @@ class Speedup:
 def speedup(pairs: Sequence[Pair]) -> Speedup:
     """The geometric mean over pairs of blocks of the ratio of their medians.
 
-    The interval is the bootstrap-t's over pairs: unlike plain percentiles it holds what it promises
+    The interval is the bootstrap-t's over pairs: unlike plain percentiles it has its coverage
     for the five or ten pairs of a short run too. The same times give the same interval.
     """
     logs = torch.tensor(

@@ -1,7 +1,7 @@
 """Which of a model's tensor-parallel linear layers are ours, and which are not and why.
 
-Megatron builds some layers by name, whatever its specifications say, and others only some
-specifications know. So the models that were built are asked, not the specification.
+Megatron builds some layers by name, whatever its specification has, and others from some
+specifications only. So the layers of the built models are counted, not those of a specification.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
 _WRAPPERS = re.compile(r"^(module\.)+")
 
 
-def confirm_models(training: Any, chosen: tuple[str, ...] | None) -> None:
+def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
     """Let `setup_model_and_optimizer` of the module megatron.training.training count the layers of
     the models that it makes, and refuse some under `--flux-strict`.
 

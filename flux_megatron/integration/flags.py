@@ -91,7 +91,7 @@ def add_flux_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     switch("--flux-trace", "name every phase of a call in profilers (NVTX ranges)")
     knob(
         "--flux-compare", "run N iterations on megatron-core's own code and N on ours in turn, and "
-        "tell the speedup with its 95 %% interval", type=int, metavar="N",
+        "log the speedup with its 95 %% interval", type=int, metavar="N",
     )  # fmt: skip
     knob(
         "--flux-allow", "go on although these arguments of Megatron (without dashes) or functions "

@@ -1,4 +1,4 @@
-"""What `--flux-overlap` does to a process: Megatron's models are made of our parts from then on."""
+"""What `--flux-overlap` does to a process: from then on Megatron's models have our layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
-from flux_megatron.integration import beside, effect, requirements, written_specs
+from flux_megatron.integration import beside, explicit_specs, metrics, requirements
+from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
@@ -29,11 +30,10 @@ from flux_megatron.integration.provider import (
 )
 from flux_megatron.integration.selection import provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
-from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 from flux_megatron.overlap.report import report
 
-_said: set[str] = set()
-_output_layer = contextlib.ExitStack()  # holds the replaced LM head in its place
+_logged: set[str] = set()
+_output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
 
 def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
@@ -41,24 +41,24 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
 
     Call it before Megatron validates them, or at least before models are built; another call
     changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
-    made anew. `ValueError` for what cannot be had together.
+    made anew. `ValueError` for arguments that it refuses.
     """
     options = options_from(args)
     if options is None:
         return
     requirements.check(args, known)
-    beside.settle(args)
+    beside.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     install(options, of_te, (getattr(args, "spec", None) or [None])[0])
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
-    _say_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers))
+    _log_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers))
     if not of_te:  # which a later call then finds in these arguments
         args.transformer_impl = "local"
 
 
 def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) -> None:
-    """Settings, and our linears in the layers that were chosen, for models built after this.
+    """Apply the options: settings, and our linears in the chosen layers of models built after this.
 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
     local one. `spec` is the module that `--spec` names.
@@ -72,12 +72,12 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
         build_te_layers_from(provider)
     else:
         build_from(provider)
-    written_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
-    effect.install(options.compare, options.layers)
+    explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
+    metrics.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
         _output_layer.enter_context(use_flux_output_layer())
-    _tell_at_exit()
+    _log_at_exit()
 
 
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
@@ -108,14 +108,14 @@ def build_from(provider: type[StockSpecProvider]) -> None:
     provide_wgrad_kernels()
 
 
-def _what_is_built(asked: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
+def _what_is_built(requested: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
     chosen = f" ({' '.join(layers)})" if layers else ""
     if of_te:
         return (
-            f"--transformer-impl {asked}: linear layers{chosen} are ours, with the "
+            f"--transformer-impl {requested}: linear layers{chosen} are ours, with the "
             "norms inside them; experts and all else are TransformerEngine's"
         )
-    impl = "local" if asked == "local" else f"local, not {asked}"
+    impl = "local" if requested == "local" else f"local, not {requested}"
     attention = "TransformerEngine's" if te_can_run() else "torch's"
     return (
         f"--transformer-impl {impl}: linear layers{chosen} and norms are ours, "
@@ -123,19 +123,19 @@ def _what_is_built(asked: str, of_te: bool, layers: tuple[str, ...] | None) -> s
     )
 
 
-def _say_once(about: str, text: str) -> None:
+def _log_once(about: str, text: str) -> None:
     """On rank 0. Megatron-LM parses its arguments up to three times."""
-    if about not in _said and os.environ.get("RANK", "0") == "0":
+    if about not in _logged and os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)
-    _said.add(about)
+    _logged.add(about)
 
 
 @functools.cache
-def _tell_at_exit() -> None:
-    atexit.register(_tell)
+def _log_at_exit() -> None:
+    atexit.register(_log_calls)
 
 
-def _tell() -> None:
+def _log_calls() -> None:
     done = report()
     nothing = "no call came to our layers, so nothing was overlapped"
-    _say_once("calls", str(done) if done.total else nothing)
+    _log_once("calls", str(done) if done.total else nothing)

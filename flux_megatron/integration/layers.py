@@ -38,7 +38,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     gather less.
 
     Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then,
-    or `wgrad_module.provide_wgrad_kernels()`: `RuntimeError` without.
+    or `apex_shim.provide_wgrad_kernels()`: `RuntimeError` without.
     """
 
     save_gathered = False
@@ -54,10 +54,10 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             raise RuntimeError(
                 "defer_embedding_wgrad_compute needs apex's fused_weight_gradient_mlp_cuda, which "
                 "Megatron calls when the pipeline drains: install apex, or call "
-                "flux_megatron.integration.wgrad_module.provide_wgrad_kernels() first"
+                "flux_megatron.integration.apex_shim.provide_wgrad_kernels() first"
             )
         if config.defer_embedding_wgrad_compute and self.grad_output_buffer is None:
-            # megatron-core's forward puts the input of every layer aside, not the LM head's alone
+            # megatron-core's forward keeps the input of every layer, not the LM head's alone
             self.embedding_activation_buffer: Any = deque(maxlen=0)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -72,7 +72,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
         dy_buffer: list[Tensor] | None = None
-        if buffer is not None and weight.requires_grad and self._was_put_aside(input):
+        if buffer is not None and weight.requires_grad and self._was_kept(input):
             dy_buffer = []
             weight = _Deferred.apply(weight, dy_buffer, buffer, input.shape[1:-1])
         if kwargs["sequence_parallel"]:
@@ -87,7 +87,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             allreduce_group=self.tp_group if kwargs["allreduce_dgrad"] else None,
         )  # fmt: skip
 
-    def _was_put_aside(self, input: Tensor) -> bool:
+    def _was_kept(self, input: Tensor) -> bool:
         """Whether `forward` kept this input for a deferred gradient: past a limit it does not."""
         kept = self.embedding_activation_buffer
         return bool(kept) and kept[-1] is input

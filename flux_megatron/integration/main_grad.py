@@ -1,7 +1,7 @@
 """Megatron's protocol for `gradient_accumulation_fusion`: weight gradients added where they are
-made.
+computed.
 
-The product dy^T x is added to `weight.main_grad`. What autograd then gets is not a gradient: None,
+The GEMM dy^T x is added to `weight.main_grad`. What autograd then gets is not a gradient: None,
 or, for a weight that carries `grad_added_to_main_grad`, a dummy that only keeps the data-parallel
 hooks going. Those hooks ignore the dummy except for a weight with `zero_out_wgrad` (a tied
 embedding), to whose main_grad they add it: there it has to be zero.
@@ -43,18 +43,18 @@ def wgrad_into_main_grad(weight: Any, dy: Tensor, x: Tensor) -> Tensor | None:
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
-        add_product(weight.main_grad, dy, x, beta=0)
+        accumulate_wgrad(weight.main_grad, dy, x, beta=0)
     elif getattr(weight, "main_grad", None) is None:
         raise RuntimeError(
             "gradient_accumulation_fusion: the weight has no main_grad, one from Megatron's "
             "DistributedDataParallel expected"
         )
     else:
-        add_product(weight.main_grad, dy, x)
+        accumulate_wgrad(weight.main_grad, dy, x)
     return placeholder_gradient(weight, x.dtype)
 
 
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
+def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
     """main_grad = beta * main_grad + dy^T x, summed in fp32; with beta 0 main_grad is not read.
 
     On GPUs by apex's kernel where it is installed.
@@ -66,14 +66,14 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> N
         )
     kernels = _apex_kernels()
     if kernels is None or not main_grad.is_cuda or beta == 0:
-        add_product_by_torch(main_grad, dy, x, beta=beta)
+        accumulate_wgrad_by_torch(main_grad, dy, x, beta=beta)
     elif main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
     else:
         kernels.wgrad_gemm_accum_fp16(x, dy, main_grad)
 
 
-def add_product_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
+def accumulate_wgrad_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:
     """The same without apex; on GPUs one GEMM of cuBLAS that adds to main_grad, without a copy.
 
     Torch makes one only where `out` is not the tensor that is added to (addmm_out_cuda_impl in its
@@ -85,8 +85,8 @@ def add_product_by_torch(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int 
         accumulate = torch.ops.aten.addmm.dtype_out
         accumulate(main_grad, dy.t(), x, torch.float32, beta=beta, out=main_grad)
     else:
-        product = dy.t().float() @ x.float()
-        main_grad.copy_(product if beta == 0 else main_grad + product)
+        wgrad = dy.t().float() @ x.float()
+        main_grad.copy_(wgrad if beta == 0 else main_grad + wgrad)
 
 
 def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
@@ -104,7 +104,7 @@ def placeholder_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
 
 @functools.cache
 def _apex_kernels() -> Any:
-    """apex's extension, or what stands in for it (`wgrad_module`), or None."""
+    """apex's extension, or our `apex_shim`, or None."""
     try:
         import fused_weight_gradient_mlp_cuda
     except ImportError:

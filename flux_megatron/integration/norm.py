@@ -1,6 +1,6 @@
 """Norms for sequence parallelism, which megatron-core's torch norm refuses.
 
-Each rank normalises its own part of the sequence, so the gradients of a norm's parameters are
+Each rank normalises its own shard of the sequence, so the gradients of a norm's parameters are
 partial sums. Megatron adds them over the tensor-parallel group for every parameter tagged
 `sequence_parallel`: the tag is all that a norm has to bring. Flags that only choose a faster kernel
 (persist_layer_norm, memory_efficient_layer_norm) are ignored.

@@ -1,10 +1,10 @@
-"""What cannot be had together with `--flux-overlap`, said by name before a run starts.
+"""What `--flux-overlap` refuses, by name and before a run starts.
 
 Each argument by itself is in the table of `arguments`. Here is what depends on values or on several
 arguments, and on the functions of Megatron that we replace or rely on.
 
 Not here: what only costs the overlap, such as a tensor-parallel group that spans nodes. Such calls
-run without it, are counted and say why, or fail under `--flux-strict`.
+run without it and are counted with the reason, or fail under `--flux-strict`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine
 
 from flux_megatron import settings
-from flux_megatron.integration import arguments, written_specs
+from flux_megatron.integration import arguments, explicit_specs
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.provider import te_can_run
 from flux_megatron.patching import installed
@@ -41,7 +41,7 @@ MODELOPT = {
 
 
 @dataclass(frozen=True)
-class Complaint:
+class Refusal:
     """`name`: an option, perhaps with its value, or a function of Megatron."""
 
     name: str
@@ -58,31 +58,31 @@ class Complaint:
         return f"{self.name}: {self.why}{way_on}"
 
 
-def check(args: Any, known: Mapping[str, Argument] | None = None, asked: Any = None) -> None:
-    """`ValueError` that lists everything which we cannot go with.
+def check(args: Any, known: Mapping[str, Argument] | None = None, parsed: Any = None) -> None:
+    """`ValueError` that lists everything that `--flux-overlap` refuses.
 
-    `known`: the arguments of Megatron's own parser, by default of one that is made anew. `asked`:
-    what was parsed, where `args` have changed since.
+    `known`: the arguments of Megatron's own parser, by default of one that is made anew. `parsed`:
+    the arguments as parsed, where `args` have changed since.
     """
     if known is None:
         known = arguments.arguments_of_megatron()
     allowed = names_allowed(args)
-    found: list[Complaint] = []
-    gone_on: list[Complaint] = []
-    for complaint in complaints(args, known, asked):
-        goes_on = complaint.may_be_allowed and complaint.allowed_as in allowed
-        (gone_on if goes_on else found).append(complaint)
-    if found:
-        raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {c}" for c in found))
-    if gone_on:
-        _say_once("--flux-allow goes on with " + ", ".join(c.name for c in gone_on))
+    refused: list[Refusal] = []
+    waived: list[Refusal] = []
+    for refusal in refusals(args, known, parsed):
+        goes_on = refusal.may_be_allowed and refusal.allowed_as in allowed
+        (waived if goes_on else refused).append(refusal)
+    if refused:
+        raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {r}" for r in refused))
+    if waived:
+        _log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
 
 
-def complaints(args: Any, known: Mapping[str, Argument], asked: Any = None) -> list[Complaint]:
+def refusals(args: Any, known: Mapping[str, Argument], parsed: Any = None) -> list[Refusal]:
     """All of them, those that may be allowed too."""
-    found = list(_of_the_table(args if asked is None else asked, known))
+    found = list(_of_the_table(args if parsed is None else parsed, known))
     found += _of_values(args)
-    found += [Complaint(name, why, may_be_allowed=True) for name, why in installed.changed()]
+    found += [Refusal(name, why, may_be_allowed=True) for name, why in installed.changed()]
     return found
 
 
@@ -92,16 +92,16 @@ def names_allowed(args: Any) -> frozenset[str]:
     return frozenset(name.lstrip("-") for name in names)
 
 
-def _of_the_table(args: Any, known: Mapping[str, Argument]) -> Iterator[Complaint]:
-    for argument, value in arguments.given(args, known):
+def _of_the_table(args: Any, known: Mapping[str, Argument]) -> Iterator[Refusal]:
+    for argument, value in arguments.non_defaults(args, known):
         row = arguments.row_of(argument)
         if row.kind == "refused":
-            yield Complaint(row.option, row.because)
+            yield Refusal(row.option, row.because)
         elif row.kind == "untried":
-            yield Complaint(row.option, f"{row.because} (set to {value!r})", may_be_allowed=True)
+            yield Refusal(row.option, f"{row.because} (set to {value!r})", may_be_allowed=True)
 
 
-def _of_values(args: Any) -> Iterator[Complaint]:
+def _of_values(args: Any) -> Iterator[Refusal]:
     """A version of Megatron that lacks an argument cannot ask for it."""
 
     def value(name: str) -> Any:
@@ -109,20 +109,20 @@ def _of_values(args: Any) -> Iterator[Complaint]:
 
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
     if value("transformer_impl") == "inference_optimized":
-        yield Complaint("--transformer-impl inference_optimized", "it does not train")
+        yield Refusal("--transformer-impl inference_optimized", "it does not train")
     yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
-        yield Complaint("--multi-latent-attention", "it needs TransformerEngine's layers")
+        yield Refusal("--multi-latent-attention", "it needs TransformerEngine's layers")
     elif value("multi_latent_attention") and (not layers or "qkv" in layers):
-        yield Complaint(
+        yield Refusal(
             "--multi-latent-attention",
             "its projections take listed classes only; --flux-layers without qkv can go with it",
         )
     if value("qk_l2_norm") and not (of_te or value("num_experts") or value("spec") == OUR_SPEC):
-        yield Complaint("--qk-l2-norm", "Megatron drops it where its local layers are all alike")
+        yield Refusal("--qk-l2-norm", "Megatron drops it where its local layers are all alike")
     if value("position_embedding_type") == "relative":
-        yield Complaint("--position-embedding-type relative", _TE_ALONE)
+        yield Refusal("--position-embedding-type relative", _TE_ALONE)
     if value("spec") not in (None, OUR_SPEC):
         yield _of_spec(args.spec, of_te)
     if (
@@ -130,7 +130,7 @@ def _of_values(args: Any) -> Iterator[Complaint]:
         and layers
         and not (of_te or {"qkv", "fc1"} <= {*layers})
     ):
-        yield Complaint(
+        yield Refusal(
             "--defer-embedding-wgrad-compute",
             "Megatron's local layers cannot go with it; --flux-layers with qkv and fc1 can",
         )
@@ -145,40 +145,40 @@ def _of_values(args: Any) -> Iterator[Complaint]:
             "itself loses a gradient, that of the last stage's embedding; "
             "--no-gradient-accumulation-fusion has it"
         )
-        yield Complaint("--mtp-num-layers", why, may_be_allowed=True)
+        yield Refusal("--mtp-num-layers", why, may_be_allowed=True)
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
-        yield Complaint("--context-parallel-size", "it needs TransformerEngine's attention")
+        yield Refusal("--context-parallel-size", "it needs TransformerEngine's attention")
     yield from _of_modelopt(args)
 
 
-def _of_spec(spec: list[str], of_te: bool) -> Complaint:
-    if of_te and spec[0] in written_specs.HYBRID:
+def _of_spec(spec: list[str], of_te: bool) -> Refusal:
+    if of_te and spec[0] in explicit_specs.HYBRID:
         why = "hybrid models were never trained with our layers; their mixers would stay Megatron's"
-        return Complaint("--spec " + " ".join(spec), why, may_be_allowed=True)
-    return Complaint("--spec " + " ".join(spec), "it says itself which layers are built")
+        return Refusal("--spec " + " ".join(spec), why, may_be_allowed=True)
+    return Refusal("--spec " + " ".join(spec), "it says itself which layers are built")
 
 
-def _of_graphs(impl: Any, scope: Any) -> Iterator[Complaint]:
+def _of_graphs(impl: Any, scope: Any) -> Iterator[Refusal]:
     if impl == "transformer_engine":
-        yield Complaint("--cuda-graph-impl transformer_engine", _TE_ALONE)
+        yield Refusal("--cuda-graph-impl transformer_engine", _TE_ALONE)
     whole = "whole iterations were never captured with our calls in them"
     if impl == "full_iteration":
-        yield Complaint("--cuda-graph-impl full_iteration", whole, may_be_allowed=True)
+        yield Refusal("--cuda-graph-impl full_iteration", whole, may_be_allowed=True)
     scopes = [scope] if isinstance(scope, str) else scope or []
     if any(getattr(one, "name", one) == "full_iteration" for one in scopes):
-        yield Complaint("--cuda-graph-scope full_iteration", whole, may_be_allowed=True)
+        yield Refusal("--cuda-graph-scope full_iteration", whole, may_be_allowed=True)
 
 
-def _of_modelopt(args: Any) -> Iterator[Complaint]:
+def _of_modelopt(args: Any) -> Iterator[Refusal]:
     for name, neutral in MODELOPT.items():
         if getattr(args, name, neutral) != neutral:
-            yield Complaint("--" + name.replace("_", "-"), _MODELOPT)
+            yield Refusal("--" + name.replace("_", "-"), _MODELOPT)
     load = getattr(args, "load", None)
     if load and any(Path(load).glob("*/modelopt_state")):
-        yield Complaint(f"--load {load}", f"a checkpoint of ModelOpt: {_MODELOPT}")
+        yield Refusal(f"--load {load}", f"a checkpoint of ModelOpt: {_MODELOPT}")
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""Only some of a model's linear layers from us: `tp_comm_buffer_name` tells which one is built."""
+"""Some of a model's linear layers from us: Megatron names each by its `tp_comm_buffer_name`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 
 from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider, StockSpecProvider
 
-# what megatron-core asks a provider for, and the layers that it builds of the answer
-QUESTIONS = {
+# methods of a provider, and the layers that megatron-core builds of the class each returns
+METHODS = {
     "column_parallel_linear": {"qkv", "fc1"},
     "column_parallel_layer_norm_linear": {"qkv", "fc1"},
     "row_parallel_linear": {"proj", "fc2"},
@@ -25,22 +25,22 @@ def provider_of(layers: Collection[str], provider: type) -> type:
     megatron-core's own. The projections to queries, keys and values of multi-latent attention are
     qkv; the projection of multi-token prediction is none of them, and stock.
     """
-    answers = {}
-    for question, built in QUESTIONS.items():
-        ours, stock = (getattr(each(), question)() for each in (provider, STOCK[provider]))
-        chosen = built & {*layers}
-        answer = _ours_in(chosen, ours, stock) if chosen and ours is not stock else stock
-        answers[question] = lambda self, answer=answer: answer
-    return type("Provider", (provider,), answers)
+    methods = {}
+    for method, built in METHODS.items():
+        ours, stock = (getattr(each(), method)() for each in (provider, STOCK[provider]))
+        replaced = built & {*layers}
+        chosen = _ours_in(replaced, ours, stock) if replaced and ours is not stock else stock
+        methods[method] = lambda self, chosen=chosen: chosen
+    return type("Provider", (provider,), methods)
 
 
 def replacements_by(provider: type, base: type) -> dict[type, type]:
     """By each class of the specification of `base`, ours or stock, the one that `provider` has."""
     classes = {}
-    for question in QUESTIONS:
-        stock = getattr(STOCK[base](), question)()
+    for method in METHODS:
+        stock = getattr(STOCK[base](), method)()
         if isinstance(stock, type):  # local specifications have no norm within a linear layer
-            classes[stock] = getattr(provider(), question)()
+            classes[stock] = getattr(provider(), method)()
     return classes
 
 

@@ -8,11 +8,11 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from flux_megatron.integration import beside, requirements
-from flux_megatron.integration.arguments import parsed_again
+from flux_megatron.integration.arguments import parse_command_line
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.install import install
 
-# what one layer is built of; Megatron tells a specification given by --spec none of it
+# what one layer is built of; Megatron passes none of it to a specification of --spec
 OPTIONS = (
     "num_experts", "moe_grouped_gemm", "qk_layernorm", "qk_l2_norm", "multi_latent_attention",
     "normalization",
@@ -23,15 +23,15 @@ def layer_spec_of_this_run() -> ModuleSpec:
     """One layer of the model that Megatron's global arguments describe, built of ours.
 
     The norms and the LM head become ours too, as `--flux-overlap` does it to local layers; knobs
-    are FLUX_MEGATRON_* variables. `ValueError` for what such a specification cannot say,
+    are FLUX_MEGATRON_* variables. `ValueError` for what such a specification cannot express,
     `RuntimeError` before Megatron has parsed its arguments.
     """
     args = _parsed_arguments()
-    requirements.check(args, asked=parsed_again())  # Megatron has validated and changed them
-    if refused := _complaint(args):
+    requirements.check(args, parsed=parse_command_line())  # Megatron has validated and changed them
+    if refused := _refusal(args):
         raise ValueError(f"--spec {' '.join(requirements.OUR_SPEC)}: {refused}")
     if not getattr(args, "flux_overlap", False):
-        beside.settle(args)
+        beside.resolve(args)
         install(FluxOptions())
     return gpt_layer_specs.get_gpt_layer_local_spec(
         **{name: getattr(args, name) for name in OPTIONS}
@@ -49,7 +49,7 @@ def _parsed_arguments() -> Any:
         ) from None
 
 
-def _complaint(args: Any) -> str | None:
+def _refusal(args: Any) -> str | None:
     if args.transformer_impl != "local":
         return f"--transformer-impl {args.transformer_impl} given, local expected"
     if args.mtp_num_layers:

@@ -1,8 +1,8 @@
-"""A step in which a wait ran out of time, or a call failed, reaches neither weights nor a file.
+"""A step with a timed-out wait or a failed call reaches neither weights nor a checkpoint.
 
-Kernels go on with whatever is there when they have waited too long, and the host learns it later.
-So Megatron-LM's loop asks all ranks after the last call of a step, replayed graphs included:
-before the optimizer's step, and before a checkpoint is written.
+A kernel whose wait times out goes on with the data that it has, and the host learns it later. So
+Megatron-LM's loop checks all ranks after the last call of a step, replayed graphs included: before
+the optimizer's step, and before a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flux_megatron.symm.step import confirm_step
 
 
 def confirm_steps(training: Any) -> None:
-    """Let `train_step` and `save_checkpoint` of the module megatron.training.training ask first.
+    """Let `train_step` and `save_checkpoint` of the module megatron.training.training check first.
 
     Both are found by these names in every version from 0.14 on.
     """

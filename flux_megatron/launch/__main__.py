@@ -31,17 +31,17 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     if given.device == "cpu":
         os.environ.update(CPU)
-    from flux_megatron.integration import door
+    from flux_megatron.integration import bootstrap
 
     try:
-        door.enter(given.script, given.arguments)
+        bootstrap.enter(given.script, given.arguments)
     except FileNotFoundError as error:
         parser.error(str(error))
     if given.device == "cpu":
         from flux_megatron.train.cpu_pretrain import pretend_gpu
 
         pretend_gpu()
-    door.run()
+    bootstrap.run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from flux_megatron.perf.workload import Arm, Workload
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunOptions:
     """What a launch adds to an experiment.
 
     `run` is the run's folder, `round` the name of one below it where arms alternate, `checkout`
@@ -62,7 +62,7 @@ class Command:
     environment: dict[str, str]
     directory: Path
     progress: str
-    speaker: Literal["first", "last"]  # rank of a node whose output is shown too, not only kept
+    shown_rank: Literal["first", "last"]  # of a node: its output is also on the terminal
     doctor: list[str]
     preflight: list[str] | None
     folders: list[Path]
@@ -73,70 +73,70 @@ class Command:
         return render("command.sh.j2", command=self)
 
     def torchrun(self) -> str:
-        """The line that starts the ranks, in the words of command.sh, less the arguments."""
+        """The line that starts the ranks, as in command.sh, without the arguments."""
         return " ".join([*render("torchrun.j2", command=self).split(), shlex.join(self.program)])
 
 
-def of(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
+def of(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
     """The command of one arm."""
     make = _train if experiment.program == "train" else _pretrain_gpt
-    return make(experiment, arm, settings)
+    return make(experiment, arm, options)
 
 
-def _train(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
-    workload, folder = experiment.arms[arm], settings.folder(arm)
-    data = Path(settings.data[0]) if settings.data else None
-    config = train_arguments.render(workload, data=data, save_interval=settings.save_interval)
+def _train(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
+    workload, folder = experiment.arms[arm], options.folder(arm)
+    data = Path(options.data[0]) if options.data else None
+    config = train_arguments.render(workload, data=data, save_interval=options.save_interval)
     return Command(
         arm=arm,
         workload=workload,
         folder=folder,
-        site=settings.site,
+        site=options.site,
         program=["-m", "flux_megatron.cli", "train"],
         arguments=["--config", str(folder / "train.yaml"), "--out", str(folder / "train")],
         on_resume=["--resume"],
-        environment=environment.variables(workload) | settings.site.environment,
+        environment=environment.variables(workload) | options.site.environment,
         directory=folder,
         progress="train/checkpoints/latest",
-        speaker="first",
+        shown_rank="first",
         doctor=_doctor(workload),
         preflight=_preflight(workload),
-        folders=settings.folders(),
+        folders=options.folders(),
         files={"train.yaml": config},
     )
 
 
-def _pretrain_gpt(experiment: Experiment, arm: Arm, settings: Settings) -> Command:
-    workload, folder = experiment.arms[arm], settings.folder(arm)
-    checkout = settings.checkout or Path("Megatron-LM")
+def _pretrain_gpt(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
+    workload, folder = experiment.arms[arm], options.folder(arm)
+    checkout = options.checkout or Path("Megatron-LM")
     program = [str(checkout / "pretrain_gpt.py")]
-    if megatron_arguments.starts_through_door(workload):
+    if megatron_arguments.needs_bootstrap(workload):
         device = ["--device", "cpu"] if workload.cluster.gpu == "cpu" else []
         program = ["-m", "flux_megatron.launch", *device, *program]
     arguments = megatron_arguments.render(
         workload,
-        data=settings.data,
+        data=options.data,
         cache=folder / "data",
         save=folder / "checkpoints",
-        save_interval=settings.save_interval,
+        save_interval=options.save_interval,
     )
     arguments += experiment.extra_arguments[arm]
-    resume = megatron_arguments.resume(folder / "checkpoints") if settings.save_interval else []
+    resume = megatron_arguments.resume(folder / "checkpoints") if options.save_interval else []
     return Command(
         arm=arm,
         workload=workload,
         folder=folder,
-        site=settings.site,
+        site=options.site,
         program=program,
         arguments=arguments,
         on_resume=resume,
-        environment=environment.variables(workload) | settings.site.environment,
+        environment=environment.variables(workload) | options.site.environment,
         directory=checkout,
         progress="checkpoints/latest_checkpointed_iteration.txt",
-        speaker="last",  # Megatron logs on the last rank of all
+        shown_rank="last",  # Megatron logs on the last rank of all
         doctor=[*_doctor(workload), "--megatron-lm", str(checkout), *_needs(workload, arguments)],
         preflight=_preflight(workload),
-        folders=settings.folders(),
+        folders=options.folders(),
     )
 
 
@@ -152,13 +152,13 @@ def _preflight(workload: Workload) -> list[str] | None:
     if cluster.gpu == "cpu":
         return None
     given = {"--allreduce-gbps": cluster.health.allreduce_gbps, "--sm-mhz": cluster.health.sm_mhz}
-    least = [word for name, least in given.items() if least for word in (name, f"{least:g}")]
+    least = [text for name, bound in given.items() if bound for text in (name, f"{bound:g}")]
     return ["--gpus", str(cluster.gpus_per_node), "--link", cluster.link.kind, *least]
 
 
 def _needs(workload: Workload, arguments: list[str]) -> list[str]:
     """Packages without which Megatron's own layers cannot be built."""
-    if megatron_arguments.starts_through_door(workload):
+    if megatron_arguments.needs_bootstrap(workload):
         return []
     te = ["--need", "transformer_engine"] if "transformer_engine" in arguments else []
     fusion = "--no-gradient-accumulation-fusion" not in arguments
@@ -178,8 +178,10 @@ def render(template: str, **values: object) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _quoted(words: str | Path | Sequence[str]) -> str:
-    return shlex.quote(str(words)) if isinstance(words, str | Path) else shlex.join(words)
+def _quoted(arguments: str | Path | Sequence[str]) -> str:
+    if isinstance(arguments, str | Path):
+        return shlex.quote(str(arguments))
+    return shlex.join(arguments)
 
 
 def option_lines(arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The container in which the ranks of an arm run: what srun is told, or what starts it.
+"""The container in which the ranks of an arm run: options of srun, or the command that starts it.
 
 pyxis, Slurm's plugin for enroot, gives srun options of its own. Without it `enroot start` precedes
 the command of every node. Both see the run's folder, the checkout and the data at their own paths.
@@ -83,7 +83,7 @@ class Container(BaseModel):
         return ["enroot", "start", "--rw", *mounts, str(self.image_of(arm))]
 
     def _mounts(self, folders: Iterable[Path]) -> list[str]:
-        """Each once; what the site says of a folder stands instead of ours."""
+        """Each once; the site's mount of a folder replaces ours."""
         given = {mount.split(":")[0] for mount in self.mounts}
         needed = dict.fromkeys(str(folder) for folder in folders)
         return [*self.mounts, *(folder for folder in needed if folder not in given)]

@@ -13,7 +13,7 @@ def variables(workload: Workload) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
-        "PYTHONFAULTHANDLER": "1",  # a rank that is told to abort writes first where it is
+        "PYTHONFAULTHANDLER": "1",  # a rank that gets SIGABRT first writes its stack
     }
     if workload.cluster.gpu == "cpu":
         # to be known before torch and triton are imported

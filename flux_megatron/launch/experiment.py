@@ -14,11 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from flux_megatron.launch import inheritance, provenance, strict_yaml
-from flux_megatron.launch.complaint import Complaint, ExperimentError
-from flux_megatron.launch.draft import Draft
+from flux_megatron import config_files
+from flux_megatron.launch import inheritance, provenance
+from flux_megatron.launch.arm_builder import ArmBuilder
+from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
 from flux_megatron.launch.inheritance import Merged, Source, Value
 from flux_megatron.launch.schema import Program
 from flux_megatron.perf.workload import Arm, Workload
@@ -60,26 +59,22 @@ def names() -> list[str]:
 def load(name_or_path: str, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Experiment:
     """The experiment of that name, or of a YAML file, with dotted `overrides`.
 
-    `ExperimentError` tells all that is wrong: file, key and rule of each.
+    `ExperimentError` lists all that is wrong: file, key and rule of each.
     """
     name, file = _find(name_or_path)
     reader = inheritance.Reader()
-    merged = reader.read(file, inheritance.PARTS)
+    merged = reader.read(file, inheritance.SHIPPED)
     if overrides:
         reader.override(merged, overrides)
-    return _checked(name, file, merged, reader.complaints)
+    return _checked(name, file, merged, reader.errors)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
     """`training.micro_batch=2` -> ("training.micro_batch", 2), the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        rule = f"{text!r} given, key=value expected, such as training.micro_batch=2"
-        raise ExperimentError([Complaint("--set", "", rule)])
     try:
-        return key.strip(), strict_yaml.loads(value)
-    except yaml.YAMLError:
-        raise ExperimentError([Complaint("--set", key.strip(), f"not YAML: {value!r}")]) from None
+        return config_files.parse_override(text, example="training.micro_batch=2")
+    except ValueError as error:
+        raise ExperimentError([ErrorDetail("--set", "", str(error))]) from None
 
 
 def _find(name_or_path: str) -> tuple[str, Path]:
@@ -88,29 +83,29 @@ def _find(name_or_path: str) -> tuple[str, Path]:
     if name_or_path not in names():
         near = difflib.get_close_matches(name_or_path, names(), n=1)
         rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {names()}"
-        raise ExperimentError([Complaint(name_or_path, "", rule)])
+        raise ExperimentError([ErrorDetail(name_or_path, "", rule)])
     return name_or_path, inheritance.configs() / "experiments" / f"{name_or_path}.yaml"
 
 
-def _checked(name: str, file: Path, merged: Merged, complaints: list[Complaint]) -> Experiment:
-    draft = Draft(merged.values, inheritance.shown(file))
-    if not draft.complaints:
-        draft.check_memory()
-    complaints = [*complaints, *draft.complaints]
-    sources, unexplained = provenance.of(draft.scalars(), merged)
-    wrong = {complaint.key for complaint in complaints}
-    complaints += [c for c in unexplained if c.key not in wrong]
+def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -> Experiment:
+    builder = ArmBuilder(merged.values, inheritance.shown(file))
+    if not builder.errors:
+        builder.check_memory()
+    errors = [*errors, *builder.errors]
+    sources, unexplained = provenance.of(builder.scalars(), merged)
+    wrong = {error.key for error in errors}
+    errors += [c for c in unexplained if c.key not in wrong]
     for value in merged.sweep.values():
-        complaints += _wrong_sweep(value, sources.get(value.key))
-    if complaints or draft.head is None:
-        raise ExperimentError(complaints)
+        errors += _wrong_sweep(value, sources.get(value.key))
+    if errors or builder.head is None:
+        raise ExperimentError(errors)
     return Experiment(
         name=name,
         file=file,
-        program=draft.head.program,
-        megatron_lm=draft.head.megatron_lm,
-        arms=draft.arms,
-        extra_arguments={arm: draft.arguments(arm) for arm in draft.arms},
+        program=builder.head.program,
+        megatron_lm=builder.head.megatron_lm,
+        arms=builder.arms,
+        extra_arguments={arm: builder.arguments(arm) for arm in builder.arms},
         stated={key: source.text for key, source in sources.items() if source.kind == "stated"},
         assumed={key: source.text for key, source in sources.items() if source.kind == "assumed"},
         sweep={key: value.value for key, value in merged.sweep.items()},
@@ -118,12 +113,14 @@ def _checked(name: str, file: Path, merged: Merged, complaints: list[Complaint])
     )
 
 
-def _wrong_sweep(sweep: Value, source: Source | None) -> Iterator[Complaint]:
+def _wrong_sweep(sweep: Value, source: Source | None) -> Iterator[ErrorDetail]:
     """What is assumed may be swept; alternatives that break rules are refused when loaded."""
     key = f"sweep.{sweep.key}"
     if source is None:
-        yield Complaint(sweep.file, key, "there is no such value")
+        yield ErrorDetail(sweep.file, key, "there is no such value")
     elif source.kind == "stated":
-        yield Complaint(sweep.file, key, f"{source.file} states it: only what is assumed is swept")
+        yield ErrorDetail(
+            sweep.file, key, f"{source.file} states it: only what is assumed is swept"
+        )
     if not isinstance(sweep.value, list) or not sweep.value:
-        yield Complaint(sweep.file, key, f"a list expected, {sweep.value!r} given")
+        yield ErrorDetail(sweep.file, key, f"a list expected, {sweep.value!r} given")

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from flux_megatron.launch import strict_yaml
-from flux_megatron.launch.complaint import Complaint, ExperimentError
+from flux_megatron import config_files
+from flux_megatron.config_files import flat
+from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
 
 PACKAGE = Path(__file__).parents[1]
-PARTS = {"model": "models", "cluster": "clusters"}  # named in experiments, kept in folders of these
+# sections that a file may take whole by name, and the folders of those that we ship
+SHIPPED = {"model": "models", "cluster": "clusters"}
 BY_CALLER = "set by the caller"
 
 
 @dataclass(frozen=True)
 class Value:
-    """What `file` says of `key`. Later files of a chain have a higher `order`."""
+    """The value of `key` in `file`. Later files of a chain have a higher `order`."""
 
     key: str
     value: Any
@@ -59,15 +59,15 @@ class Merged:
                 del self.values[key]
         self.values[value.key] = value
 
-    def put_whole(self, part: str, other: Merged) -> None:
-        """`other` becomes the section `part`, of which nothing else remains."""
-        self.values = {k: v for k, v in self.values.items() if not covers(part, k)}
-        self.sources = {k: s for k, s in self.sources.items() if not covers(part, k)}
+    def replace_section(self, section: str, other: Merged) -> None:
+        """`other` becomes this section, of which nothing else remains."""
+        self.values = {k: v for k, v in self.values.items() if not covers(section, k)}
+        self.sources = {k: s for k, s in self.sources.items() if not covers(section, k)}
         for old in other.values.values():
-            key = f"{part}.{old.key}"
+            key = f"{section}.{old.key}"
             self.values[key] = Value(key, old.value, old.file, old.order)
         for source in other.sources.values():
-            key = f"{part}.{source.key}"
+            key = f"{section}.{source.key}"
             self.sources[key] = Source(key, source.kind, source.text, source.file, source.order)
 
 
@@ -92,13 +92,13 @@ def shown(file: Path) -> str:
 
 
 class Reader:
-    """Reads one experiment; `complaints` collects what need not stop it."""
+    """Reads one experiment; `errors` collects what need not stop it."""
 
     def __init__(self) -> None:
-        self.complaints: list[Complaint] = []
+        self.errors: list[ErrorDetail] = []
         self._order = 0
 
-    def read(self, file: Path, parts: Mapping[str, str], above: tuple[Path, ...] = ()) -> Merged:
+    def read(self, file: Path, whole: Mapping[str, str], above: tuple[Path, ...] = ()) -> Merged:
         """`file` upon its bases. `ExperimentError` where one is absent, no YAML, or in a cycle."""
         file = file.resolve()
         if file in above:
@@ -108,34 +108,35 @@ class Reader:
         base = raw.pop("base", None)
         merged = Merged()
         if isinstance(base, str):
-            merged = self.read(file.parent / base, parts, (*above, file))
+            merged = self.read(file.parent / base, whole, (*above, file))
         elif base is not None:
-            self._complain(shown(file), "base", f"{base!r} given, the path of a file expected")
-        self._apply(merged, raw, shown(file), parts, file.parent)
+            self._add_error(shown(file), "base", f"{base!r} given, the path of a file expected")
+        self._apply(merged, raw, shown(file), whole, file.parent)
         return merged
 
     def override(self, merged: Merged, overrides: Mapping[str, Any]) -> None:
         """Put dotted `overrides` upon `merged`, as the caller's assumptions."""
-        self._apply(merged, dict(overrides), "--set", PARTS, Path())
+        self._apply(merged, dict(overrides), "--set", SHIPPED, Path())
         for value in list(merged.values.values()):
             if value.order == self._order:
                 self._source(merged, value.key, "assumed", BY_CALLER, "--set")
 
     def _apply(
-        self, merged: Merged, raw: dict[str, Any], file: str, parts: Mapping[str, str], folder: Path
+        self, merged: Merged, raw: dict[str, Any], file: str, whole: Mapping[str, str], folder: Path
     ) -> None:
-        wholes = {p: raw.pop(p) for p in parts if isinstance(raw.get(p), str)}
-        for part, name in wholes.items():
+        names = {key: raw.pop(key) for key in whole if isinstance(raw.get(key), str)}
+        for section, name in names.items():
             found = folder / name
             if not name.endswith(".yaml"):
-                shipped = configs() / parts[part]
+                shipped = configs() / whole[section]
                 known = sorted(file.stem for file in shipped.glob("*.yaml"))
                 if name not in known:
-                    self._complain(file, part, f"{name!r} given, one of {known} or a file expected")
+                    rule = f"{name!r} given, one of {known} or a file expected"
+                    self._add_error(file, section, rule)
                     continue
                 found = shipped / f"{name}.yaml"
-            merged.put_whole(part, self.read(found, {}))
-            merged.put(Value(f"{part}.name", Path(name).stem, file, self._order))
+            merged.replace_section(section, self.read(found, {}))
+            merged.put(Value(f"{section}.name", Path(name).stem, file, self._order))
         self._order += 1
         for kind in ("stated", "assumed"):
             for keys, text in self._mapping(raw, kind, file).items():
@@ -151,56 +152,29 @@ class Reader:
         found = raw.pop(key, {})
         if isinstance(found, dict):
             return found
-        self._complain(file, key, f"a mapping expected, {found!r} given")
+        self._add_error(file, key, f"a mapping expected, {found!r} given")
         return {}
 
     def _source(self, merged: Merged, key: str, kind: Any, text: Any, file: str) -> None:
         if not isinstance(text, str) or not text.strip():
-            self._complain(file, f"{kind}.{key}", "expected where the value is from, or why it is")
+            self._add_error(file, f"{kind}.{key}", "expected where the value is from, or why it is")
             return
         known = merged.sources.get(key)
         if known and known.order == self._order and known.kind != kind:
-            self._complain(file, key, "both stated and assumed")
+            self._add_error(file, key, "both stated and assumed")
         merged.sources[key] = Source(key, kind, text.strip(), file, self._order)
 
-    def _complain(self, file: str, key: str, rule: str) -> None:
-        self.complaints.append(Complaint(file, key, rule))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings stay."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return found
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        here = tree
-        for section in sections:
-            here = here.setdefault(section, {})
-        if not (value == {} and name in here):
-            here[name] = value
-    return tree
+    def _add_error(self, file: str, key: str, rule: str) -> None:
+        self.errors.append(ErrorDetail(file, key, rule))
 
 
 def parse(file: Path) -> dict[str, Any]:
     """The mapping that a file holds. `ExperimentError` for all else."""
     try:
-        raw = strict_yaml.loads(file.read_text())
-    except OSError as error:
-        raise _stop(file, "", str(error.strerror)) from None
-    except yaml.YAMLError as error:
-        raise _stop(file, "", f"not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise _stop(file, "", f"a mapping expected, {type(raw).__name__} given")
-    return raw
+        return config_files.read(file)
+    except ValueError as error:
+        raise _stop(file, "", str(error)) from None
 
 
 def _stop(file: Path, key: str, rule: str) -> ExperimentError:
-    return ExperimentError([Complaint(shown(file), key, rule)])
+    return ExperimentError([ErrorDetail(shown(file), key, rule)])

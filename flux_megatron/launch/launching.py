@@ -1,4 +1,4 @@
-"""From what the user asked for to a run that is written, submitted or going on here."""
+"""From a request to a run that is written, submitted or running on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flux_megatron.launch import (
     sbatch,
     site,
 )
-from flux_megatron.launch.command_line import Command, Settings
+from flux_megatron.launch.command_line import Command, RunOptions
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.site import LaunchError
 
@@ -49,7 +49,7 @@ class Prepared:
 
     request: Request
     experiment: Experiment
-    settings: Settings
+    options: RunOptions
     commands: tuple[Command, ...]
     started: tuple[Command, ...]
 
@@ -57,7 +57,7 @@ class Prepared:
     def job(self) -> str:
         """The text of job.sbatch."""
         mode = "resume" if self.request.resume else "start"
-        name, run = self.experiment.name, self.settings.run
+        name, run = self.experiment.name, self.options.run
         return sbatch.script(name, run, self.started, mode, alternating=self.request.rounds > 0)
 
     def shown(self) -> str:
@@ -66,8 +66,8 @@ class Prepared:
 
     def write(self) -> Path:
         """Write the run folder, and return its job.sbatch. No run is overwritten."""
-        run = self.settings.run
-        for remark in preparation.check_checkout(self.experiment, self.settings.checkout):
+        run = self.options.run
+        for remark in preparation.check_checkout(self.experiment, self.options.checkout):
             print(remark, file=sys.stderr)
         if not self.request.resume:
             run_folder.refuse_used(run)
@@ -82,15 +82,15 @@ class Prepared:
         sbatch.check_there()
         return sbatch.submit(self.write())
 
-    def run_here(self, say: Callable[[str], None]) -> int:
+    def run_here(self, log: Callable[[str], None]) -> int:
         """Write it and run the arms one after the other; the first exit code that is not 0."""
         local.check_gpus(self.started[0].workload)
         self.write()
-        return local.run(self.started, self.request.resume, say)
+        return local.run(self.started, self.request.resume, log)
 
 
 def prepare(request: Request) -> Prepared:
-    """`ExperimentError` or `LaunchError` says what cannot be launched so."""
+    """`ExperimentError` or `LaunchError` names what cannot be launched."""
     overrides = dict(map(experiment.parse_override, request.overrides))
     loaded = experiment.load(request.experiment, overrides)
     run = (request.run or Path("runs") / loaded.name).resolve()
@@ -100,24 +100,24 @@ def prepare(request: Request) -> Prepared:
         run_folder.refuse_other(first, kept)
     else:
         kept = _with_arms(loaded, request.arms or tuple(loaded.arms))
-    settings = Settings(
+    options = RunOptions(
         run=run,
         site=site.load(request.site, request.sbatch, request.environment),
         checkout=request.checkout.resolve() if request.checkout else None,
         data=tuple(map(_absolute, request.data)),
         save_interval=_save_interval(loaded, request.save_interval),
     )
-    site.check_images(settings.site, kept.arms)
+    site.check_images(options.site, kept.arms)
     rounds = [f"round-{number}" for number in range(1, request.rounds + 1)] or [""]
     commands = tuple(
-        command_line.of(kept, arm, replace(settings, round=one))
+        command_line.of(kept, arm, replace(options, round=one))
         for one in rounds
         for arm in kept.arms
     )
     preparation.check_arguments(kept, commands)
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
     started = tuple(command for command in commands if command.arm in wanted)
-    return Prepared(request, kept, settings, commands, started)
+    return Prepared(request, kept, options, commands, started)
 
 
 def _resumed(request: Request, run: Path) -> tuple[Path, Request]:
@@ -140,10 +140,10 @@ def _with_arms(whole: Experiment, arms: tuple[str, ...]) -> Experiment:
     )
 
 
-def _absolute(word: str) -> str:
+def _absolute(argument: str) -> str:
     """Ranks run in another folder. Among the prefixes of data sets may stand their weights."""
-    there = Path(word).exists() or Path(f"{word}.idx").exists()
-    return str(Path(word).resolve()) if there else word
+    there = Path(argument).exists() or Path(f"{argument}.idx").exists()
+    return str(Path(argument).resolve()) if there else argument
 
 
 def _save_interval(loaded: Experiment, given: int | None) -> int:

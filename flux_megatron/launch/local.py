@@ -22,7 +22,7 @@ def check_gpus(workload: Workload) -> None:
         raise LaunchError(f"{needed} GPUs needed on this machine, {found} found{more}")
 
 
-def run(commands: Sequence[Command], resume: bool, say: Callable[[str], None]) -> int:
+def run(commands: Sequence[Command], resume: bool, log: Callable[[str], None]) -> int:
     """The first exit code that is not 0, of the preflight or of an arm; later arms do not run.
 
     An allocation of Slurm around us is not looked at: its nodes are not started here.
@@ -30,11 +30,11 @@ def run(commands: Sequence[Command], resume: bool, say: Callable[[str], None]) -
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     for command in commands:
         script = ["bash", str(command.folder / "command.sh")]
-        say(f"arm {command.arm}: {'resume' if resume else 'start'}")
+        log(f"arm {command.arm}: {'resume' if resume else 'start'}")
         for mode in ("doctor", "resume" if resume else "start"):
             code = _wait(subprocess.Popen([*script, mode], env=environment))
             if code:
-                say(f"arm {command.arm}: {mode} ended with code {code}")
+                log(f"arm {command.arm}: {mode} ended with code {code}")
                 return code
     return 0
 

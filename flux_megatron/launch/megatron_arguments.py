@@ -49,7 +49,7 @@ def resume(save: Path) -> list[str]:
     return ["--load", str(save), "--override-opt_param-scheduler"]  # spelt so in every release
 
 
-def starts_through_door(workload: Workload) -> bool:
+def needs_bootstrap(workload: Workload) -> bool:
     """Whether ranks run `-m flux_megatron.launch pretrain_gpt.py`, not the script itself."""
     return workload.arm == "flux" or workload.cluster.gpu == "cpu"
 

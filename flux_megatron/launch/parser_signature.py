@@ -51,7 +51,7 @@ def record(checkout: Path, release: str) -> Path:
 def dumped(parser: argparse.ArgumentParser) -> str:
     """The options of a parser as JSON, one a line, sorted.
 
-    An option is `flag`, `int`, `float` or `str` where that tells all; else its type, its choices
+    An option is `flag`, `int`, `float` or `str` where that is all; else its type, its choices
     and how many values it takes.
     """
     options = {
@@ -82,15 +82,15 @@ def releases() -> list[str]:
 
 
 def check(arguments: list[str], release: str) -> list[str]:
-    """What the release's parser, with our options added, would complain of; empty if nothing."""
+    """What the release's parser, with our options added, would refuse; empty if nothing."""
     parser = _parser(release)
-    complaints = []
+    errors = []
     for option in _options(arguments):
         try:
             parser.parse_args(option)
-        except argparse.ArgumentTypeError as error:  # noqa: PERF203, every option is to be told
-            complaints.append(f"{release}: {' '.join(option)}: {error}")
-    return complaints
+        except argparse.ArgumentTypeError as error:  # noqa: PERF203, every option is reported
+            errors.append(f"{release}: {' '.join(option)}: {error}")
+    return errors
 
 
 def _options(arguments: list[str]) -> list[list[str]]:

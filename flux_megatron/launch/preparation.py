@@ -22,15 +22,15 @@ def check_arguments(experiment: Experiment, commands: Sequence[Command]) -> None
             f"megatron_lm: {experiment.megatron_lm} given, one of {parser_signature.releases()} "
             "expected: the arguments of no other are known"
         )
-    complaints = [
-        f"arm {command.arm}: {complaint}"
+    errors = [
+        f"arm {command.arm}: {error}"
         for command in commands
-        for complaint in parser_signature.check(
+        for error in parser_signature.check(
             [*command.arguments, *command.on_resume], experiment.megatron_lm
         )
     ]
-    if complaints:
-        raise LaunchError("\n".join(complaints))
+    if errors:
+        raise LaunchError("\n".join(errors))
 
 
 def check_checkout(experiment: Experiment, checkout: Path | None) -> Iterator[str]:

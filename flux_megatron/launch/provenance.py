@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flux_megatron.launch.complaint import Complaint
+from flux_megatron.launch.experiment_error import ErrorDetail
 from flux_megatron.launch.inheritance import Merged, Source, covers
 
 
-def of(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[Complaint]]:
+def of(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[ErrorDetail]]:
     """The source of each scalar: that of the longest key which covers it.
 
-    A file that sets a value says why itself: what its base says is of another value.
+    A file that sets a value gives its own reason: that of its base is of another value.
     """
     found: dict[str, Source] = {}
-    complaints: list[Complaint] = []
+    errors: list[ErrorDetail] = []
     unused = dict(merged.sources)
     for key in scalars:
         value = merged.values.get(key)
@@ -27,9 +27,9 @@ def of(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[
         else:
             old = f" here; what {covering[0].file} says is of another value" if covering else ""
             where = value.file if value else ""
-            complaints.append(Complaint(where, key, f"neither stated nor assumed{old}"))
-    complaints += [
-        Complaint(source.file, f"{source.kind}.{key}", "there is no such value")
+            errors.append(ErrorDetail(where, key, f"neither stated nor assumed{old}"))
+    errors += [
+        ErrorDetail(source.file, f"{source.kind}.{key}", "there is no such value")
         for key, source in unused.items()
     ]
-    return found, complaints
+    return found, errors

@@ -1,4 +1,4 @@
-"""The rules between the values of an arm: whatever breaks one cannot run, or not as it says."""
+"""The rules between an arm's values: an arm that breaks one cannot run, or not as described."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def of_megatron(head: Head, arguments: list[str]) -> Iterator[Rule]:
     if head.megatron_lm not in (known := parser_signature.releases()):
         yield "megatron_lm", f"{head.megatron_lm!r} given, one of {known} expected"
     elif head.program == "pretrain_gpt":
-        for complaint in parser_signature.check(arguments, head.megatron_lm):
-            yield "arguments", complaint
+        for error in parser_signature.check(arguments, head.megatron_lm):
+            yield "arguments", error
     elif arguments:
         yield "arguments", f"{arguments} given, program train takes none of Megatron's"
 
@@ -57,10 +57,10 @@ def _divides(key: str, value: int, by_key: str, by: int) -> Iterator[Rule]:
         yield key, f"{value} is not divisible by {by_key}, {by}"
 
 
-def _signs(prefix: str, words: object) -> Iterator[Rule]:
+def _signs(prefix: str, section: object) -> Iterator[Rule]:
     """Numbers must be positive."""
-    for field in dataclasses.fields(words):  # type: ignore[arg-type]
-        key, value = f"{prefix}{field.name}", getattr(words, field.name)
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from _signs(f"{key}.", value)
         elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -22,24 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from flux_megatron import config_files
 from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.launch.inheritance import flat
 from flux_megatron.launch.site import LaunchError
-from flux_megatron.perf.workload import (
-    Cluster,
-    Health,
-    Link,
-    Model,
-    Nics,
-    Parallel,
-    Training,
-    Workload,
-)
 from flux_megatron.version import __version__
 
 FORMAT = 1
 MAY_CHANGE = ("training.steps",)  # when a run is resumed
+_RECORDED = TypeAdapter(Experiment)
 
 
 def refuse_used(run: Path) -> None:
@@ -53,18 +46,13 @@ def refuse_used(run: Path) -> None:
 def refuse_other(run: Path, experiment: Experiment) -> None:
     """`LaunchError` unless `run` holds this experiment, with the same values of each arm."""
     old, new = _values(read(run)), _values(experiment)
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old | new)
-        if old.get(key) != new.get(key) and not key.endswith(MAY_CHANGE)
-    ]
-    if changed:
-        raise LaunchError(f"{run} cannot be resumed with other values: {'; '.join(changed)}")
+    if changed := config_files.differences(old, new, but=MAY_CHANGE):
+        raise LaunchError(f"{run} cannot be resumed with other values: {changed}")
 
 
 def _values(experiment: Experiment) -> dict[str, Any]:
     arms = {str(arm): asdict(workload) for arm, workload in experiment.arms.items()}
-    return {"name": experiment.name, "program": experiment.program} | flat(arms)
+    return {"name": experiment.name, "program": experiment.program} | arms
 
 
 def of_run(run: Path) -> list[Path]:
@@ -117,26 +105,10 @@ def read(run: Path) -> Experiment:
         raise LaunchError(f"{file}: {error}") from None
     if record.get("format") != FORMAT:
         raise LaunchError(f"{file}: format {record.get('format')} given, {FORMAT} expected")
-    raw = record["experiment"]
-    arms = {arm: _workload(workload) for arm, workload in raw["arms"].items()}
-    return Experiment(**raw | {"file": Path(raw["file"]), "arms": arms})
-
-
-def _workload(raw: dict[str, Any]) -> Workload:
-    cluster = raw["cluster"]
-    nics = cluster["nics"]
-    parts = {
-        "link": Link(**cluster["link"]),
-        "nics": Nics(**nics) if nics else None,
-        "health": Health(**cluster.get("health", {})),
-    }
-    return Workload(
-        model=Model(**raw["model"]),
-        cluster=Cluster(**cluster | parts),
-        parallel=Parallel(**raw["parallel"]),
-        training=Training(**raw["training"]),
-        arm=raw["arm"],
-    )
+    try:
+        return _RECORDED.validate_json(json.dumps(record["experiment"]))
+    except ValidationError as error:
+        raise LaunchError(f"{file}: {error}") from None
 
 
 def _replace(file: Path, text: str) -> None:

@@ -13,12 +13,12 @@ from flux_megatron.launch.site import LaunchError
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
-PREFLIGHT_S = 300  # after which a node that says nothing is unfit
+PREFLIGHT_S = 300  # after which a silent node is unfit
 GRACE_S = 60  # for ranks that hang to write where they are
 
 
 def script(name: str, run: Path, commands: Sequence[Command], mode: str, alternating: bool) -> str:
-    """The text of job.sbatch. What the site says of an option stands instead of ours.
+    """The text of job.sbatch. An option of the site replaces ours.
 
     `mode`: start or resume. `alternating`: one job trains all `commands` in turn on its nodes, else
     each of them is a task of an array.
@@ -30,7 +30,7 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str, alterna
         name=name,
         options=[_option(*one) for one in _options(name, run, commands, alternating).items()],
         run=run,
-        parts=[str(command.folder.relative_to(run)) for command in commands],
+        arms=[str(command.folder.relative_to(run)) for command in commands],
         alternating=alternating,
         mode=mode,
         progress=first.progress,
@@ -103,7 +103,7 @@ def check_there() -> None:
 
 
 def submit(file: Path) -> str:
-    """Hand the script to Slurm; the job's id. `LaunchError` with what sbatch says otherwise."""
+    """Hand the script to Slurm; the job's id. `LaunchError` with sbatch's output otherwise."""
     done = subprocess.run(
         ["sbatch", "--parsable", str(file)], capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""From values to the words of `perf.workload`: keys and types, with the nearest name for a typo."""
+"""From values to `perf.workload`: keys and types, with the nearest name for a typo."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from flux_megatron.launch.complaint import Complaint
-from flux_megatron.launch.inheritance import Value, covers, nested
+from flux_megatron.config_files import nested
+from flux_megatron.launch.experiment_error import ErrorDetail
+from flux_megatron.launch.inheritance import Value, covers
 from flux_megatron.perf.workload import (
     Arm,
     Cluster,
@@ -26,15 +27,15 @@ from flux_megatron.perf.workload import (
 
 Program = Literal["pretrain_gpt", "train"]
 
-# As strict as JSON: no number from a text, no whole number from a truth value, no unknown key.
+# As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _words in (Model, Link, Nics, Health, Cluster, Parallel, Training):
-    with_config(_STRICT)(_words)
+for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
+    with_config(_STRICT)(_section)
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What an experiment says beside its sections."""
+    """What an experiment has beside its sections."""
 
     program: Program
     megatron_lm: str
@@ -53,27 +54,27 @@ TOP = (*SECTIONS, "arms", *HEAD)
 
 def build(
     kind: Any, values: Mapping[str, Value], section: str, file: str
-) -> tuple[Any, list[Complaint]]:
-    """A `kind` from `values` by their names within it; None, and complaints, where that cannot be.
+) -> tuple[Any, list[ErrorDetail]]:
+    """A `kind` from `values` by their names within it; None, and errors, where that cannot be.
 
-    Unknown keys are complained of and left out. `section` and `file` are named where no value is.
+    Unknown keys are reported and left out. `section` and `file` are named where no value is.
     """
     if not values and section:
-        return None, [Complaint(file, section, "missing")]
-    unknown, complaints = [], []
+        return None, [ErrorDetail(file, section, "missing")]
+    unknown, errors = [], []
     for name, value in values.items():
         known = names_at(kind, name)
         if known is not None:
             unknown.append(name)
-            complaints.append(Complaint(value.file, value.key, unknown_key(name, known)))
+            errors.append(ErrorDetail(value.file, value.key, unknown_key(name, known)))
     kept = {name: value for name, value in values.items() if name not in unknown}
     raw = nested({name: value.value for name, value in kept.items()})
     try:
         built = _adapter(kind).validate_json(json.dumps(raw, default=str))
     except ValidationError as error:
-        complaints += [_complaint(item, kept, section, file) for item in error.errors()]
-        return None, complaints
-    return built, complaints
+        errors += [_detail(item, kept, section, file) for item in error.errors()]
+        return None, errors
+    return built, errors
 
 
 _hints = lru_cache(get_type_hints)
@@ -103,32 +104,32 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
     return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known: {known}"
 
 
-def strangers(values: Mapping[str, Value]) -> Iterator[Complaint]:
-    """Complaints of keys that stand in no section: at the top, and in arms."""
+def unknown_keys(values: Mapping[str, Value]) -> Iterator[ErrorDetail]:
+    """Errors of keys that stand in no section: at the top, and in arms."""
     for key, value in values.items():
         top, *rest = key.split(".")
         if top not in TOP:
-            yield Complaint(value.file, key, unknown_key(top, TOP))
+            yield ErrorDetail(value.file, key, unknown_key(top, TOP))
         elif top == "arms" and rest and rest[0] not in ARMS:
-            yield Complaint(value.file, key, unknown_key(rest[0], ARMS))
+            yield ErrorDetail(value.file, key, unknown_key(rest[0], ARMS))
         elif top == "arms" and len(rest) > 1 and rest[1] not in OF_AN_ARM:
-            yield Complaint(value.file, key, unknown_key(rest[1], OF_AN_ARM))
+            yield ErrorDetail(value.file, key, unknown_key(rest[1], OF_AN_ARM))
         elif top == "arms" and len(rest) < 2 and value.value != {}:
-            yield Complaint(value.file, key, f"a mapping expected, {value.value!r} given")
+            yield ErrorDetail(value.file, key, f"a mapping expected, {value.value!r} given")
 
 
-def _complaint(item: Any, values: Mapping[str, Value], section: str, file: str) -> Complaint:
+def _detail(item: Any, values: Mapping[str, Value], section: str, file: str) -> ErrorDetail:
     name = ".".join(str(part) for part in item["loc"])
     key = f"{section}.{name}".lstrip(".")
     if item["type"] == "missing":
         files = {value.file for value in values.values()}
-        return Complaint(files.pop() if len(files) == 1 else file, key, "missing")
+        return ErrorDetail(files.pop() if len(files) == 1 else file, key, "missing")
     rule = item["msg"]
     if not isinstance(item["input"], dict):
         rule += f", {item['input']!r} given"
     for given, value in values.items():
         if covers(given, name):
-            return Complaint(value.file, value.key, rule)
+            return ErrorDetail(value.file, value.key, rule)
         if covers(name, given):
-            return Complaint(value.file, key, rule)
-    return Complaint(file, key, rule)
+            return ErrorDetail(value.file, key, rule)
+    return ErrorDetail(file, key, rule)

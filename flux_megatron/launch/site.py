@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flux_megatron import config_files
 from flux_megatron.launch.container import Container
 from flux_megatron.perf.workload import Arm
 
@@ -43,20 +43,20 @@ class Site(BaseModel):
 
 def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[str] = ()) -> Site:
     """The site of a YAML file, with `KEY=VALUE` (or KEY) options upon it."""
-    raw: Any = {}
+    raw: dict[str, Any] = {}
     if file is not None:
         try:
-            raw = yaml.safe_load(file.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+            raw = config_files.read(file)
+        except ValueError as error:
             raise LaunchError(f"{file}: {error}") from None
-    if isinstance(raw, dict) and raw.get("container"):
+    if raw.get("container"):
         raw = {"python": "python3"} | raw  # ours is outside
     try:
         site = Site.model_validate(raw)
     except ValidationError as error:
         found = error.errors()[0]
         key = ".".join(map(str, found["loc"]))
-        raise LaunchError(f"{file}: {key or 'the file'}: {found['msg']}") from None
+        raise LaunchError(f"{file}: {key}: {found['msg']}") from None
     options = dict(_pair("--sbatch", text) for text in sbatch)
     variables = dict(_pair("--env", text) for text in environment)
     if None in variables.values():

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from flux_megatron.launch.megatron_arguments import POSITION
 from flux_megatron.perf.workload import Workload
 
 LAYERS = {"megatron": "stock", "flux": "flux"}
-POSITION = {"learned": "learned_absolute", "rope": "rope"}
 
 
 def render(workload: Workload, *, data: Path | None = None, save_interval: int = 0) -> str:

@@ -120,7 +120,7 @@ def record(checkout: Path, name: str) -> Path:
 
 
 def version_of(checkout: Path) -> str:
-    """What `megatron.core` says it is, such as "0.16.1"; a release's tag may say otherwise."""
+    """The version in `megatron.core`, such as "0.16.1"; a release's tag may say otherwise."""
     text = _read(checkout, PACKAGE_INFO)
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
     if len(parts) < 3:

@@ -23,8 +23,8 @@ def _main() -> None:
 
 @app.command()
 def check(checkout: Checkout) -> None:
-    """Say whether the patches fit and whether they are applied; fails if they do not fit."""
-    with _refusal_in_words():
+    """Show whether the patches fit and whether they are applied; fails if they do not fit."""
+    with _exit_where_refused():
         state = checkouts.examine(checkout)
         if state.differences:
             raise checkouts.Refused(str(state))
@@ -34,7 +34,7 @@ def check(checkout: Checkout) -> None:
 @app.command()
 def apply(checkout: Checkout) -> None:
     """Put the patches in, if they fit and are not in yet."""
-    with _refusal_in_words():
+    with _exit_where_refused():
         state = checkouts.apply(checkout)
     typer.echo(f"{state.series.folder.name}: applied to {_files(state)}")
 
@@ -42,7 +42,7 @@ def apply(checkout: Checkout) -> None:
 @app.command()
 def undo(checkout: Checkout) -> None:
     """Take the patches out again."""
-    with _refusal_in_words():
+    with _exit_where_refused():
         state = checkouts.undo(checkout)
     typer.echo(f"{state.series.folder.name}: taken out of {_files(state)}")
 
@@ -53,13 +53,13 @@ def record(
     name: Annotated[str, typer.Argument(help="Folder of patches/ with patches for it")],
 ) -> None:
     """For a new version: write the fingerprints of an unpatched checkout beside its patches."""
-    with _refusal_in_words():
+    with _exit_where_refused():
         file = checkouts.record(checkout, name)
     typer.echo(f"wrote {file}")
 
 
 @contextmanager
-def _refusal_in_words() -> Iterator[None]:
+def _exit_where_refused() -> Iterator[None]:
     try:
         yield
     except checkouts.Refused as refusal:

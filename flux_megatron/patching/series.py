@@ -31,7 +31,7 @@ class Hunk:
 class Series:
     """Functions by path and name: the first lines of those that hunks go into, as the hunks' own
     line numbers assume them, and the hashes of these and of all that `integration` relies on.
-    `files` has hashes of the whole files of the latter, which tell the usual case quickly.
+    `files` has hashes of the whole files of the latter, which settle the usual case quickly.
     """
 
     folder: Path

@@ -36,14 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line; what was not examined is said of a fit node too."""
-    told = {
-        status: [f.text for f in findings if f.status == status]
+    """One line; what was not examined is named for a fit node too."""
+    unfit, unknown = (
+        "; ".join(f.text for f in findings if f.status == status)
         for status in ("unfit", "not checked")
-    }
-    unfit = "; ".join(told["unfit"])
+    )
     line = f"unfit: {unfit}" if unfit else "fit"
-    return f"{line}; not checked: {'; '.join(told['not checked'])}" if told["not checked"] else line
+    return f"{line}; not checked: {unknown}" if unknown else line
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A short load on all GPUs of a node, started by torchrun: rank 0 prints what it reached, as JSON.
 
 `allreduce_gbps` is the bus bandwidth of NCCL's all-reduce, 2 (R - 1) / R x bytes / time, or null on
-one GPU; `sm_mhz` the GPUs' clocks while they multiply, or null where nobody tells.
+one GPU; `sm_mhz` the GPUs' clocks under GEMMs, or null where they are unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from flux_megatron.preflight.finding import NotChecked, asked
+from flux_megatron.preflight.finding import NotChecked, output_of
 
 SIZE_BYTES = 256 * 2**20
 REPEATS = 20
@@ -31,7 +31,7 @@ def main() -> None:
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=BOUND_S)
     )
-    clocks = _multiply(device) if on_gpu else None
+    clocks = _clocks_under_gemms(device) if on_gpu else None
     reached = {"allreduce_gbps": _bus_gbps(device), "sm_mhz": clocks}
     if rank == 0:
         print(json.dumps(reached), flush=True)
@@ -39,7 +39,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _multiply(device: torch.device) -> list[int] | None:
+def _clocks_under_gemms(device: torch.device) -> list[int] | None:
     """The SM clock of every rank's GPU after WARM_S of GEMMs on all of them, in MHz."""
     x = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
     until = time.monotonic() + WARM_S
@@ -47,7 +47,7 @@ def _multiply(device: torch.device) -> list[int] | None:
         for _ in range(20):
             x @ x
         torch.cuda.synchronize()
-    for _ in range(200):  # the GPU is busy while it is asked
+    for _ in range(200):  # the GPU is busy while its clock is read
         x @ x
     own = _sm_mhz(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     torch.cuda.synchronize()
@@ -61,7 +61,7 @@ def _sm_mhz(gpu: str) -> int | None:
     """By its UUID: nvidia-smi also numbers the GPUs that this job does not see."""
     query = ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={gpu}"]
     try:
-        return int(asked(["nvidia-smi", *query], 30))
+        return int(output_of(["nvidia-smi", *query], 30))
     except (NotChecked, ValueError):
         return None
 

@@ -1,4 +1,4 @@
-"""What one look at a node has found, and the output of the commands that are asked."""
+"""The findings about a node, and the output of the commands behind them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NotChecked(Exception):
     """A command that is not there, fails, or hangs."""
 
 
-def asked(command: Sequence[str], timeout_s: float) -> str:
+def output_of(command: Sequence[str], timeout_s: float) -> str:
     """Standard output of a command. `NotChecked` where it cannot be had."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -31,6 +31,6 @@ def asked(command: Sequence[str], timeout_s: float) -> str:
     except subprocess.TimeoutExpired:
         raise NotChecked(f"{' '.join(command)}: no answer in {timeout_s:g} s") from None
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise NotChecked(f"{' '.join(command)}: exit code {done.returncode}: {last}")
     return done.stdout

@@ -1,6 +1,6 @@
 """What the driver knows of a node's GPUs: their number, memory errors, NVLink, why clocks are held.
 
-nvidia-smi is asked and not NVML: it comes with every driver, into containers too.
+nvidia-smi is used and not NVML: it comes with every driver, into containers too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from flux_megatron.preflight.finding import Finding, NotChecked, Status, asked
+from flux_megatron.preflight.finding import Finding, NotChecked, Status, output_of
 
 ANSWER_S = 60  # a driver that is broken may hang
 SMI = "nvidia-smi"
@@ -34,7 +34,7 @@ UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "")
 
 
 def examine(count: int, link: str) -> Iterator[Finding]:
-    """All that can be asked; a question without an answer is `not checked`."""
+    """All queries; one without an answer is `not checked`."""
     if shutil.which(SMI) is None:
         yield Finding("not checked", f"errors, links and clocks of GPUs: no {SMI}")
         return
@@ -107,7 +107,7 @@ def _link_errors() -> Iterator[Finding]:
 def _of_gpus(question: str) -> dict[str, list[str]]:
     """The lines below each "GPU N:"."""
     found: dict[str, list[str]] = {}
-    for line in asked([SMI, "nvlink", question], ANSWER_S).splitlines():
+    for line in output_of([SMI, "nvlink", question], ANSWER_S).splitlines():
         if head := re.match(r"GPU (\d+):", line):
             lines = found.setdefault(head[1], [])
         elif found:
@@ -116,8 +116,8 @@ def _of_gpus(question: str) -> dict[str, list[str]]:
 
 
 def _rows(fields: str) -> list[list[str]]:
-    """The fields of each GPU. Asked one at a time: a driver refuses all if it does not know one."""
-    text = asked([SMI, f"--query-gpu={fields}", "--format=csv,noheader,nounits"], ANSWER_S)
+    """The fields of each GPU. A driver refuses the whole query if it does not know one field."""
+    text = output_of([SMI, f"--query-gpu={fields}", "--format=csv,noheader,nounits"], ANSWER_S)
     return [
         [cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()
     ]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from flux_megatron.preflight.finding import Finding, NotChecked, Status, asked
+from flux_megatron.preflight.finding import Finding, NotChecked, Status, output_of
 
 LOAD_S = 180  # importing torch on a busy file system included
 
@@ -37,7 +37,7 @@ def examine(gpus: int, allreduce_gbps: float | None, sm_mhz: int | None) -> Iter
 
 def _clocks(found: list[int] | None, least: int) -> Iterator[Finding]:
     if not found:
-        yield Finding("not checked", "SM clocks: nvidia-smi does not tell them")
+        yield Finding("not checked", "SM clocks: nvidia-smi does not report them")
         return
     slow = [f"GPU {i}: {mhz} MHz" for i, mhz in enumerate(found) if mhz < least]
     if slow:
@@ -49,6 +49,6 @@ def _clocks(found: list[int] | None, least: int) -> Iterator[Finding]:
 def _reached(gpus: int) -> dict[str, Any]:
     """What flux_megatron.preflight.allreduce prints. `NotChecked` where it fails or hangs."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
-    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    said = asked([*torchrun, *meeting, "-m", "flux_megatron.preflight.allreduce"], LOAD_S)
-    return json.loads(said.splitlines()[-1])
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    output = output_of([*torchrun, *rendezvous, "-m", "flux_megatron.preflight.allreduce"], LOAD_S)
+    return json.loads(output.splitlines()[-1])

@@ -19,7 +19,7 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class Iteration:
-    """What a line of a log tells: of iteration `number`, or the mean of `since` to `number`."""
+    """A line of a log: iteration `number`, or the mean of `since` to `number`."""
 
     number: int
     since: int

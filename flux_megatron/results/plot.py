@@ -26,8 +26,8 @@ def draw(report: Report, file: Path) -> None:
     for run in report.runs:
         for arm, series in run.arms.items():
             _step_times(times, series, _warmup(report, arm), arm)
-            told = [(i.number, i.loss) for i in series.iterations if i.loss is not None]
-            _line(losses, told, arm, arm)
+            logged = [(i.number, i.loss) for i in series.iterations if i.loss is not None]
+            _line(losses, logged, arm, arm)
             if arm != "megatron" and "megatron" in run.arms:
                 apart = loss_differences(series, run.arms["megatron"])
                 _line(differences, [*apart.items()], arm, f"|{arm} - megatron|")

@@ -125,7 +125,7 @@ def _what(run: Run) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, with what their properties say."""
+    """Dataclasses as dictionaries, their properties included."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         names += [n for n, v in vars(type(value)).items() if isinstance(v, property)]

@@ -7,8 +7,8 @@ six block medians gives the standard error, Student's t the interval. Several ru
 better than one: between them lies what no single run shows (nodes, clocks), and their ratios are
 taken as they are, one a run. All is done in logarithms, where a ratio is a difference.
 
-Resampling such blocks instead (a percentile bootstrap) leaves the truth out in 5 to 20 % of runs of
-100 iterations, and in up to 40 % of runs of 40, at correlations up to 0.8: too few to resample.
+Resampling such blocks instead (a percentile bootstrap) misses the true ratio in 5 to 20 % of runs
+of 100 iterations, and in up to 40 % of runs of 40, at correlations up to 0.8: too few to resample.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster; `interval` is None where nothing can be said of it.
+    """How many times faster; `interval` is None with too few iterations.
 
     `runs` is 1 where the interval rests on blocks of one run. Then `noise` is the larger one of
-    both arms, and an effect below it is not taken for one.
+    both arms, and a smaller speedup is not significant.
     """
 
     ratio: float

@@ -37,7 +37,7 @@ class ArmSummary:
 
 @dataclass(frozen=True)
 class Parity:
-    """Absolute differences of two arms' losses, in nats, over the iterations that both tell of.
+    """Absolute differences of two arms' losses, in nats, over the iterations that both logged.
 
     An iteration whose loss is not a number in one of them differs infinitely.
     """

@@ -36,7 +36,7 @@ def tables(report: Report) -> list[Texts]:
 
 
 def remarks(report: Report) -> list[str]:
-    """What the tables do not say: arms without iterations, restarts, what was left out."""
+    """What the tables do not show: arms without iterations, restarts, what was left out."""
     found = []
     for run, arms in zip(report.runs, report.arms, strict=True):
         missing = [arm for arm in report.experiment.arms if arm not in arms]

@@ -1,7 +1,7 @@
 """Iterations from the folder of `flux-megatron train`: metrics.jsonl, a row for each step.
 
 A resumed training drops the rows that it does again, so repeated steps are not seen here; each row
-tells with which step its process began.
+has the first step of its process.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def simulate(
 
 
 def _sweeps(texts: list[str]) -> tuple[list[int], bool]:
-    """(numbers of GPUs, whether other values are asked for). `ValueError` for anything else."""
+    """(numbers of GPUs, whether other values are swept). `ValueError` for anything else."""
     gpus, alternatives = [], False
     for text in texts:
         bounds = re.fullmatch(r"gpus=(\d+)(?:\.\.(\d+))?", text)

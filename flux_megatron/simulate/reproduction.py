@@ -20,8 +20,8 @@ from flux_megatron.perf.calibration import renew
 from flux_megatron.simulate.predictions import Network, Predictions, predict
 
 OPERATORS = {("ag_gemm", "fc1"): "AG+GEMM", ("gemm_rs", "fc2"): "GEMM+RS"}
-PEERS = {"auto": "ours", "te_ring": "TransformerEngine", "async_tp": "torch async-TP"}
-SETTINGS = ("unset", "1")  # of CUDA_DEVICE_MAX_CONNECTIONS
+CANDIDATES = {"auto": "ours", "te_ring": "TransformerEngine", "async_tp": "torch async-TP"}
+CONNECTIONS = ("unset", "1")  # of CUDA_DEVICE_MAX_CONNECTIONS
 MODELS = ("gpt3-175b", "llama2-70b")
 MS = (2048, 4096, 8192)
 
@@ -77,8 +77,8 @@ def sensitivity_table(runs: Sequence[Predictions]) -> str:
 
 
 def operator_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The paper's two operations on 4 x H200: E of ours and of peers, CUDA_DEVICE_MAX_CONNECTIONS=1
-    as in training.
+    """The paper's two operations on 4 x H200: E of ours and of others,
+    CUDA_DEVICE_MAX_CONNECTIONS=1 as in training.
     """
     cells = {
         (row["pattern"], row["M"], row["candidate"]): row["efficiency"]
@@ -92,10 +92,10 @@ def operator_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for (pattern, _), name in OPERATORS.items():
         for M in sizes:
-            values = [cells.get((pattern, M, candidate)) for candidate in PEERS]
+            values = [cells.get((pattern, M, candidate)) for candidate in CANDIDATES]
             shown = [f"{value:.0%}" if value is not None else "no row" for value in values]
             lines.append([name, f"{M}", *shown])
-    return _markdown(["operation", "m", *(f"E of {name}" for name in PEERS.values())], lines)
+    return _markdown(["operation", "m", *(f"E of {name}" for name in CANDIDATES.values())], lines)
 
 
 def layer_table(predictions: Iterable[dict[str, Any]]) -> str:
@@ -108,7 +108,7 @@ def layer_table(predictions: Iterable[dict[str, Any]]) -> str:
     rows = []
     for model in MODELS:
         for M in MS:
-            for connections in SETTINGS:
+            for connections in CONNECTIONS:
                 stock, te, ours = (
                     found[model, M, connections, arm] for arm in ("megatron", "te", "auto")
                 )

@@ -114,10 +114,10 @@ def remarks(found: Predictions) -> Iterator[str]:
     experiment = found.experiment
     for arm, points in found.points.items():
         costly = ((name, costly_from(points, kinds, COSTLY)) for name, kinds in KINDS.items())
-        words = [
+        spans = [
             f"{name} from {gpus} GPUs on" if gpus else f"{name} never" for name, gpus in costly
         ]
-        yield f"{arm}: parallelism that costs more than {COSTLY:.0%} of a step: {', '.join(words)}."
+        yield f"{arm}: parallelism that costs more than {COSTLY:.0%} of a step: {', '.join(spans)}."
     if "section" in experiment.paper:
         yield f"The paper's figures: {experiment.paper['section']}."
     if experiment.assumed:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
-from flux_megatron.train.peers import of_a_collective
+from flux_megatron.train.rank_states import of_a_collective
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
@@ -95,7 +95,7 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
     if not final.exists():  # else an earlier run came this far, but did not move the pointer
         try:
             dist_checkpointing.save(state, str(partial))
-        except (Exception, CheckpointException) as error:  # whatever writers say of a full disk
+        except (Exception, CheckpointException) as error:  # writers raise any type on a full disk
             if of_a_collective(error):
                 raise
             free = shutil.disk_usage(out).free
@@ -124,7 +124,7 @@ def load(path: Path, trainee: Trainee) -> tuple[int, int]:
         state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
     except ConfigError:
         raise
-    except (Exception, CheckpointException) as error:  # whatever readers say of a file that is torn
+    except (Exception, CheckpointException) as error:  # readers raise any type on a torn file
         if of_a_collective(error):
             raise
         raise ConfigError(

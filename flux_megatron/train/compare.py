@@ -1,8 +1,8 @@
 """`--compare`: the same run on stock Megatron layers, both curves, and a verdict. No torch.
 
 float32: no step's loss may differ from stock by more than a tolerance. Lower precision: two correct
-programs drift apart, so stock Megatron is also trained with its sums in other orders, and our curve
-must be no further from one of the stock curves than stock curves are from each other.
+implementations drift apart, so stock Megatron is also trained with its sums in other orders, and
+our curve must be no further from one of the stock curves than stock curves are from each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rows = list[dict[str, Any]]
 def compare(config: TrainConfig, out: Path, resume: bool) -> int:
     """Train every arm in OUT/ARM.
 
-    0 if ours agrees with stock and every call overlapped or says why not, else 1 (130 after
+    0 if ours agrees with stock and every call overlapped or has a reason, else 1 (130 after
     Ctrl-C).
     """
     if config.layers != "flux":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flux_megatron import config_files
 
 BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 VOCAB_MULTIPLE = 64
@@ -125,7 +126,7 @@ class TrainConfig(Section):
     def eligible_calls(self, steps: int, microbatches: int) -> int:
         """Calls per rank that ought to overlap in `steps` steps.
 
-        Under sequence parallelism each of a layer's four linears, and the LM head, meets one
+        Under sequence parallelism each of a layer's four linears, and the LM head, has one
         collective in its forward and one in its backward pass.
         """
         if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
@@ -135,7 +136,7 @@ class TrainConfig(Section):
     def silent_calls(self, eligible: int, counts: dict[str, Any]) -> int:
         """How many of the eligible calls neither overlapped nor gave a reason.
 
-        A plan that is `sequential` is a reason where one was to be chosen, or was asked for.
+        A `sequential` plan is a reason where plans are chosen, or where it is the run's strategy.
         """
         accounted = counts["overlapped"] + sum(counts["fallbacks"].values())
         if self.strategy in ("auto", "sequential"):
@@ -146,18 +147,12 @@ class TrainConfig(Section):
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     """The run of `file` with dotted `overrides`, as {"train.steps": 10}.
 
-    `ConfigError` says what is wrong.
+    `ConfigError` names what is wrong.
     """
     try:
-        raw = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{file}: expected sections (model, train, ...), got {type(raw).__name__}"
-        )
+        raw = config_files.read(file)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
     for dotted, value in overrides.items():
         _override(raw, dotted, value)
     try:
@@ -169,10 +164,10 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """`model.hidden=128` -> ("model.hidden", 128), the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {text!r}: expected key=value, such as train.lr=0.001")
-    return key.strip(), yaml.safe_load(value)
+    try:
+        return config_files.parse_override(text, example="train.lr=0.001")
+    except ValueError as error:
+        raise ConfigError(f"--set: {error}") from None
 
 
 def _override(raw: dict[str, Any], dotted: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 Megatron places its own buffers on `torch.cuda.current_device()` or "cuda", keeps the CUDA
 generator's state in its random number tracker, waits on the current stream, and compares tensor
 types with "torch.cuda.FloatTensor". Only those are answered; `is_available()` stays False, so
-whoever asks learns the truth. Nothing of Megatron is edited.
+callers still learn that there is no GPU. Nothing of Megatron is edited.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Generator:
 
 
 class Stream:
-    """The only stream: all that was asked of it is done."""
+    """The only stream: its work is always done."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

@@ -58,10 +58,10 @@ def pretend_gpu() -> None:
     _gloo_for_nccl()
     pretend_cuda()
     _without_cuda_toolkit()
-    _stock_parts()
+    _stock_provider()
 
 
-def _stock_parts() -> None:
+def _stock_provider() -> None:
     """For runs without `--flux-overlap`: the norm that stock linears get from apex on GPUs."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 

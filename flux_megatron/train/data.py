@@ -84,7 +84,7 @@ def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
     kept = prefix.parent / f"indices-{config.model.seq_length}-{config.train.seed}"
     mine: list[Path] = [kept if kept.is_dir() else kept.with_suffix(f".partial-{os.getpid()}")]
     dist.broadcast_object_list(mine)
-    settings = GPTDatasetConfig(
+    dataset_config = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
         blend=([str(prefix)], None),
@@ -97,7 +97,7 @@ def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
         create_attention_mask=False,
     )
     sizes: list[int | None] = [None, None, None]
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
     dataset = builder.build()[0]
     dist.barrier()  # all ranks have opened them
     if dist.get_rank() == 0 and mine[0] != kept:

@@ -37,7 +37,7 @@ class StopRequest:
         signal.signal(number, self.defaults[signal.Signals(number)])
 
     def agreed(self, device: torch.device) -> bool:
-        """True on all ranks as soon as one of them was asked. Collective."""
+        """True on all ranks as soon as one of them got a signal. Collective."""
         flag = torch.tensor([int(self.requested)], device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -27,17 +27,17 @@ class Trainee:
     """All that changes in training. `module` is the GPTModel inside the wrappers of `model`."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        settings = transformer_config(config)
-        self.module = _gpt_model(config, settings).to(device)
+        core_config = transformer_config(config)
+        self.module = _gpt_model(config, core_config).to(device)
         inner = self.module
         if config.train.dtype != "float32":
-            inner = Float16Module(settings, inner)
+            inner = Float16Module(core_config, inner)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.model = DistributedDataParallel(settings, ddp, inner)
+        self.model = DistributedDataParallel(core_config, ddp, inner)
         self.optimizer = _optimizer(config, self.model)
         self.scheduler = _scheduler(config, self.optimizer)
-        settings.finalize_model_grads_func = finalize_model_grads
-        settings.grad_scale_func = self.optimizer.scale_loss
+        core_config.finalize_model_grads_func = finalize_model_grads
+        core_config.grad_scale_func = self.optimizer.scale_loss
 
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -49,7 +49,7 @@ def layer_context(config: TrainConfig) -> AbstractContextManager[Any]:
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """Megatron's settings.
+    """Megatron's configuration.
 
     Weights are drawn on the CPU, so that every layer class starts from the same bits.
     """
@@ -76,12 +76,12 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     )
 
 
-def _gpt_model(config: TrainConfig, settings: TransformerConfig) -> GPTModel:
+def _gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
     flux = config.layers == "flux"
     with use_flux_output_layer() if flux else nullcontext():
         return GPTModel(
-            config=settings,
-            transformer_layer_spec=gpt_block_spec(settings, layers="flux" if flux else "stock"),
+            config=core_config,
+            transformer_layer_spec=gpt_block_spec(core_config, layers="flux" if flux else "stock"),
             vocab_size=config.padded_vocab,
             max_sequence_length=config.model.seq_length,
             share_embeddings_and_output_weights=config.model.tied_embeddings,
@@ -91,7 +91,7 @@ def _gpt_model(config: TrainConfig, settings: TransformerConfig) -> GPTModel:
 
 def _optimizer(config: TrainConfig, model: DistributedDataParallel) -> MegatronOptimizer:
     loop, dtype = config.train, getattr(torch, config.train.dtype)
-    settings = OptimizerConfig(
+    optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=loop.lr,
         min_lr=loop.min_lr,
@@ -102,7 +102,7 @@ def _optimizer(config: TrainConfig, model: DistributedDataParallel) -> MegatronO
         fp16=dtype is torch.float16,
         initial_loss_scale=2.0**16,
     )
-    return get_megatron_optimizer(settings, [model])
+    return get_megatron_optimizer(optimizer_config, [model])
 
 
 def _scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -29,7 +29,7 @@ class RankProcess:
         self.rank, self.log = rank, log
         self.code: int | None = None
         self.stopped_at = self.ended_at = 0.0
-        self._said = b""
+        self._received = b""
         self._pipe, errors = os.pipe()
         os.set_blocking(self._pipe, False)
         passed = {"errors": errors}
@@ -49,10 +49,10 @@ class RankProcess:
             os.close(passed["display"])
 
     def look(self) -> None:
-        """Learn what has become of it. An ended process keeps its number until `kill`."""
+        """Update its state. An ended process keeps its number until `kill`."""
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._pipe, _PIPE_BYTES):
-                self._said += part
+            while data := os.read(self._pipe, _PIPE_BYTES):
+                self._received += data
         if self.code is not None:
             return
         flags = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
@@ -69,21 +69,21 @@ class RankProcess:
     @property
     def error(self) -> str:
         """The traceback that it has sent, or nothing."""
-        return self._said.partition(b"\n")[2].decode(errors="replace")
+        return self._received.partition(b"\n")[2].decode(errors="replace")
 
     @property
     def error_at_ns(self) -> int:
         """When it sent `error`, by the clock that all processes share."""
-        return int(self._said.partition(b"\n")[0] or 0)
+        return int(self._received.partition(b"\n")[0] or 0)
 
     def fact(self) -> str:
-        """What its parent knows of its end beside `error`, or nothing."""
+        """How it ended, as its parent sees it, or nothing."""
         name = f"rank_{self.rank}"
         if self.code is None:
             return f"{name} is stopped (process {self._process.pid})" if self.stopped_at else ""
         if self.code < 0:
             return f"{name} was killed by {signal.Signals(-self.code).name}"
-        if self.code in (0, INTERRUPTED) or self._said:
+        if self.code in (0, INTERRUPTED) or self._received:
             return ""
         end = self.log.read_text(errors="replace")[-2000:]
         return f"{name} ended with code {self.code}; the end of its log:\n{end}"

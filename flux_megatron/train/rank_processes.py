@@ -18,7 +18,7 @@ from pathlib import Path
 from flux_megatron.train.rank_process import INTERRUPTED, RankProcess
 
 POLL_S = 0.05
-GRACE_S = 5.0  # for the other ranks to say why, after one has failed
+GRACE_S = 5.0  # for the other ranks to report their errors, after one has failed
 STOP_GRACE_S = 30.0  # for the other ranks to end, after a requested stop ended one
 TRACE_S = 0.2  # for a rank that is ended to write down where it stands
 
@@ -62,13 +62,13 @@ class RankProcesses:
 
         `RankFailure` if a rank failed; then each rank has an error in logs/rank_N.error.
         """
-        told, reason = False, ""
+        forwarded, reason = False, ""
         while not reason and any(rank.code is None for rank in self.ranks):
             time.sleep(POLL_S)
             if self.stops_asked > 1:
                 return INTERRUPTED
-            if self.stops_asked and not told:
-                told = True
+            if self.stops_asked and not forwarded:
+                forwarded = True
                 self._ask_to_stop()
             for rank in self.ranks:
                 rank.look()
@@ -111,8 +111,8 @@ class RankProcesses:
             rank.signal(signal.SIGUSR1)
         time.sleep(TRACE_S if left else 0)
         facts = [fact for rank in self.ranks if (fact := rank.fact())]
-        spoken = sorted((rank for rank in self.ranks if rank.error), key=lambda r: r.error_at_ns)
-        first = f"rank_{spoken[0].rank} failed:\n{spoken[0].error}" if spoken else ""
+        reported = sorted((rank for rank in self.ranks if rank.error), key=lambda r: r.error_at_ns)
+        first = f"rank_{reported[0].rank} failed:\n{reported[0].error}" if reported else ""
         cause = facts[0] if facts else first.strip().splitlines()[-1] if first else reason
         for rank in self.ranks:
             text = rank.error or rank.fact()

@@ -1,7 +1,7 @@
-"""Stock Megatron with its sequence-parallel sums in another order: a yardstick for low precision.
+"""Stock Megatron with its sequence-parallel sums in another order: a baseline for low precision.
 
-Two correct programs that add the same partial results in different orders drift apart in bfloat16.
-How far stock Megatron drifts from itself says how far another correct implementation may drift.
+Two correct implementations that add the same partial sums in different orders drift apart in
+bfloat16. How far stock Megatron drifts from itself bounds the drift of another correct one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def reordered_reduce_scatter(order: str) -> Iterator[None]:
             module.dist_reduce_scatter_func = original
 
 
-def _rank_order_fp32(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
-    for part in parts:
-        total += part
+def _rank_order_fp32(partials: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros_like(partials[0], dtype=torch.float32)
+    for partial_sum in partials:
+        total += partial_sum
     return total
 
 
-def _reverse_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[-1].clone()
-    for part in reversed(parts[:-1]):
-        total += part
+def _reverse_order(partials: list[torch.Tensor]) -> torch.Tensor:
+    total = partials[-1].clone()
+    for partial_sum in reversed(partials[:-1]):
+        total += partial_sum
     return total
 
 

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flux_megatron import config_files
 from flux_megatron.train.config import ConfigError, TrainConfig
 
 LOCK = "lock"
-MAY_CHANGE = {"train.steps", "train.save_every", "train.log_every", "data.cache"}
+MAY_CHANGE = ("train.steps", "train.save_every", "train.log_every", "data.cache")
 
 
 def refuse_used(out: Path, resume: bool) -> None:
@@ -49,14 +50,11 @@ def claimed(config: TrainConfig, out: Path, resume: bool) -> Iterator[None]:
 
 def _record(config: TrainConfig, out: Path) -> None:
     """Write down what is run, which a resumption must match."""
-    file = out / "config.json"
-    if file.exists():
-        old, new = _flat(json.loads(file.read_text())), _flat(json.loads(config.model_dump_json()))
-        keys = (key for key in sorted(old | new) if key not in MAY_CHANGE)
-        changed = [f"{k}: {old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
-        if changed:
-            raise ConfigError(f"{out} cannot be resumed with other settings: " + "; ".join(changed))
-    write_json(file, json.loads(config.model_dump_json()))
+    file, new = out / "config.json", config.model_dump(mode="json")
+    old = read_json(file) if file.exists() else new
+    if changed := config_files.differences(old, new, but=MAY_CHANGE):
+        raise ConfigError(f"{out} cannot be resumed with other settings: {changed}")
+    write_json(file, new)
 
 
 def recorded_config(out: Path) -> TrainConfig:
@@ -117,11 +115,3 @@ def plot_losses(file: Path, curves: dict[str, list[dict[str, Any]]]) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     FigureCanvasAgg(figure).print_png(str(file))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat

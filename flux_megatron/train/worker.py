@@ -65,15 +65,14 @@ def run(
 ) -> int:
     """Train as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop.
 
-    Without `store` the ranks meet where torchrun's variables say. `RankLost` names a rank without
-    which a collective has ended.
+    Without `store` the rendezvous is torchrun's. `RankLost` names a rank that a collective misses.
     """
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
     import torch.distributed as dist
 
     from flux_megatron.train.cpu_device import without_compiler
-    from flux_megatron.train.peers import Peers, named
+    from flux_megatron.train.rank_states import RankStates, naming_lost_ranks
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     with contextlib.nullcontext() if on_gpu else without_compiler():
@@ -89,7 +88,7 @@ def run(
         pretend_cuda()
     # NCCL counts from a collective's enqueueing: a kernel's wait before it must end first
     bound_s = settings.get().timeout_s * (2 if on_gpu else 1)
-    with named(_starting):
+    with naming_lost_ranks(_starting):
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
@@ -98,8 +97,8 @@ def run(
             timeout=datetime.timedelta(seconds=bound_s),
             device_id=device if on_gpu else None,
         )
-        peers = Peers()
-    with named(peers.states):
+        ranks = RankStates()
+    with naming_lost_ranks(ranks.states):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
             distributed_timeout_minutes=bound_s / 60,
@@ -111,12 +110,12 @@ def run(
 
 
 def _store(listener: int | None) -> dist.Store:
-    """Where the ranks of one run have met: rank 0 serves it, on a socket that its parent bound."""
+    """The store of a run's ranks: rank 0 serves it, on a socket that its parent bound."""
     import torch.distributed as dist
 
-    from flux_megatron.train.peers import named
+    from flux_megatron.train.rank_states import naming_lost_ranks
 
-    with named(_starting):
+    with naming_lost_ranks(_starting):
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),

@@ -106,12 +106,12 @@ def main(script: str, run: Any, number: int) -> int:
 def _enter(script: str, arguments: list[str]) -> None:
     from megatron.training import training
 
-    from flux_megatron.integration import door
+    from flux_megatron.integration import bootstrap
 
-    door.enter(script, arguments)
+    bootstrap.enter(script, arguments)
     for name, hook in (("training_log", _logged), ("evaluate", _evaluated), ("train", _trained)):
         setattr(training, name, hook(getattr(training, name)))
-    door.run()
+    bootstrap.run()
 
 
 def _logged(original: Any) -> Any:

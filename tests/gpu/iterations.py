@@ -186,18 +186,18 @@ def rank(
     gate: Path, script: str, arguments: list[str], prepare: Callable[[], None] = lambda: None
 ) -> None:
     """One rank: everything that touches no GPU, and `prepare`, then the script."""
-    from flux_megatron.integration import door
+    from flux_megatron.integration import bootstrap
 
-    door.enter(script, arguments)
+    bootstrap.enter(script, arguments)
     import megatron.training  # noqa: F401  most of the time of a start
 
-    from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
+    from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
     provide_wgrad_kernels()
     prepare()
     while not gate.exists():
         time.sleep(0.02)
-    door.run()
+    bootstrap.run()
 
 
 def compared(

@@ -113,9 +113,9 @@ def launch(
     limit_s: float = 180,
 ) -> tuple[int, str]:  # fmt: skip
     """The exit status, and what all ranks printed."""
-    door = ["-m", "flux_megatron.launch"] if arm == "ours" else []
+    bootstrap = ["-m", "flux_megatron.launch"] if arm == "ours" else []
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TP}"]
-    command = [sys.executable, *ranks, *door, "pretrain_gpt.py", *arguments(case, arm, steps)]
+    command = [sys.executable, *ranks, *bootstrap, "pretrain_gpt.py", *arguments(case, arm, steps)]
     with tempfile.TemporaryFile("w+") as file, tempfile.TemporaryDirectory() as cache:
         process = subprocess.Popen(
             [*command, *more, "--data-cache-path", cache], cwd=checkout, stdout=file,

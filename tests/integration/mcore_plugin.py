@@ -50,25 +50,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class Ranks:
-    """What this rank has told, and what the others have."""
+    """What this rank has reported, and what the others have."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, int(os.environ["RANK"])
-        self.told = 0
+        self.reported = 0
 
     def tell(self, **line: Any) -> None:
         with (self.folder / f"{self.number}.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
-        self.told += 1
+        self.reported += 1
 
     def all_passed(self) -> bool:
-        """Wait until the others have told as much; whether no test failed on any."""
+        """Wait until the others have reported as much; whether no test failed on any."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             lines = [lines_of(self.folder, rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
             if any(line["outcome"] == "failed" for rank in lines for line in rank):
                 return False
-            if min(map(len, lines)) >= self.told:
+            if min(map(len, lines)) >= self.reported:
                 return True
             time.sleep(0.01)
         return False

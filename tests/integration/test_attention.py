@@ -201,11 +201,11 @@ def test_what_torch_does_not_know_is_stocks():
 def _stocks(rank) -> None:
     sbs.start(1)
     given = operands()
-    for said, options in {
+    for message, options in {
         "sliding windows": {"window_size": (4, 0)},
         "softmax offsets": {"softmax_type": "off-by-one"},
     }.items():
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=message):
             ours = build("ours", **options)
         pair = (ours, build("stock", **options))
         results = (run(module, given, None, torch.float32) for module in pair)

@@ -6,10 +6,10 @@ import argparse
 import os
 
 import pytest
-from test_launch_door import _restored, parse, spec_module  # noqa: F401, a fixture
+from test_bootstrap import _restored, parse, spec_module  # noqa: F401, a fixture
 
 from flux_megatron import settings
-from flux_megatron.integration import install as door
+from flux_megatron.integration import install
 from flux_megatron.integration.beside import overlapped_in
 
 TWO_REPLICAS = {"world_size": 8, "tensor_model_parallel_size": 4}
@@ -64,6 +64,6 @@ def test_auto_is_what_the_arguments_say(setting, overlap, expected, way):
     else:
         args = parse("--flux-overlap")
         vars(args).update(more)
-        door.install_from(args)
-        door.install_from(args)  # Megatron parses its arguments more than once
+        install.install_from(args)
+        install.install_from(args)  # Megatron parses its arguments more than once
     assert settings.get().beside == expected

@@ -43,15 +43,15 @@ def model(layers: str = "flux", head: bool = True, **more) -> GPTModel:
 
 def counted(*models) -> Layers:
     """As a launch counts them, from what Megatron's set-up gives."""
-    said: list[str] = []
+    printed: list[str] = []
     training = types.SimpleNamespace(
         setup_model_and_optimizer=lambda: (models, "optimizer", "scheduler"),
-        print_rank_last=said.append,
+        print_rank_last=printed.append,
     )
-    coverage.confirm_models(training, None)
+    coverage.count_layers(training, None)
     assert training.setup_model_and_optimizer() == (models, "optimizer", "scheduler")
     now = flux_megatron.report()
-    assert said == [f" flux: {now.layers}"]
+    assert printed == [f" flux: {now.layers}"]
     assert str(now.layers) in str(now)
     return now.layers
 

@@ -9,7 +9,7 @@ from megatron.core.utils import drain_embedding_wgrad_compute
 from ranks import run_ranks
 from side_by_side import Case
 
-from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
+from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
 
 @pytest.mark.parametrize("sp", [True, False])

@@ -1,4 +1,4 @@
-"""What one option changes: what is saved, said, refused or left to megatron-core."""
+"""What one option changes: what is saved, logged, refused or left to megatron-core."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def _says_once(rank, kind, pattern) -> None:
     sbs.start(2)
     layer, x, _ = layer_of(kind, sp=False)
     flux_megatron.reset_report()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             layer(x)
-    assert [str(w.message) for w in said if "flux_megatron" in str(w.message)] == [
+    assert [str(w.message) for w in caught if "flux_megatron" in str(w.message)] == [
         f"flux_megatron: {pattern} runs without overlap: sequence parallelism is off: whole "
         "activations are all-reduced"
     ]
@@ -204,7 +204,7 @@ def _bad_inputs(rank) -> None:
     column, x, _ = layer_of("column")
     row, x_row, _ = layer_of("row")
     passed, _, _ = layer_of("column", skip_weight_param_allocation=True)
-    complaints = [
+    refused = [
         (ValueError, "equal K expected", lambda: column(x[..., :-1])),
         (ValueError, "equal K expected", lambda: row(x_row[..., :-1])),
         (ValueError, "one floating-point dtype", lambda: column(x.bfloat16())),
@@ -213,7 +213,7 @@ def _bad_inputs(rank) -> None:
         (RuntimeError, "supplied weight's shape", lambda: passed(x, torch.zeros(2, 2))),
         (RuntimeError, "input_is_parallel", lambda: layer_of("row", input_is_parallel=False)),
     ]
-    for error, message, call in complaints:
+    for error, message, call in refused:
         with pytest.raises(error, match=message):
             call()
     column(x)  # and the layers still work

@@ -57,9 +57,9 @@ def _attributes(layer) -> dict:
 def _shards(layer) -> dict:
     groups = {"dp_cp_group": torch.distributed.group.WORLD}
     shards = layer.sharded_state_dict("decoder.", ((0, 1, 2),), groups)
-    told = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations",
+    fields = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations",
             "replica_id", "prepend_axis_num", "allow_shape_mismatch")  # fmt: skip
-    return {name: [getattr(shard, t, None) for t in told] for name, shard in shards.items()}
+    return {name: [getattr(shard, t, None) for t in fields] for name, shard in shards.items()}
 
 
 def _loads(source, target) -> None:

@@ -95,9 +95,9 @@ def _all_cases(rank: int, sp: bool, dtype: torch.dtype) -> list[str]:
     for name, case in CASES.items():
         if case.runs_with(sp):
             flux_megatron.reset_report()
-            complaints = _compare(case, world_size, sp, dtype)
-            problems += [f"rank {rank}, {name}: {c}" for c in complaints]
-            problems += [f"rank {rank}, {name}: {c}" for c in _not_overlapped(case, sp, world_size)]
+            differences = _compare(case, world_size, sp, dtype)
+            problems += [f"rank {rank}, {name}: {d}" for d in differences]
+            problems += [f"rank {rank}, {name}: {d}" for d in _not_overlapped(case, sp, world_size)]
     return problems
 
 
@@ -122,12 +122,12 @@ def _compare(case: Case, world_size: int, sp: bool, dtype: torch.dtype) -> list[
     if stock["main_grad"] is not None:  # what autograd is given then is no gradient
         start = sbs.build(case, False, config).weight.main_grad
         truth["main_grad"] = start.double() + truth["dw"]
-        complaints = _placeholder_differs(
+        differences = _placeholder_differs(
             stock.pop("dw"), flux.pop("dw"), theirs.weight, ours.weight
         )
     else:
-        complaints = []
-    return complaints + [
+        differences = []
+    return differences + [
         c for name in stock for c in _differs(name, flux[name], stock[name], truth[name])
     ]
 

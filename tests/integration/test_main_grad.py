@@ -10,7 +10,11 @@ import torch
 from megatron.core.tensor_parallel import layers as stock
 
 from flux_megatron.integration import main_grad as subject
-from flux_megatron.integration.main_grad import add_product, into_main_grad, wgrad_into_main_grad
+from flux_megatron.integration.main_grad import (
+    accumulate_wgrad,
+    into_main_grad,
+    wgrad_into_main_grad,
+)
 
 M, N, K = 12, 6, 5
 
@@ -44,7 +48,7 @@ def test_product_is_added(dtype, main_dtype):
 def test_bf16_products_are_summed_in_fp32():
     main_grad = torch.zeros(1, 1)
     ones = torch.ones(512, 1, dtype=torch.bfloat16)
-    add_product(main_grad, ones, ones + 2**-7)
+    accumulate_wgrad(main_grad, ones, ones + 2**-7)
     assert main_grad.item() == 512 * (1 + 2**-7)  # 516: not a bf16 number
 
 
@@ -56,7 +60,7 @@ def test_product_is_added_on_a_gpu_in_fp32():
         dy, x = (integers(64, n, dtype=dtype).cuda() for n in (48, 40))
         for beta, start in ((1, 3.0), (0, torch.nan)):
             main_grad = torch.full((48, 40), start, device="cuda")
-            add_product(main_grad, dy, x, beta=beta)
+            accumulate_wgrad(main_grad, dy, x, beta=beta)
             assert torch.equal(main_grad.double(), beta * 3.0 + dy.double().t() @ x.double())
 
 
@@ -127,8 +131,8 @@ def test_apex_kernel_is_taken_on_a_gpu(monkeypatch, dtype, kernel):
     subject._apex_kernels.cache_clear()
     main_grad, dy, x = OnTheGpu(dtype), integers(M, N), integers(M, K)
     try:
-        add_product(main_grad, dy, x)
-        add_product(torch.zeros(N, K), dy, x)  # on the CPU it cannot run
+        accumulate_wgrad(main_grad, dy, x)
+        accumulate_wgrad(torch.zeros(N, K), dy, x)  # on the CPU it cannot run
     finally:
         subject._apex_kernels.cache_clear()
     assert [call[0] for call in calls] == [kernel]

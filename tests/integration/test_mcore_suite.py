@@ -137,8 +137,8 @@ def test_ranks_that_say_nothing_end_with_a_failure(tmp_path, monkeypatch):
 )
 def test_a_test_passes_if_no_rank_fails_it(lines, outcome, tmp_path):
     for rank, last in enumerate(lines):
-        told = [{"test": "t", "outcome": "started"}, {"test": "t", "outcome": last, "built": 3}]
-        text = "".join(json.dumps(line) + "\n" for line in told)
+        rows = [{"test": "t", "outcome": "started"}, {"test": "t", "outcome": last, "built": 3}]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{rank}.jsonl").write_text(text + '{"test": "t", "outc')
     merged = mcore_suite.merged(tmp_path, 2)
     assert merged == {"t": {"outcome": outcome, "built": 6, "forwards": 0, "backwards": 0}}

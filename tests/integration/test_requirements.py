@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from flux_megatron.integration import arguments, door, requirements, spec_argument
+from flux_megatron.integration import arguments, bootstrap, requirements, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.patching import installed
 
@@ -30,17 +30,17 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def check(*words: str, script=lambda parser: parser) -> None:
+def check(*options: str, script=lambda parser: parser) -> None:
     """As a launch does it; `script` is the script's extra_args_provider."""
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = arguments.arguments_of(parser)
-    args = script(add_flux_arguments(parser)).parse_args(["--flux-overlap", *words])
+    args = script(add_flux_arguments(parser)).parse_args(["--flux-overlap", *options])
     requirements.check(args, known)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    requirements._say_once.cache_clear()
+    requirements._log_once.cache_clear()
     monkeypatch.delenv("FLUX_MEGATRON_ALLOW", raising=False)
 
 
@@ -72,7 +72,7 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("line", "expected"),
     [
         ("--brand-new 1", [NEW]),
         ("--no-brand-new-fusion", ["--no-brand-new-fusion: flux_megatron does not know this"]),
@@ -81,18 +81,18 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
         ("--fp8-format hybrid --flux-allow fp8-format", ["--fp8-format: "]),
     ],
 )
-def test_unknown_and_refused_arguments_are_named(words, told):
+def test_unknown_and_refused_arguments_are_named(line, expected):
     with pytest.raises(ValueError, match="cannot go with") as refused:
-        check(*words.split())
+        check(*line.split())
     lines = str(refused.value).splitlines()[1:]
-    assert len(lines) == len(told)
-    assert all(line.startswith(f"  {start}") for line, start in zip(lines, told, strict=True))
+    assert len(lines) == len(expected)
+    assert all(one.startswith(f"  {start}") for one, start in zip(lines, expected, strict=True))
 
 
 def test_what_is_allowed_goes_on_and_is_said(monkeypatch, capsys):
     check("--brand-new", "1", "--sft", "--flux-allow", "sft", "brand-new", "unused")
-    said = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
-    assert capsys.readouterr().out == said
+    printed = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
+    assert capsys.readouterr().out == printed
     monkeypatch.setenv("FLUX_MEGATRON_ALLOW", "brand-new")
     check("--brand-new", "1")
     with pytest.raises(ValueError, match=r"--sft: [^\n]*$"):
@@ -145,10 +145,10 @@ def test_without_the_parser_megatron_s_is_made_anew(megatron):
 def test_what_megatron_changed_since_does_not_matter(megatron, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--train-iters", "3", "--of-the-script"])
     args = argparse.Namespace(transformer_impl="local", sft=True, fusion=False)
-    requirements.check(args, asked=arguments.parsed_again())
+    requirements.check(args, parsed=arguments.parse_command_line())
     sys.argv.append("--sft")
     with pytest.raises(ValueError, match="--sft"):
-        requirements.check(args, asked=arguments.parsed_again())
+        requirements.check(args, parsed=arguments.parse_command_line())
 
 
 def test_the_specification_looks_at_the_command_line(megatron, monkeypatch):
@@ -160,11 +160,11 @@ def test_the_specification_looks_at_the_command_line(megatron, monkeypatch):
 
 
 def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
-    """Also where Megatron's parser is made anew in a process with our door."""
+    """Also where Megatron's parser is made anew in a process with our bootstrap."""
     seen = []
     monkeypatch.setattr("flux_megatron.integration.install.install_from",
                         lambda args, known: seen.append(known))  # fmt: skip
-    door.teach_parser()
+    bootstrap.extend_parser()
     parser = megatron.add_megatron_arguments(argparse.ArgumentParser())
     parser.add_argument("--of-the-script")
     parser.parse_args(["--flux-overlap", "--sft"])
@@ -172,7 +172,7 @@ def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
     assert known == arguments.arguments_of_megatron()
     assert known["sft"].options == ("--sft",)
     assert not {"flux_overlap", "of_the_script"} & known.keys()
-    assert arguments.parsed_again().train_iters is None
+    assert arguments.parse_command_line().train_iters is None
     assert len(seen) == 1
 
 
@@ -180,27 +180,27 @@ def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
 def test_graphs_of_whole_iterations_need_to_be_allowed(impl):
     scope = types.SimpleNamespace(name="full_iteration")
     args = argparse.Namespace(cuda_graph_impl=impl, cuda_graph_scope=[scope, "attn"])
-    found = requirements.complaints(args, {})
-    assert all(complaint.may_be_allowed for complaint in found)
+    found = requirements.refusals(args, {})
+    assert all(refusal.may_be_allowed for refusal in found)
     assert [c.allowed_as for c in found][-1] == "cuda-graph-scope"
     assert len(found) == (1 if impl == "local" else 2)
     args.cuda_graph_scope = "full"
-    assert len(requirements.complaints(args, {})) == len(found) - 1
+    assert len(requirements.refusals(args, {})) == len(found) - 1
 
 
 def test_checkpoints_of_modelopt_are_refused(tmp_path):
     args = argparse.Namespace(load=str(tmp_path))
     (tmp_path / "iter_0000003").mkdir()
-    assert not requirements.complaints(args, {})
+    assert not requirements.refusals(args, {})
     (tmp_path / "iter_0000003" / "modelopt_state").mkdir()
-    (complaint,) = requirements.complaints(args, {})
-    assert str(complaint).startswith(f"--load {tmp_path}: a checkpoint of ModelOpt")
+    (refusal,) = requirements.refusals(args, {})
+    assert str(refusal).startswith(f"--load {tmp_path}: a checkpoint of ModelOpt")
 
 
 def test_without_modelopt_s_arguments_nothing_is_refused():
     args = argparse.Namespace(export_real_quant_cfg="None", export_num_medusa_heads=0,
                               export_kd_teacher_load=None, modelopt_enabled=False)  # fmt: skip
-    assert not requirements.complaints(args, {})
+    assert not requirements.refusals(args, {})
 
 
 # functions of Megatron
@@ -209,8 +209,8 @@ def test_without_modelopt_s_arguments_nothing_is_refused():
 def test_a_changed_function_is_refused_until_it_is_allowed(monkeypatch):
     args = argparse.Namespace()
     requirements.check(args, {})
-    told = (("train_step", "its text in training.py is that of no release that we know"),)
-    monkeypatch.setattr(installed, "changed", lambda: told)
+    changed = (("train_step", "its text in training.py is that of no release that we know"),)
+    monkeypatch.setattr(installed, "changed", lambda: changed)
     with pytest.raises(ValueError, match=r"train_step: its text .*; --flux-allow train_step"):
         requirements.check(args, {})
     args.flux_allow = ["train_step"]
@@ -258,7 +258,7 @@ def test_deferred_gradients_need_our_layers_in_megatron_s_local_ones(
         transformer_impl="transformer_engine", defer_embedding_wgrad_compute=True,
         flux_layers=layers,
     )  # fmt: skip
-    found = [str(complaint) for complaint in requirements.complaints(args, {})]
+    found = [str(refusal) for refusal in requirements.refusals(args, {})]
     assert [line.partition(":")[0] for line in found] == (
         ["--defer-embedding-wgrad-compute"] if refused else []
     )
@@ -269,12 +269,12 @@ def test_hybrid_specifications_need_to_be_allowed(monkeypatch, of_te):
     monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
     spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
     args = argparse.Namespace(transformer_impl="transformer_engine", spec=spec)
-    (complaint,) = requirements.complaints(args, {})
-    assert str(complaint).startswith(f"--spec {' '.join(spec)}: ")
-    assert complaint.may_be_allowed == of_te
+    (refusal,) = requirements.refusals(args, {})
+    assert str(refusal).startswith(f"--spec {' '.join(spec)}: ")
+    assert refusal.may_be_allowed == of_te
     args.spec = ["my.specs", "mine"]
-    (complaint,) = requirements.complaints(args, {})
-    assert not complaint.may_be_allowed
+    (refusal,) = requirements.refusals(args, {})
+    assert not refusal.may_be_allowed
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_gradient_that_megatron_loses_is_told(harmless):
         "mtp_num_layers": 1, "pipeline_model_parallel_size": 2,
         "gradient_accumulation_fusion": True, "untie_embeddings_and_output_weights": False,
     }  # fmt: skip
-    found = requirements.complaints(argparse.Namespace(**lost | harmless), {})
+    found = requirements.refusals(argparse.Namespace(**lost | harmless), {})
     assert [c.allowed_as for c in found if c.may_be_allowed] == (
         [] if harmless else ["mtp-num-layers"]
     )

@@ -154,8 +154,8 @@ def saves_after_a_timeout(rank: int, folder: Path) -> str:
 
 def test_nothing_is_saved_after_a_timeout(tmp_path):
     environment = {"FLUX_MEGATRON_TIMEOUT_S": str(TIMEOUT_S)}
-    for said in run_ranks(saves_after_a_timeout, 2, tmp_path, environment=environment):
-        assert "waited 6 s for communication tile" in said
+    for message in run_ranks(saves_after_a_timeout, 2, tmp_path, environment=environment):
+        assert "waited 6 s for communication tile" in message
     assert not [*tmp_path.iterdir()]
 
 

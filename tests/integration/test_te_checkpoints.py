@@ -22,8 +22,8 @@ from training_cases import FUSION, LLAMA, OVERLAP, ZERO
 from training_checkpoints import LEGACY, Move, Side, difference
 from training_run import Feature, Training
 
+from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
-from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 
 TOLERANCE = 1e-5  # docs/decisions/0007
 

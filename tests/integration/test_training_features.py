@@ -48,13 +48,13 @@ class Outcome:
 @pytest.mark.parametrize("strategy", [QUICKEST, "fused"] if ALL else [QUICKEST])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_feature_follows_stock(name, strategy):
-    assert not complaints(FEATURES[name], outcomes(name, strategy))
+    assert not errors(FEATURES[name], outcomes(name, strategy))
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_seen(name):
     broken = BREAKS.get(name, terms_missing)
-    assert complaints(FEATURES[name], outcomes(name, QUICKEST, broken))
+    assert errors(FEATURES[name], outcomes(name, QUICKEST, broken))
 
 
 def outcomes(name: str, strategy: str, broken: Break = contextlib.nullcontext) -> list[Outcome]:
@@ -113,7 +113,7 @@ class _Seen:
         self.calls += 1
 
 
-def complaints(feature: Feature, ranks: list[Outcome]) -> list[str]:
+def errors(feature: Feature, ranks: list[Outcome]) -> list[str]:
     """Everything in which our run is not as it should be."""
     found = [c for rank in ranks for c in _how_it_ran(feature, rank)]
     judge = judge_spread if feature.low_precision else judge_exact
@@ -173,8 +173,8 @@ def test_refused_at_start_up_by_name(name):
 
 
 def _refused(rank: int, name: str) -> None:
-    feature, error, words = REFUSED[name]
-    with pytest.raises(error, match=words):
+    feature, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
         Training(feature, "flux")
 
 

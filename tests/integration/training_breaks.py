@@ -60,8 +60,8 @@ def dummy_not_zero() -> Iterator[None]:
 
 @contextlib.contextmanager
 def last_microbatch_alone() -> Iterator[None]:
-    add = main_grad.add_product
-    with mock.patch.object(main_grad, "add_product", lambda *a, beta=0: add(*a, beta=beta)):
+    add = main_grad.accumulate_wgrad
+    with mock.patch.object(main_grad, "accumulate_wgrad", lambda *a, beta=0: add(*a, beta=beta)):
         yield
 
 

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe import moe_utils
 from training_run import Feature
 
-from flux_megatron.integration import wgrad_module
+from flux_megatron.integration import apex_shim
 
 ALL = os.environ.get("FLUX_MEGATRON_ALL_FEATURES") == "1"
 QUICKEST = "pipelined"  # interpreted, `fused` takes three times as long
@@ -126,7 +126,7 @@ def names_of_te() -> Iterator[None]:
 @contextlib.contextmanager
 def name_of_apex() -> Iterator[None]:
     """Megatron imports its module when the pipeline drains."""
-    with mock.patch.dict(sys.modules, {wgrad_module.NAME: wgrad_module.STAND_IN}):
+    with mock.patch.dict(sys.modules, {apex_shim.NAME: apex_shim.SHIM}):
         yield
 
 

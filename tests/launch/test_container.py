@@ -1,4 +1,4 @@
-"""Containers of a site: what srun or enroot is told, and what is refused."""
+"""Containers of a site: the options of srun or enroot, and what is refused."""
 
 from __future__ import annotations
 

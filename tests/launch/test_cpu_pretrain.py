@@ -12,7 +12,7 @@ pytest.importorskip("megatron")
 
 
 def test_nothing_is_pinned():
-    """A CUDA build of torch without a driver: told of a GPU, it would pin memory, and fail."""
+    """A CUDA build of torch without a driver: it would pin memory for a GPU, and fail."""
     program = """
         import torch
 

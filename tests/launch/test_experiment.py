@@ -1,4 +1,4 @@
-"""Experiments that are refused: each rule, by file, key and words."""
+"""Experiments that are refused: each rule, by file, key and text."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def delta(folder: Path, base: Path, changes: dict, **more) -> Path:
 def refused(file: Path) -> list[tuple[str, str, str]]:
     with pytest.raises(ExperimentError) as caught:
         load(str(file))
-    assert all(str(complaint) in str(caught.value) for complaint in caught.value.complaints)
-    return [(c.file, c.key, c.rule) for c in caught.value.complaints]
+    assert all(str(error) in str(caught.value) for error in caught.value.errors)
+    return [(c.file, c.key, c.rule) for c in caught.value.errors]
 
 
-# base, what is changed, the key that must be named, words of the rule
+# base, what is changed, the key that must be named, text of the rule
 RULES = {
     "world size": (PAPER, {"parallel.dp": 4}, "parallel", "256 GPUs, the cluster has 16 x 8 = 128"),
     "heads": (
@@ -177,9 +177,9 @@ RULES = {
 
 @pytest.mark.parametrize("case", RULES)
 def test_a_broken_rule_is_named(case, tmp_path):
-    base, changes, key, words = RULES[case]
+    base, changes, key, text = RULES[case]
     file = delta(tmp_path, base, changes)
-    found = [(where, rule) for where, k, rule in refused(file) if k == key and words in rule]
+    found = [(where, rule) for where, k, rule in refused(file) if k == key and text in rule]
     assert found
     assert found[0][0] == str(file) or key not in changes
 

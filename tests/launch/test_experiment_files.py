@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch import draft, inheritance, rules
+from flux_megatron.launch import arm_builder, inheritance, rules
 from flux_megatron.launch.experiment import ExperimentError, load, names, parse_override
 from flux_megatron.perf import memory
 
@@ -177,10 +177,10 @@ def test_every_scalar_has_one_source(name):
     assert not found.stated.keys() & found.assumed.keys()
     given = found.stated.keys() | found.assumed.keys()
     for workload in found.arms.values():
-        words = dataclasses.asdict(workload)
-        arm = words.pop("arm")
-        keys = inheritance.flat(words).keys() - {"model.name", "cluster.name"}
-        left_out = {key for key in keys - given if key.startswith(draft.OPTIONAL)}
+        values = dataclasses.asdict(workload)
+        arm = values.pop("arm")
+        keys = inheritance.flat(values).keys() - {"model.name", "cluster.name"}
+        left_out = {key for key in keys - given if key.startswith(arm_builder.OPTIONAL)}
         assert keys - left_out <= given
         assert all(key in keys or f"arms.{arm}" in key or "." not in key for key in given)
     assert {"program", "megatron_lm"} <= given
@@ -196,7 +196,10 @@ UNEXPLAINED = {
         "training.lr: both stated and assumed",
     ),
     "of nothing": ("stated: {training.momentum: x}", "stated.training.momentum: there is no such"),
-    "without words": ("training.lr: 1.0\nassumed: {training.lr: ' '}", "assumed.training.lr: exp"),
+    "without a reason": (
+        "training.lr: 1.0\nassumed: {training.lr: ' '}",
+        "assumed.training.lr: exp",
+    ),
     "a list": ("assumed: [training.lr]", "assumed: a mapping expected"),
 }
 
@@ -294,7 +297,7 @@ def only_for_memory() -> Iterator[None]:
     try:
         yield
     except ExperimentError as error:
-        if not all("GiB" in complaint.rule for complaint in error.complaints):
+        if not all("GiB" in one.rule for one in error.errors):
             pytest.fail(str(error))
         raise
 

@@ -19,7 +19,7 @@ from flux_megatron.launch import (
     parser_signature,
     train_arguments,
 )
-from flux_megatron.launch.command_line import Settings
+from flux_megatron.launch.command_line import RunOptions
 from flux_megatron.launch.site import Site
 
 RELEASES = parser_signature.releases()
@@ -45,9 +45,9 @@ def options(arguments: list[str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", OF_MEGATRON)
 def test_release_takes_every_experiment(name):
     loaded = EXPERIMENTS[name]
-    settings = Settings(run=Path("/a run"), site=Site(), save_interval=10)
+    options = RunOptions(run=Path("/a run"), site=Site(), save_interval=10)
     for arm in loaded.arms:
-        arguments = command_line.of(loaded, arm, settings).arguments
+        arguments = command_line.of(loaded, arm, options).arguments
         assert parser_signature.check(arguments, loaded.megatron_lm) == []
 
 
@@ -79,11 +79,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_argument_is_caught(case):
-    wrong, complaint = WRONG[case]
+    wrong, error = WRONG[case]
     good = [*wrong, "--swiglu"] if case.startswith("a word") else ["--swiglu", *wrong, "--bf16"]
-    (told,) = parser_signature.check(good, "core_v0.16.1")
-    assert complaint in told
-    assert told.startswith(f"core_v0.16.1: {wrong[0]}")
+    (message,) = parser_signature.check(good, "core_v0.16.1")
+    assert error in message
+    assert message.startswith(f"core_v0.16.1: {wrong[0]}")
 
 
 def test_release_that_was_not_recorded_is_named():
@@ -223,9 +223,9 @@ def test_cpu_needs_neither_apex_nor_nccl():
         assert given["--transformer-impl"] == ["local"]
         # with it stock layers would run on our kernel
         assert ("--no-gradient-accumulation-fusion" in given) == (arm == "megatron")
-        assert megatron_arguments.starts_through_door(workload)
+        assert megatron_arguments.needs_bootstrap(workload)
         assert environment.variables(workload)["TRITON_INTERPRET"] == "1"
-    assert not megatron_arguments.starts_through_door(GPT["megatron"])
+    assert not megatron_arguments.needs_bootstrap(GPT["megatron"])
     assert environment.variables(GPT["flux"])["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "TRITON_INTERPRET" not in environment.variables(GPT["flux"])
 

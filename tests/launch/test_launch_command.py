@@ -127,7 +127,7 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
     run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.steps=40", "--arm", "flux")
     job = (folder / "job.sbatch").read_text()
     assert "mode=resume " in job
-    assert "parts=(flux) " in job
+    assert "arms=(flux) " in job
     kept = run_folder.read(folder).arms
     assert {arm: workload.training.steps for arm, workload in kept.items()} == {
         "megatron": 40,
@@ -151,9 +151,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_launched_is_refused_before_anything_is_written(case, tmp_path, monkeypatch):
     monkeypatch.delenv("FLUX_MEGATRON_LM", raising=False)
-    arguments, told = REFUSED[case]
+    arguments, message = REFUSED[case]
     refused = run(*arguments, "--run-dir", tmp_path / "run", code=2)
-    assert told in " ".join(refused.replace("│", " ").split())
+    assert message in " ".join(refused.replace("│", " ").split())
     assert not (tmp_path / "run").exists()
 
 
@@ -162,8 +162,8 @@ def test_another_release_than_the_experiment_names_is_told(tmp_path, checkout):
     given = ("--megatron-lm", checkout, "--run-dir")
     assert "was written for" not in run(GPT, *given, tmp_path / "same")
     info.write_text(info.read_text().replace("16", "19"))
-    told = run(GPT, *given, tmp_path / "other")
-    assert f"{checkout} is 0.19.1, the experiment was written for core_v0.16.1" in told
+    output = run(GPT, *given, tmp_path / "other")
+    assert f"{checkout} is 0.19.1, the experiment was written for core_v0.16.1" in output
 
 
 def test_submit_tells_the_job(tmp_path, monkeypatch):
@@ -184,8 +184,8 @@ def test_submit_tells_the_job(tmp_path, monkeypatch):
 
 def test_local_run_needs_the_gpus(tmp_path, checkout, monkeypatch):
     monkeypatch.setattr(local, "_gpus", lambda: 4)
-    told = run(GPT, "--local", "--megatron-lm", checkout, "--run-dir", tmp_path / "run", code=2)
-    assert "128 GPUs needed on this machine, 4 found: an experiment of 16 nodes" in told
+    output = run(GPT, "--local", "--megatron-lm", checkout, "--run-dir", tmp_path / "run", code=2)
+    assert "128 GPUs needed on this machine, 4 found: an experiment of 16 nodes" in output
     assert not (tmp_path / "run").exists()
     arms = experiment.load("node/gpt3-175b-4-layers_h200").arms
     local.check_gpus(arms["flux"])
@@ -249,9 +249,9 @@ def test_entry_points_submit_one_after_the_other(tmp_path, checkout):
         "FLUX_MEGATRON_LM": str(checkout),
     }  # fmt: skip
 
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
+    def call(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
         )
 
     done = call(str(scripts / "paper.sh"), "h800-nvlink", "--site", str(scripts / "site.yaml"))

@@ -1,4 +1,4 @@
-"""The scripts of a launch: what they say, and what they do under a pretended Slurm."""
+"""The scripts of a launch: what they contain, and what they do under a pretended Slurm."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_job_is_an_array_of_arms(tmp_path):
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", save_interval=10)
     options = directives(made.job)
     assert options["array"] == "0-2%1"
-    assert "parts=(megatron te flux) " in made.job
+    assert "arms=(megatron te flux) " in made.job
     assert options["time"] == "04:00:00"
     assert (options["nodes"], options["gpus-per-node"]) == ("16", "8")
     assert options["ntasks-per-node"] == "1"
@@ -97,7 +97,7 @@ def test_job_is_an_array_of_arms(tmp_path):
     assert options["signal"] == "B:USR1@300"
     assert options["output"] == f"{tmp_path}/slurm-%A_%a.out"
     two = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux", "megatron"))
-    assert "parts=(megatron flux) " in two.job
+    assert "arms=(megatron flux) " in two.job
     assert directives(two.job)["array"] == "0-1%1"
     # nothing could be saved before the time limit
     assert "signal" not in directives(two.job)
@@ -130,20 +130,20 @@ def test_site_options_stand_instead_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("pyhton: x", "pyhton: Extra inputs"),
         ("sbatch: [a]", "sbatch: Input should be a valid dict"),
-        ("- a", "the file: "),
+        ("- a", "a mapping expected, list given"),
         (": :", "while parsing"),
     ],
 )
-def test_wrong_site_file_is_refused(tmp_path, text, told):
+def test_wrong_site_file_is_refused(tmp_path, text, expected):
     file = tmp_path / "site.yaml"
     file.write_text(text)
     with pytest.raises(LaunchError, match=re.escape(str(file))) as refusal:
         prepared(tmp_path, site=file)
-    assert told in str(refusal.value)
+    assert expected in str(refusal.value)
 
 
 class Slurm:
@@ -259,8 +259,8 @@ def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
         assert requeued.read_text() == "10006_1\n" * times
     latest.parent.mkdir(parents=True)
     latest.write_text("step_4\n")
-    told = slurm.start(CODE="7", SLURM_RESTART_COUNT="3").stdout
-    assert "flux: ranks ended with code 7" in told
+    log = slurm.start(CODE="7", SLURM_RESTART_COUNT="3").stdout
+    assert "flux: ranks ended with code 7" in log
     assert requeued.read_text() == "10006_1\n" * 3
 
 

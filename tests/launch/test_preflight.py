@@ -1,4 +1,4 @@
-"""What a node is told to be: of every answer of nvidia-smi, and of none."""
+"""The verdict on a node: of every answer of nvidia-smi, and of none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from flux_megatron.preflight import allreduce, gpus, load
 from flux_megatron.preflight.__main__ import main, verdict
-from flux_megatron.preflight.finding import Finding, NotChecked, asked
+from flux_megatron.preflight.finding import Finding, NotChecked, output_of
 
 SOUND = {
     "index": "0\n1\n",
@@ -34,7 +34,7 @@ def smi(monkeypatch):
             raise NotChecked("exit code 2")
         return answers[question]
 
-    monkeypatch.setattr(gpus, "asked", answer)
+    monkeypatch.setattr(gpus, "output_of", answer)
     monkeypatch.setattr(gpus.shutil, "which", lambda name: name)
     return answers.update
 
@@ -69,10 +69,10 @@ UNFIT = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_unfit_node_says_why(smi, case):
-    question, answer, told = UNFIT[case]
+    question, answer, expected = UNFIT[case]
     smi({question: answer})
     (found,) = of("unfit")
-    assert told in found
+    assert expected in found
 
 
 def test_replays_are_noted(smi):
@@ -128,14 +128,14 @@ def test_load_that_fails_or_is_not_expected(monkeypatch):
 
 
 def test_commands_are_bounded():
-    assert asked(["echo", "yes"], 30) == "yes\n"
+    assert output_of(["echo", "yes"], 30) == "yes\n"
     for command, why in (
         (["no-such"], "No such file"),
         (["false"], "exit code 1"),
         (["sleep", "9"], "no answer"),
     ):
         with pytest.raises(NotChecked, match=why):
-            asked(command, 0.2 if command[0] == "sleep" else 30)
+            output_of(command, 0.2 if command[0] == "sleep" else 30)
 
 
 def test_verdict_is_one_line(tmp_path, monkeypatch):
@@ -159,15 +159,15 @@ def test_all_reduce_of_two_ranks():
     assert reached["sm_mhz"] is None
 
 
-@pytest.mark.parametrize(("said", "mhz"), [("1755\n", 1755), ("[N/A]\n", None), (None, None)])
-def test_a_rank_asks_for_the_clock_of_its_own_gpu(monkeypatch, said, mhz):
+@pytest.mark.parametrize(("output", "mhz"), [("1755\n", 1755), ("[N/A]\n", None), (None, None)])
+def test_a_rank_asks_for_the_clock_of_its_own_gpu(monkeypatch, output, mhz):
     """By its UUID: a node may have GPUs that the job does not see."""
 
     def answer(command, timeout_s):
         assert "--id=GPU-2" in command
-        if said is None:
+        if output is None:
             raise NotChecked("no answer")
-        return said
+        return output
 
-    monkeypatch.setattr(allreduce, "asked", answer)
+    monkeypatch.setattr(allreduce, "output_of", answer)
     assert allreduce._sm_mhz("GPU-2") == mhz

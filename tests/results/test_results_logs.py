@@ -1,4 +1,4 @@
-"""Logs are read as they were written, by every release, through restarts; bad lines are told of."""
+"""Logs are read as they were written, by every release, through restarts; bad lines are errors."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_a_training_killed_in_the_middle_of_a_row(tmp_path):
 def test_where_a_resumed_training_began_is_in_its_rows(tmp_path):
     began = {**dict.fromkeys(range(1, 61), 1), **dict.fromkeys(range(61, 101), 61)}
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    told = [{**row, "first_step": began.get(row["step"], 101)} for row in rows]
-    write(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in told))
+    resumed = [{**row, "first_step": began.get(row["step"], 101)} for row in rows]
+    write(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in resumed))
     series = train_log.read(tmp_path)
     assert series.restarts == (61, 101)
     warm = [i.number for i in series.warm(10)]

@@ -1,4 +1,4 @@
-"""From run folders to what is said of them: step times, speedups, losses, and every output."""
+"""From run folders to their report: step times, speedups, losses, and every output."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def megatron_line(
     fraction = ".123456" if release >= (0, 16) else ""
     if loss is None and skipped and release >= (0, 17):
         loss = 0.0
-    told = "" if loss is None or math.isnan(loss) else f" lm loss: {loss:.6E} |"
+    loss_field = "" if loss is None or math.isnan(loss) else f" lm loss: {loss:.6E} |"
     return (
         f" [2026-11-21 {10 + minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}{fraction}]"
         f" iteration {number:8d}/{100:8d} | consumed samples: {number * batch:12d} |"
         f" elapsed time per iteration (ms): {seconds * 1e3:.1f} | learning rate: {1e-4:.6E} |"
-        f" global batch size: {batch:5d} |{told} loss scale: 1.0 | grad norm: 1.234 |"
+        f" global batch size: {batch:5d} |{loss_field} loss scale: 1.0 | grad norm: 1.234 |"
         f" number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
     )
 

@@ -124,8 +124,8 @@ def test_unfit_node_is_named_and_excluded(slurm, tmp_path):
     assert job.fields("_0")["JobState"] == "COMPLETED", job.output()
     assert job.fields("_0")["ExcNodeList"] == "cpu1"
     assert [nodes for _, _, nodes in job.trained()] == ["cpu[2-3]"]
-    told = "node cpu1: unfit: GPU 1: uncorrected ECC errors since the driver started: 5; not"
-    assert told in job.output()
+    verdict = "node cpu1: unfit: GPU 1: uncorrected ECC errors since the driver started: 5; not"
+    assert verdict in job.output()
     assert "node cpu2: fit; not checked: all-reduce" in job.output()
     assert "queued again without cpu1" in job.output()
 

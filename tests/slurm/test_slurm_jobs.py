@@ -87,8 +87,8 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
     """Two nodes of two ranks, which are interrupted after step 6.
 
     The second start goes on from the newest checkpoint: the one that the ranks have still written
-    when they were told to end, or, where Slurm had killed them before, that of SAVE_INTERVAL. Steps
-    after it are repeated to the last bit, and no others.
+    on the signal to end, or, where Slurm had killed them before, that of SAVE_INTERVAL. Steps after
+    it are repeated to the last bit, and no others.
     """
     pytest.importorskip("megatron.core", reason="needs the extra `train`")
     text, run, python = tmp_path / "text", tmp_path / "run", tmp_path / "python"

@@ -1,8 +1,8 @@
-"""What overlap did, where Megatron-LM logs: a line after its own, and scalars in its writers.
+"""Metrics of overlap in Megatron-LM's log: a line after its own, and scalars in its writers.
 
 Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
-every version from 0.14 on, and these are wrapped there. The loop also asks whether its steps are
-good, `step_check`, and which layers of its models are ours, `coverage`.
+every version from 0.14 on, and these are wrapped there. So are the functions that `step_check` and
+`coverage` need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from flux_megatron.integration.comparison import Comparison, alternate
-from flux_megatron.integration.coverage import confirm_models
+from flux_megatron.integration.coverage import count_layers
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.overlap.report import report
 
@@ -39,45 +39,45 @@ def install(compare: int | None, chosen: tuple[str, ...] | None = None) -> None:
 @functools.cache
 def _install(training: Any, compare: int | None, chosen: tuple[str, ...] | None) -> None:
     confirm_steps(training)
-    confirm_models(training, chosen)
+    count_layers(training, chosen)
     comparison = alternate(training, compare) if compare else None
     log_with(training, comparison)
     if comparison is not None:
-        atexit.register(_tell_at_exit, comparison)
+        atexit.register(_log_at_exit, comparison)
 
 
 def log_with(training: Any, comparison: Comparison | None) -> None:
-    """Let `training_log` of this module tell the effect too, whenever it logs."""
+    """Let `training_log` of this module log our metrics too, when it logs."""
     original = training.training_log
     signature = inspect.signature(original)
-    effect = Effect(training, comparison)
+    log = MetricsLog(training, comparison)
 
     @functools.wraps(original)
     def training_log(*given: Any, **named: Any) -> Any:
         result = original(*given, **named)
-        effect.iterations += 1
+        log.iterations += 1
         arguments = signature.bind(*given, **named).arguments
         iteration = arguments["iteration"]
         # 0.16 and newer log the first iteration of a run too
         first = arguments.get("is_first_iteration", False)
         if first or iteration % training.get_args().log_interval == 0:
-            effect.tell(iteration)
+            log.write(iteration)
         return result
 
     training.training_log = training_log
 
 
-class Effect:
-    """Tells what happened since it last did; counts are those of the rank that Megatron logs on."""
+class MetricsLog:
+    """Logs the calls since its last line; counts are those of the rank that Megatron logs on."""
 
     def __init__(self, training: Any, comparison: Comparison | None) -> None:
         self._training = training
         self._comparison = comparison
         self._before = report()
         self.iterations = 0  # since the last line
-        self._pairs = 0  # of blocks, when the comparison was last told
+        self._pairs = 0  # of blocks, when the comparison was last logged
 
-    def tell(self, iteration: int) -> None:
+    def write(self, iteration: int) -> None:
         now, before = report(), self._before
         self._before = now
         calls, overlapped = now.total - before.total, now.overlapped - before.overlapped
@@ -104,10 +104,10 @@ class Effect:
             scalars |= {"flux/layers-ours": layers.ours, "flux/layers": layers.total}
         if exposed_ms is not None:
             scalars["flux/exposed-communication-ms"] = exposed_ms
-        self._write(scalars, iteration)
-        self._tell_comparison()
+        self._write_scalars(scalars, iteration)
+        self._log_comparison()
 
-    def _write(self, scalars: dict[str, float], iteration: int) -> None:
+    def _write_scalars(self, scalars: dict[str, float], iteration: int) -> None:
         writer = self._training.get_tensorboard_writer()
         wandb_writer = self._training.get_wandb_writer()
         if writer is not None:
@@ -116,14 +116,14 @@ class Effect:
         if wandb_writer is not None:
             wandb_writer.log(scalars, iteration)
 
-    def _tell_comparison(self) -> None:
+    def _log_comparison(self) -> None:
         result = self._comparison.result() if self._comparison else None
         if result is not None and result.pairs > self._pairs:
             self._pairs = result.pairs
             self._training.print_rank_last(f" flux: {result}")
 
 
-def _tell_at_exit(comparison: Comparison) -> None:
+def _log_at_exit(comparison: Comparison) -> None:
     """On the last rank, as before; torch.distributed may be gone by now."""
     result = comparison.result()
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1

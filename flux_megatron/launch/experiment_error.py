@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Complaint:
+class ErrorDetail:
     """`file` is the one that set `key`, or "--set" for an override."""
 
     file: str
@@ -21,11 +21,11 @@ class Complaint:
 class ExperimentError(ValueError):
     """An experiment that cannot be run, with all that is wrong with it, a line each.
 
-    `file`, `key` and `rule` are those of the first complaint.
+    `file`, `key` and `rule` are those of the first error.
     """
 
-    def __init__(self, complaints: Iterable[Complaint]) -> None:
-        self.complaints = tuple(dict.fromkeys(complaints))
-        super().__init__("\n".join(map(str, self.complaints)))
-        first = self.complaints[0]
+    def __init__(self, errors: Iterable[ErrorDetail]) -> None:
+        self.errors = tuple(dict.fromkeys(errors))
+        super().__init__("\n".join(map(str, self.errors)))
+        first = self.errors[0]
         self.file, self.key, self.rule = first.file, first.key, first.rule

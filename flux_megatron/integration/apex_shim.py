@@ -15,19 +15,19 @@ from typing import Any
 from megatron.core.tensor_parallel import layers as stock
 from torch import Tensor
 
-from flux_megatron.integration.main_grad import add_product_by_torch
+from flux_megatron.integration.main_grad import accumulate_wgrad_by_torch
 
 NAME = "fused_weight_gradient_mlp_cuda"
 
 
 def _accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
     """main_grad [N, K] += dy^T x for x [..., K], dy [..., N]: as apex's functions are called."""
-    add_product_by_torch(main_grad, dy.flatten(0, -2), x.flatten(0, -2))
+    accumulate_wgrad_by_torch(main_grad, dy.flatten(0, -2), x.flatten(0, -2))
 
 
-STAND_IN: Any = types.ModuleType(NAME, "apex's functions, computed by torch")
-STAND_IN.__spec__ = ModuleSpec(NAME, None)
-STAND_IN.wgrad_gemm_accum_fp32 = STAND_IN.wgrad_gemm_accum_fp16 = _accumulate
+SHIM: Any = types.ModuleType(NAME, "apex's functions, computed by torch")
+SHIM.__spec__ = ModuleSpec(NAME, None)
+SHIM.wgrad_gemm_accum_fp32 = SHIM.wgrad_gemm_accum_fp16 = _accumulate
 
 
 def provide_wgrad_kernels() -> bool:
@@ -38,16 +38,16 @@ def provide_wgrad_kernels() -> bool:
     try:
         import fused_weight_gradient_mlp_cuda as found
     except ImportError:
-        found = sys.modules[NAME] = STAND_IN
-    if found is STAND_IN:
-        stock.fused_weight_gradient_mlp_cuda = STAND_IN
+        found = sys.modules[NAME] = SHIM
+    if found is SHIM:
+        stock.fused_weight_gradient_mlp_cuda = SHIM
         stock._grad_accum_fusion_available = True
-    return found is STAND_IN
+    return found is SHIM
 
 
 def withdraw_wgrad_kernels() -> None:
     """Undo `provide_wgrad_kernels`; apex's own module stays."""
-    if sys.modules.get(NAME) is STAND_IN:
+    if sys.modules.get(NAME) is SHIM:
         del sys.modules[NAME]
         del stock.fused_weight_gradient_mlp_cuda
         stock._grad_accum_fusion_available = False

@@ -19,10 +19,10 @@ import torch
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import arm, effect
+from flux_megatron.integration import arm, metrics
+from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.comparison import FEWEST_PAIRS, Comparison, alternate, speedup
 from flux_megatron.integration.flags import add_flux_arguments, options_from
-from flux_megatron.integration.wgrad_module import provide_wgrad_kernels
 from flux_megatron.ops import note_fallback
 from flux_megatron.overlap import report as report_module
 from flux_megatron.overlap.report import Layers, note_call, note_layers
@@ -163,7 +163,7 @@ class Writer(list):
 
 def training_module(old: bool = False, log_interval: int = 2):
     """What stands for megatron.training.training, as 0.14 calls it or as 0.16 and newer do."""
-    module = types.ModuleType(effect.TRAINING)
+    module = types.ModuleType(metrics.TRAINING)
     module.printed, module.board, module.wandb = [], Writer(), Writer()
     module.get_tensorboard_writer = lambda: module.board
     module.get_wandb_writer = lambda: None if old else module.wandb
@@ -198,7 +198,7 @@ def log(module, iteration: int) -> None:
 def test_layers_are_told_where_they_are_counted(monkeypatch):
     monkeypatch.setattr(report_module, "_layers", [])
     module = training_module()
-    effect.log_with(module, None)
+    metrics.log_with(module, None)
     for iteration in range(1, 5):
         if iteration == 3:
             note_layers(Layers(8, 9, {("output_layer", "it is another class"): 1}))
@@ -215,7 +215,7 @@ def test_layers_are_told_where_they_are_counted(monkeypatch):
 def test_line_and_scalars_are_of_what_happened_since_the_last(old):
     note_call("gemm_rs", "fused")  # before the loop
     module = training_module(old)
-    effect.log_with(module, None)
+    metrics.log_with(module, None)
     for iteration in range(1, 7):
         note_call("ag_gemm", "fused")
         if iteration in (3, 4, 6):
@@ -239,13 +239,13 @@ def test_line_and_scalars_are_of_what_happened_since_the_last(old):
 def test_exposed_communication_is_told_of_an_iteration_where_it_can_be_estimated():
     note_call("gemm_rs", "fused", 10_000.0)  # before the loop
     module = training_module()
-    effect.log_with(module, None)
+    metrics.log_with(module, None)
     for iteration in range(1, 5):
         note_call("ag_gemm", "hopper", 500.0 * iteration)
         note_call("gemm_rs", "hopper", 1000.0)
         log(module, iteration)
-    told = [line for line in module.printed if line.startswith(" flux")]
-    assert [line.split(" | ")[-1] for line in told] == [
+    logged = [line for line in module.printed if line.startswith(" flux")]
+    assert [line.split(" | ")[-1] for line in logged] == [
         "exposed 1.8 ms an iteration", "exposed 2.8 ms an iteration"
     ]  # fmt: skip
     assert ("flux/exposed-communication-ms", 2.75, 4) in module.board
@@ -253,7 +253,7 @@ def test_exposed_communication_is_told_of_an_iteration_where_it_can_be_estimated
 
 def test_first_iteration_is_logged_where_megatron_logs_it():
     module = training_module(log_interval=100)
-    effect.log_with(module, None)
+    metrics.log_with(module, None)
     module.training_log({}, 1e-3, 1, 1.0, is_first_iteration=True)
     module.training_log({}, 1e-3, 2, 1.0, is_first_iteration=False)
     assert [line[:6] for line in module.printed] == [" itera", " flux:", " itera"]
@@ -261,7 +261,7 @@ def test_first_iteration_is_logged_where_megatron_logs_it():
 
 def test_comparison_is_told_when_it_knows_more():
     module = training_module(log_interval=1)
-    effect.log_with(module, alternate(module, 2))
+    metrics.log_with(module, alternate(module, 2))
     for iteration in range(1, 10):
         got = module.train_step("forward", 1, 2, iteration=iteration)
         assert got == ("forward", (1, 2), iteration)
@@ -269,41 +269,41 @@ def test_comparison_is_told_when_it_knows_more():
     lines = [line for line in module.printed if line.startswith(" flux")]
     overlapped = [int(line.split()[1]) for line in lines if "overlapped" in line]
     assert overlapped == [0, 0, 1, 1, 0, 0, 1, 1, 0]
-    told = [lines.index(line) for line in lines if "pairs for an interval" in line]
-    assert told == [4, 9]  # after iterations 4 and 8
+    logged = [lines.index(line) for line in lines if "pairs for an interval" in line]
+    assert logged == [4, 9]  # after iterations 4 and 8
 
 
 def test_installing_twice_is_installing_once(monkeypatch):
-    monkeypatch.setattr(effect.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(metrics.atexit, "register", lambda *_: None)
     module = training_module()
-    monkeypatch.setitem(sys.modules, effect.TRAINING, module)
-    effect.install(3)
+    monkeypatch.setitem(sys.modules, metrics.TRAINING, module)
+    metrics.install(3)
     once = module.training_log, module.train_step
-    effect.install(3)
+    metrics.install(3)
     assert (module.training_log, module.train_step) == once
 
 
 def test_without_megatron_s_loop_nothing_can_be_compared(monkeypatch):
-    monkeypatch.delitem(sys.modules, effect.TRAINING, raising=False)
-    effect.install(None)
+    monkeypatch.delitem(sys.modules, metrics.TRAINING, raising=False)
+    metrics.install(None)
     with pytest.raises(ValueError, match=r"--flux-compare given, but megatron\.training\.training"):
-        effect.install(3)
+        metrics.install(3)
 
 
-def options(*words: str, **more):
-    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(words)
+def options(*given: str, **more):
+    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(given)
     vars(args).update(more)
     return options_from(args)
 
 
 def test_compare_takes_blocks_of_two_or_more_and_no_cuda_graphs():
-    words = ("--flux-overlap", "--flux-compare")
-    assert options(*words, "10", cuda_graph_impl="none", enable_cuda_graph=False).compare == 10
+    compare = ("--flux-overlap", "--flux-compare")
+    assert options(*compare, "10", cuda_graph_impl="none", enable_cuda_graph=False).compare == 10
     with pytest.raises(ValueError, match="--flux-compare 1 given, 2 or more expected"):
-        options(*words, "1")
+        options(*compare, "1")
     for graphs in ({"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}):
         with pytest.raises(ValueError, match="--flux-compare given with CUDA graphs"):
-            options(*words, "10", **graphs)
+            options(*compare, "10", **graphs)
     with pytest.raises(ValueError, match="--flux-compare given without --flux-overlap"):
         options("--flux-compare", "10")
 

@@ -1,6 +1,6 @@
-"""The other ranks' processes: when a collective fails, who is missing is said by name.
+"""The other ranks' processes: when a collective fails, the error names the ranks that are missing.
 
-A library tells of a closed connection or of time that ran out, not of the rank behind it.
+A library reports a closed connection or a timeout, not the rank behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flux_megatron import errors
 STATES = {"T": "is stopped", "t": "is held by a debugger", "Z": "has ended", "X": "has ended"}
 
 
-class Peers:
+class RankStates:
     """Where each rank runs. Collective constructor, over all ranks of the run."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Peers:
         self._rank = dist.get_rank()
 
     def states(self) -> str:
-        """What the kernel tells of the other ranks' processes."""
+        """The state of each other rank's process, from /proc."""
         others = [
             f"rank {rank} {_state(pid) if host == self._host else f'is on {host}'} (process {pid})"
             for rank, (host, pid) in enumerate(self._places)
@@ -39,24 +39,25 @@ class Peers:
 
 
 @contextmanager
-def named(who: Callable[[], str]) -> Iterator[None]:
-    """Raise `RankLost` in place of what a collective says of its connections and clocks.
+def naming_lost_ranks(describe: Callable[[], str]) -> Iterator[None]:
+    """Raise `RankLost` in place of a collective's own error of connections and timeouts.
 
-    `who` tells of the other ranks.
+    `describe` gives the states of the other ranks.
     """
     try:
         yield
     except (Exception, CheckpointException) as error:
         if not of_a_collective(error):
             raise
-        said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        cause = (str(error).strip() or repr(error)).splitlines()[0]
+        rank = os.environ["RANK"]
         raise errors.RankLost(
-            f"rank {os.environ['RANK']} waited for other ranks in a collective ({said}): {who()}"
+            f"rank {rank} waited for other ranks in a collective ({cause}): {describe()}"
         ) from error
 
 
 def of_a_collective(error: BaseException) -> bool:
-    """NCCL and the store have types of their own, gloo gives the place in its sources."""
+    """NCCL and the store raise types of their own; gloo's text has the path of a source file."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 

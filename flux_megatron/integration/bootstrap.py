@@ -36,11 +36,11 @@ def enter(script: str, arguments: list[str]) -> None:
 
 def run() -> None:
     """Run the script that was entered."""
-    teach_parser()
+    extend_parser()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def teach_parser() -> None:
+def extend_parser() -> None:
     """Make Megatron's parser take our arguments, and act on them as soon as it has parsed.
 
     `parse_args` looks `add_megatron_arguments` up by its name in every version of Megatron-LM.

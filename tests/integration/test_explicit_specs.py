@@ -27,9 +27,9 @@ from flux_megatron.integration import (
     FluxNorm,
     FluxRowParallelLinear,
     coverage,
+    explicit_specs,
     install,
     use_flux_output_layer,
-    written_specs,
 )
 from flux_megatron.integration.flags import add_flux_arguments
 
@@ -87,7 +87,7 @@ def _loss_and_gradient(rank: int, name: str, ours: bool) -> tuple[Any, ...]:
     tp = dist.get_world_size()
     sbs.start(tp)
     sbs.seed()
-    written_specs.use(OURS if ours else {}, FluxNorm)
+    explicit_specs.use(OURS if ours else {}, FluxNorm)
     with use_flux_output_layer() if ours else contextlib.nullcontext():
         model = MODELS[name][0](sbs.settings(tp, tp > 1, torch.float32, **SHAPE))
     result = model(*inputs(model))
@@ -114,7 +114,7 @@ def test_hybrid_specifications_keep_their_mixers(monkeypatch):
     monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", TheirColumn)
     monkeypatch.setattr(transformer_engine, "TERowParallelLinear", TheirRow)
     module = importlib.reload(mamba_layer_specs)
-    written_specs.use({TheirColumn: Column, TheirRow: Row}, FluxNorm, module.__name__)
+    explicit_specs.use({TheirColumn: Column, TheirRow: Row}, FluxNorm, module.__name__)
     layers = module.mamba_stack_spec.submodules
     attention = layers.attention_layer.submodules.self_attention.submodules
     mlp = layers.mlp_layer.submodules.mlp.submodules

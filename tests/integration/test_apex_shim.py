@@ -13,10 +13,10 @@ from megatron.core.tensor_parallel import layers as stock
 from ranks import run_ranks
 from side_by_side import Case
 
-from flux_megatron.integration import main_grad, wgrad_module
-from flux_megatron.integration.wgrad_module import (
+from flux_megatron.integration import apex_shim, main_grad
+from flux_megatron.integration.apex_shim import (
     NAME,
-    STAND_IN,
+    SHIM,
     provide_wgrad_kernels,
     withdraw_wgrad_kernels,
 )
@@ -37,10 +37,10 @@ def test_it_is_found_wherever_megatron_looks_and_leaves_no_trace():
     before = dict(vars(stock))
     for _ in range(2):
         assert provide_wgrad_kernels()
-        assert importlib.import_module(NAME) is STAND_IN
+        assert importlib.import_module(NAME) is SHIM
         assert importlib.util.find_spec(NAME) is not None
         assert stock._grad_accum_fusion_available
-        assert stock.fused_weight_gradient_mlp_cuda is STAND_IN
+        assert stock.fused_weight_gradient_mlp_cuda is SHIM
     for _ in range(2):
         withdraw_wgrad_kernels()
         assert vars(stock) == before
@@ -63,7 +63,7 @@ def test_it_adds(main_dtype):
     random = torch.Generator().manual_seed(1)
     x, dy = (torch.randint(-2, 3, (4, 3, n), generator=random).bfloat16() for n in (5, 6))
     sums = torch.full((6, 5), 3.0, dtype=main_dtype)
-    add = getattr(STAND_IN, f"wgrad_gemm_accum_fp{32 if main_dtype == torch.float32 else 16}")
+    add = getattr(SHIM, f"wgrad_gemm_accum_fp{32 if main_dtype == torch.float32 else 16}")
     add(x, dy, sums)
     assert torch.equal(sums.double(), 3 + torch.einsum("sbn,sbk->nk", dy.double(), x.double()))
 
@@ -72,12 +72,12 @@ def test_our_layers_do_not_go_round_through_it(monkeypatch):
     """On a GPU ours look for apex and find the stand-in, which must not look again."""
     calls = []
     monkeypatch.setattr(
-        wgrad_module, "add_product_by_torch", lambda *given, **named: calls.append(given)
+        apex_shim, "accumulate_wgrad_by_torch", lambda *given, **named: calls.append(given)
     )
     provide_wgrad_kernels()
     main_grad._apex_kernels.cache_clear()
     on_a_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    main_grad.add_product(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
+    main_grad.accumulate_wgrad(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
     assert len(calls) == 1
     assert calls[0][0] is on_a_gpu
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flux_megatron.config_files import flat
 from flux_megatron.launch import rules, schema
-from flux_megatron.launch.complaint import Complaint
-from flux_megatron.launch.inheritance import Value, covers, flat
+from flux_megatron.launch.experiment_error import ErrorDetail
+from flux_megatron.launch.inheritance import Value, covers
 from flux_megatron.launch.schema import Head
 from flux_megatron.perf.workload import Arm, Workload
 
@@ -17,12 +18,12 @@ NAMES = ("model.name", "cluster.name")  # need no source
 OPTIONAL = ("cluster.health", "cluster.environment")
 
 
-class Draft:
-    """`arms` holds those that could be built, `complaints` all that is wrong, memory aside."""
+class ArmBuilder:
+    """`arms` holds those that could be built, `errors` all that is wrong, memory aside."""
 
     def __init__(self, values: Mapping[str, Value], file: str) -> None:
         self.values, self.file = values, file
-        self.complaints = [*schema.strangers(values)]
+        self.errors = [*schema.unknown_keys(values)]
         head = {key: v for key, v in values.items() if key.split(".")[0] in schema.HEAD}
         self.head: Head | None = self._build(Head, head, "")
         self.arms: dict[Arm, Workload] = {}
@@ -31,16 +32,16 @@ class Draft:
             self._add(arm)
         if not given:
             rule = f"none given, some of {[*schema.ARMS]} expected, as `flux: {{}}`"
-            self.complaints.append(Complaint(file, "arms", rule))
+            self.errors.append(ErrorDetail(file, "arms", rule))
         if self.head is not None:
             for arm, workload in self.arms.items():
-                self._complain(arm, rules.of_megatron(self.head, self.arguments(arm)))
-                self._complain(arm, rules.broken(workload, self.head))
+                self._add_error(arm, rules.of_megatron(self.head, self.arguments(arm)))
+                self._add_error(arm, rules.broken(workload, self.head))
 
     def check_memory(self) -> None:
-        """To be asked of arms without complaints."""
+        """Call it where there are no errors yet."""
         for arm, workload in self.arms.items():
-            self._complain(arm, rules.too_large(workload))
+            self._add_error(arm, rules.too_large(workload))
 
     def arguments(self, arm: Arm) -> list[str]:
         """Megatron's that the file gives, for all arms and for this one."""
@@ -69,8 +70,8 @@ class Draft:
             self.arms[arm] = Workload(**sections, arm=arm)
 
     def _build(self, kind: Any, values: Mapping[str, Value], section: str) -> Any:
-        built, complaints = schema.build(kind, values, section, self.file)
-        self.complaints += complaints
+        built, errors = schema.build(kind, values, section, self.file)
+        self.errors += errors
         return built
 
     def _arguments_are_texts(self, arm: Arm) -> bool:
@@ -78,14 +79,14 @@ class Draft:
         if not own or (isinstance(own.value, list) and all(isinstance(a, str) for a in own.value)):
             return True
         rule = f"a list of texts expected, {own.value!r} given"
-        self.complaints.append(Complaint(own.file, own.key, rule))
+        self.errors.append(ErrorDetail(own.file, own.key, rule))
         return False
 
-    def _complain(self, arm: Arm, broken: Iterable[rules.Rule]) -> None:
+    def _add_error(self, arm: Arm, broken: Iterable[rules.Rule]) -> None:
         for key, rule in broken:
             at = self.values.get(f"arms.{arm}.{key}") or self.values.get(key)
             where = (at.file, at.key) if at else (self.file, key)
-            self.complaints.append(Complaint(*where, rule))
+            self.errors.append(ErrorDetail(*where, rule))
 
     def _has(self, section: str) -> bool:
         return any(covers(section, key) for key in self.values)
@@ -98,5 +99,5 @@ class Draft:
                 found[key.removeprefix(f"{section}.")] = value
             elif key == section and value.value != {}:
                 rule = f"a mapping expected, {value.value!r} given"
-                self.complaints.append(Complaint(value.file, key, rule))
+                self.errors.append(ErrorDetail(value.file, key, rule))
         return found

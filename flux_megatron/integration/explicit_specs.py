@@ -32,7 +32,7 @@ MIXED = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "li
 
 
 def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = None) -> None:
-    """Put our classes in the place of those that they replace, in every such module that a script
+    """Put our classes in place of those that they replace, in every such module that a script
     has loaded and in the one that `--spec` has `named`; and a `norm`, if given, where Megatron
     takes one by what is installed.
     """
@@ -52,18 +52,18 @@ def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = N
                 setattr(module, name, here[value])
 
 
-def substitute(part: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:
-    """In a specification and all that it consists of; in parts of these `names` alone, if given."""
-    for name, value in list(_parts(part)):
+def substitute(spec: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:
+    """In a specification and all its members; in those of these `names` alone, if given."""
+    for name, value in list(_members(spec)):
         if not isinstance(value, type):
             substitute(value, replacements, names)
         elif value in replacements and (names is None or name in names):
-            setattr(part, name, replacements[value])
+            setattr(spec, name, replacements[value])
 
 
-def _parts(part: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(part, functools.partial):
-        return part.keywords.items()
-    if isinstance(part, (list, tuple)):
-        return (("", each) for each in part)
-    return vars(part).items() if dataclasses.is_dataclass(part) else ()
+def _members(spec: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(spec, functools.partial):
+        return spec.keywords.items()
+    if isinstance(spec, (list, tuple)):
+        return (("", each) for each in spec)
+    return vars(spec).items() if dataclasses.is_dataclass(spec) else ()

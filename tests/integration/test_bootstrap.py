@@ -1,4 +1,4 @@
-"""The users' door: our arguments in Megatron's parser, what they refuse and what they build."""
+"""Our arguments in Megatron's parser, what they refuse and what they build."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from flux_megatron.integration import (
     FluxColumnParallelLinear,
     FluxNorm,
     FluxRowParallelLinear,
+    install,
     provider,
     requirements,
 )
-from flux_megatron.integration import install as door
+from flux_megatron.integration.apex_shim import withdraw_wgrad_kernels
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
-from flux_megatron.integration.requirements import OUR_SPEC, complaints
+from flux_megatron.integration.requirements import OUR_SPEC, refusals
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.integration.wgrad_module import withdraw_wgrad_kernels
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 REPOSITORY = Path(__file__).parents[2]
@@ -51,11 +51,11 @@ SUBSTITUTED = (
 )
 
 
-def parse(*words: str) -> argparse.Namespace:
+def parse(*given: str) -> argparse.Namespace:
     """As Megatron's arguments are before it validates them."""
     parser = add_flux_arguments(argparse.ArgumentParser())
     parser.add_argument("--transformer-impl", default="transformer_engine")
-    return parser.parse_args(words)
+    return parser.parse_args(given)
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def _restored(monkeypatch):
     for owner, name in SUBSTITUTED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(door, "_tell_at_exit", lambda: None)
-    door._said.clear()
+    monkeypatch.setattr(install, "_log_at_exit", lambda: None)
+    install._logged.clear()
     yield
     withdraw_wgrad_kernels()
-    door._output_layer.close()
+    install._output_layer.close()
     monkeypatch.undo()
     settings.reload()
 
@@ -77,12 +77,12 @@ def test_flags_become_options():
     assert options_from(parse()) is None
     assert options_from(parse("--flux-overlap")) == FluxOptions()
     assert FluxOptions().environment() == {}
-    words = (
+    line = (
         "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
         "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered "
         "--flux-allow sft train_step"
     )
-    given = options_from(parse(*words.split()))
+    given = options_from(parse(*line.split()))
     assert given == FluxOptions(
         layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
         tune_seconds=7.0, cache="plans", strict=True, trace=True, allow=("sft", "train_step"),
@@ -135,7 +135,7 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     setattr(args, name, value)
     before = gpt_layer_specs.LocalSpecProvider
     with pytest.raises(ValueError, match=f"cannot go with:\n  {flag}: "):
-        door.install_from(args)
+        install.install_from(args)
     assert gpt_layer_specs.LocalSpecProvider is before
 
 
@@ -143,34 +143,34 @@ def test_latent_attention_goes_where_its_projections_stay_stock(monkeypatch):
     args = parse("--flux-overlap", "--flux-layers", "proj", "fc1", "fc2")
     args.multi_latent_attention = True
     needs_te = ["--multi-latent-attention: it needs TransformerEngine's layers"]
-    assert [*map(str, complaints(args, {}))] == needs_te
+    assert [*map(str, refusals(args, {}))] == needs_te
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args, {})
+    assert not refusals(args, {})
     args.transformer_impl = "local"
-    assert [*map(str, complaints(args, {}))] == needs_te
+    assert [*map(str, refusals(args, {}))] == needs_te
     args.transformer_impl, args.flux_layers = "transformer_engine", None
-    assert "--flux-layers without qkv can go with it" in str(complaints(args, {})[0])
+    assert "--flux-layers without qkv can go with it" in str(refusals(args, {})[0])
 
 
 def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     args = parse("--flux-overlap")
     args.qk_l2_norm = True
-    (complaint,) = complaints(args, {})
-    assert str(complaint).startswith("--qk-l2-norm: Megatron drops it")
-    args.num_experts = 2  # layer by layer it is told
-    assert not complaints(args, {})
+    (refusal,) = refusals(args, {})
+    assert str(refusal).startswith("--qk-l2-norm: Megatron drops it")
+    args.num_experts = 2  # Megatron passes it on layer by layer
+    assert not refusals(args, {})
     args.num_experts, args.spec = None, OUR_SPEC
-    assert not complaints(args, {})
+    assert not refusals(args, {})
     args.spec = None
     monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not complaints(args, {})
+    assert not refusals(args, {})
 
 
 @pytest.mark.usefixtures("_restored")
 def test_nothing_is_installed_without_the_flag():
     before = [getattr(owner, name) for owner, name in SUBSTITUTED]
     args = parse()
-    door.install_from(args)
+    install.install_from(args)
     assert [getattr(owner, name) for owner, name in SUBSTITUTED] == before
     assert args.transformer_impl == "transformer_engine"
 
@@ -181,19 +181,19 @@ def test_installing_twice_is_installing_once(capsys):
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
-        door.install_from(args)
+        install.install_from(args)
         assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
         assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
         assert settings.get().strategy == "sequential"
         assert FluxColumnParallelLinear.save_gathered
     assert args.transformer_impl == "local"
     assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
-    door.install(FluxOptions(layers=("fc1",)))
+    install.install(FluxOptions(layers=("fc1",)))
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
 @pytest.mark.parametrize(
-    ("asked", "of_te", "can_run", "layers", "said"),
+    ("requested", "of_te", "can_run", "layers", "message"),
     [
         ("transformer_engine", True, True, None, "transformer_engine: linear layers "
          "are ours, with the norms inside them; experts and all else are TransformerEngine's"),
@@ -206,9 +206,9 @@ def test_installing_twice_is_installing_once(capsys):
          "ours, attention is TransformerEngine's"),
     ],
 )  # fmt: skip
-def test_what_is_built_of_what_is_said(monkeypatch, asked, of_te, can_run, layers, said):
-    monkeypatch.setattr(door, "te_can_run", lambda: can_run)
-    assert door._what_is_built(asked, of_te, layers) == f"--transformer-impl {said}"
+def test_the_message_names_what_is_built(monkeypatch, requested, of_te, can_run, layers, message):
+    monkeypatch.setattr(install, "te_can_run", lambda: can_run)
+    assert install._what_is_built(requested, of_te, layers) == f"--transformer-impl {message}"
 
 
 OURS = {
@@ -225,7 +225,7 @@ def test_chosen_layers_are_ours_and_the_others_stock(layers):
 
 def _ours_in_a_model(rank, layers) -> list[str]:
     sbs.start(1)
-    door.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
+    install.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
     # as in a real launch: fusion is on, and there is no apex
     config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -249,7 +249,7 @@ def test_stock_layer_fuses_its_weight_gradient_without_apex():
 
 def _fused_stock_wgrad(rank) -> None:
     sbs.start(1)
-    door.install(FluxOptions(layers=("qkv",)))
+    install.install(FluxOptions(layers=("qkv",)))
     config = sbs.settings(1, False, torch.bfloat16, gradient_accumulation_fusion=True)
     layer = sbs.build(sbs.Case("column"), ours=False, config=config)
     layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
@@ -310,7 +310,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "refusal"),
     [
         ({"transformer_impl": "transformer_engine"}, "transformer_engine given, local expected"),
         ({"mtp_num_layers": 1}, "cannot combine it with --mtp-num-layers: use --flux-overlap"),
@@ -318,8 +318,8 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
         ({"multi_latent_attention": True}, "--multi-latent-attention: it needs"),
     ],
 )
-def test_spec_refuses_what_it_cannot_say(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_spec_refuses_what_it_cannot_say(arguments, refusal):
+    with pytest.raises(ValueError, match=refusal):
         spec_module(**arguments)
 
 
@@ -354,8 +354,8 @@ def script(tmp_path_factory) -> Path:
     return folder / "pretrain.py"
 
 
-def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *words]
+def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *arguments]
     # nothing is computed there
     options = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     paths = [REPOSITORY, REPOSITORY / "tests" / "processes"]
@@ -369,11 +369,11 @@ def launched(script: Path, *words: str) -> subprocess.CompletedProcess:
 def test_launcher_runs_the_script_with_the_flag(script):
     done = launched(script, "--flux-overlap")
     assert done.returncode == 0, done.stderr
-    said, ran, told = done.stdout.splitlines()
-    assert said.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
-    assert said.endswith("and norms are ours, attention is torch's")
+    first, ran, last = done.stdout.splitlines()
+    assert first.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
+    assert first.endswith("and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
-    assert told == "flux_megatron: no call came to our layers, so nothing was overlapped"
+    assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
 
 
 def test_launcher_refuses_before_anything_starts(script):
@@ -383,14 +383,14 @@ def test_launcher_refuses_before_anything_starts(script):
 
 
 def test_launcher_refuses_what_nobody_looked_at(script):
-    words = ["--flux-overlap", "--brand-new", "3"]
-    done = launched(script, *words)
+    arguments = ["--flux-overlap", "--brand-new", "3"]
+    done = launched(script, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
-    done = launched(script, *words, "--flux-allow", "brand-new")
+    done = launched(script, *arguments, "--flux-allow", "brand-new")
     assert done.returncode == 0, done.stderr
     assert "flux_megatron: --flux-allow goes on with --brand-new\n" in done.stdout
-    assert launched(script, *words[1:]).returncode == 0
+    assert launched(script, *arguments[1:]).returncode == 0
 
 
 def test_launcher_says_what_is_missing(script, tmp_path):
@@ -403,18 +403,18 @@ def test_launcher_says_what_is_missing(script, tmp_path):
 def test_command_passes_everything_after_the_script_on(monkeypatch):
     seen = []
     monkeypatch.setattr("flux_megatron.launch.__main__.main", seen.append)
-    words = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
+    arguments = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
     monkeypatch.setenv("RANK", "0")
-    assert CliRunner().invoke(app, ["run", "--device", "cpu", *words]).exit_code == 0
-    assert seen == [["--device", "cpu", *words]]
+    assert CliRunner().invoke(app, ["run", "--device", "cpu", *arguments]).exit_code == 0
+    assert seen == [["--device", "cpu", *arguments]]
 
 
 def test_command_starts_torchrun(monkeypatch):
     seen = []
     monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
     monkeypatch.delenv("RANK", raising=False)
-    words = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
-    assert CliRunner().invoke(app, ["run", *words]).exit_code == 0
+    arguments = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
+    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
     (command,) = seen
     assert "--nproc-per-node=3" in command
     ours = ["-m", "flux_megatron.launch", "--device", "cuda", "pretrain_gpt.py", "--bf16"]

@@ -1,0 +1,93 @@
+"""Configurations as files: strict YAML, values by dotted keys, and how two of them differ.
+
+YAML without two surprises of PyYAML's: 1e-4 is a number, and a key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"given twice: {', '.join(sorted(twice))}", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    [*"-+0123456789"],
+)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds, empty for an empty file.
+
+    `ValueError` for all else, without the file's name.
+    """
+    try:
+        raw = yaml.load(file.read_text(), _Loader)
+    except OSError as error:
+        raise ValueError(str(error.strerror)) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {error}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"a mapping expected, {type(raw).__name__} given")
+    return raw
+
+
+def parse_override(text: str, example: str) -> tuple[str, Any]:
+    """`a.b=2` -> ("a.b", 2), the value read as YAML. `ValueError`, with an `example`."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError(f"{text!r} given, key=value expected, such as {example}")
+    try:
+        return key, yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"{key}: not YAML: {value!r}") from None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings stay."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        here = tree
+        for section in sections:
+            here = here.setdefault(section, {})
+        if not (value == {} and name in here):
+            here[name] = value
+    return tree
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], but: tuple[str, ...]) -> str:
+    """As "a.b: 1 -> 2; a.c: ...", or nothing. Keys that end in one of `but` may differ."""
+    before, after = flat(old), flat(new)
+    keys = (key for key in sorted(before | after) if not key.endswith(but))
+    return "; ".join(
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in keys
+        if before.get(key) != after.get(key)
+    )
