@@ -95,8 +95,8 @@ def _decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan | None,
     space: Workspace,
 ) -> Decision:  # fmt: skip
-    if complaint := _complaint(pattern, x, w, bias, space, layout, plan):
-        refuse(f"{pattern}: {complaint}", space.group, x.device)
+    if error := _error(pattern, x, w, bias, space, layout, plan):
+        refuse(f"{pattern}: {error}", space.group, x.device)
     # nothing in which ranks may differ: they would ask a different number of times
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
     if key not in space.decisions:
@@ -104,10 +104,10 @@ def _decide(
     return space.decisions[key]
 
 
-def refuse(complaint: str, group: ProcessGroup, device: torch.device) -> NoReturn:
+def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
     """Raise `ValueError`, and let the other ranks know why this one does not take part."""
-    workspace(group, device).agreement.refuse(complaint)
-    raise ValueError(complaint)
+    workspace(group, device).agreement.refuse(error)
+    raise ValueError(error)
 
 
 def guard(group: ProcessGroup, device: torch.device) -> Guard:
@@ -131,15 +131,15 @@ def _new_decision(
     if plan is None:
         plan, fallback = choice.choose(problem, space)
     elif reason := registry.refusal(problem, plan.strategy, space.unavailable):
-        complaint = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
-        refuse(complaint, space.group, space.device)
+        error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
+        refuse(error, space.group, space.device)
     words = f"{problem} with {plan.dumps()}"
     space.agreement.confirm(words)
     strategy = registry.strategy(problem, plan.strategy)
     return Decision(problem, strategy, plan, space, fallback, words)
 
 
-def _complaint(
+def _error(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
     layout: str, plan: Plan | None,
 ) -> str | None:  # fmt: skip
@@ -152,28 +152,30 @@ def _complaint(
             f"strategy {plan.strategy!r} given, one of {[*registry.STRATEGIES[pattern]]} expected"
         )
     if x.dim() != 2 or w.dim() != 2:
-        return f"x {_told(x)} and w {_told(w)} given, two matrices expected"
+        return f"x {_described(x)} and w {_described(w)} given, two matrices expected"
     if not x.dtype.is_floating_point or w.dtype != x.dtype:
-        return f"x {_told(x)} and w {_told(w)} given, one floating-point dtype expected"
+        return f"x {_described(x)} and w {_described(w)} given, one floating-point dtype expected"
     if w.device != x.device:
-        return f"x {_told(x)} and w {_told(w)} given, one device expected"
+        return f"x {_described(x)} and w {_described(w)} given, one device expected"
     if x.device != space.device:
-        return f"x {_told(x)} given, {space.device} expected, where the group's first call was"
+        return f"x {_described(x)} given, {space.device} expected, where the group's first call was"
     if not x.is_contiguous() or not w.is_contiguous():
         return f"strides x {x.stride()}, w {w.stride()} given, contiguous rows expected"
     inner, outer = (w.shape[1], w.shape[0]) if layout == "nt" else (w.shape[0], w.shape[1])
     if inner != x.shape[1]:
-        return f"x {_told(x)} and w {_told(w)} given, equal K expected for layout {layout!r}"
+        return (
+            f"x {_described(x)} and w {_described(w)} given, equal K expected for layout {layout!r}"
+        )
     if 0 in (*x.shape, *w.shape):
-        return f"x {_told(x)} and w {_told(w)} given, no empty dimension expected"
+        return f"x {_described(x)} and w {_described(w)} given, no empty dimension expected"
     if pattern.spec.scatters and x.shape[0] % world_size:
-        return f"x {_told(x)} given, rows divisible by the group's {world_size} ranks expected"
+        return f"x {_described(x)} given, rows divisible by the group's {world_size} ranks expected"
     if bias is not None and (bias.shape != (outer,) or bias.dtype != x.dtype):
-        return f"bias {_told(bias)} given, [{outer}] {x.dtype} expected"
+        return f"bias {_described(bias)} given, [{outer}] {x.dtype} expected"
     if bias is not None and bias.device != x.device:
-        return f"bias {_told(bias)} given, {x.device} expected"
+        return f"bias {_described(bias)} given, {x.device} expected"
     return None
 
 
-def _told(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

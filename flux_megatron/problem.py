@@ -110,7 +110,7 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
-    says who moves the results of `hopper`: "copy_engine" or "sm", the multiprocessors. `cut_shards`
+    says who moves the results of `hopper`: "copy_engine" or "sm", the SMs. `cut_shards`
     says of how many shards it cuts tiles along K: in AG of the first, in RS of the last but own.
     """
 

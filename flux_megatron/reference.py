@@ -1,5 +1,5 @@
-"""The truth: every pattern over a list of shards, and the norms, in plain torch, one process, no
-collectives.
+"""The reference: every pattern over a list of shards, and the norms, in plain torch, in one process
+and without collectives.
 
 Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does
 entry r of the result. Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the

@@ -21,8 +21,8 @@ from flux_megatron.tuning.plan_entry import Entry
 
 
 def main(file: Path, commit: str) -> None:
-    entries, complaints = plan_cache.read_file(file)
-    assert not complaints, complaints
+    entries, left_out = plan_cache.read_file(file)
+    assert not left_out, left_out
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", commit, "flux_megatron"], stdout=subprocess.PIPE, check=True

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from flux_megatron.bench import page, plots, provenance, records, runner, suites, targets
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Candidate, with_strategy
+from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import Options
 from flux_megatron.bench.peers.transformer_engine import TransformerEngine
 from flux_megatron.bench.peers.xformers import Xformers
-from flux_megatron.bench.products import Product
 from flux_megatron.bench.verify import examine
 from flux_megatron.cli import app
 
@@ -38,7 +38,7 @@ def tiny(pattern, op, M=32):
 
 
 def _examined(rank, pattern, op):
-    kind = Backward if pattern == "backward" else Product
+    kind = Backward if pattern == "backward" else Forward
     experiment = kind(tiny(pattern, op), dist.group.WORLD, CPU, torch.float32)
     given = {candidate.name: candidate for candidate in experiment.candidates()}
     right = given["serial"].call

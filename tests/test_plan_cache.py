@@ -69,7 +69,7 @@ def test_alone_and_beside_others_are_two_problems(tmp_path):
     beside = replace(ENTRY, problem=replace(PROBLEM, beside=True))
     assert plan_cache.store(tmp_path, beside) != plan_cache.store(tmp_path, ENTRY)
     cache = opened(tmp_path)
-    assert cache.complaints == []
+    assert cache.left_out == []
     assert cache.find(PROBLEM) == ENTRY
     assert cache.find(beside.problem) == beside
     assert cache.neighbours(replace(beside.problem, M=4096)) == [beside]
@@ -154,7 +154,7 @@ def test_jobs_that_write_at_once_lose_nothing(tmp_path):
     for job in jobs:
         job.start()
     while any(job.is_alive() for job in jobs):
-        assert opened(tmp_path).complaints == []  # no reader sees half a file
+        assert opened(tmp_path).left_out == []  # no reader sees half a file
     for job in jobs:
         job.join()
         assert job.exitcode == 0
@@ -170,8 +170,8 @@ def test_the_folder_of_a_gpu():
 def test_every_shipped_entry_can_be_read():
     for folder in plan_cache.shipped().iterdir():
         if folder.is_dir():
-            entries, complaints = plan_cache.read_folder(folder)
-            assert complaints == []
+            entries, left_out = plan_cache.read_folder(folder)
+            assert left_out == []
             assert {plan_cache.slug(entry.environment.gpu) for entry in entries} == {folder.name}
 
 

@@ -22,8 +22,8 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         folder = tmp_path / file.stem / "h200"
         folder.mkdir(parents=True)
         (folder / file.name).write_bytes(file.read_bytes())
-        entries, complaints = plan_cache.read_folder(folder)
-        assert complaints == []
+        entries, left_out = plan_cache.read_folder(folder)
+        assert left_out == []
         alone, beside = entries
         assert (alone.problem.beside, beside.problem.beside) == (False, True)
         assert alone.plan.strategy == alone.measured[0].plan.strategy == "hopper"
@@ -60,7 +60,7 @@ def read(folder: Path, text: str):
     file.parent.mkdir()
     file.write_text(text, errors="surrogateescape")
     cache = opened(folder)
-    assert all(complaint.startswith(str(file)) for complaint in cache.complaints)
+    assert all(complaint.startswith(str(file)) for complaint in cache.left_out)
     return cache
 
 
@@ -93,7 +93,7 @@ def read(folder: Path, text: str):
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
     cache = read(tmp_path, text)
-    (complaint,) = cache.complaints
+    (complaint,) = cache.left_out
     assert re.search(reason, complaint)
     # the others of the file stay
     assert cache.entries == ([at(64)] if at(64).dumps() in text else [])
@@ -118,14 +118,14 @@ def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, pat
     )
     cache = read(tmp_path, both)
     assert cache.entries == [ENTRY, ENTRY]
-    (complaint,) = cache.complaints
+    (complaint,) = cache.left_out
     assert f".{path[-1]} is ignored" in complaint
 
 
 @pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "cut_shards"])
 def test_a_field_that_an_earlier_version_did_not_write_is_at_its_default(tmp_path, field):
     cache = read(tmp_path, changed("measured", 1, "plan", field, value=...))
-    assert cache.complaints == []
+    assert cache.left_out == []
     assert cache.entries == [ENTRY, at(64)]
 
 
@@ -136,7 +136,7 @@ def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
         plan["clusters"] = 2
     cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}]}}')
     assert cache.entries == [replace(ENTRY, plan=PLAIN, measured=ENTRY.measured[1:])]
-    (complaint,) = cache.complaints
+    (complaint,) = cache.left_out
     assert "plans with plan.clusters = 2, which this version does not know, are left out" in (
         complaint
     )
@@ -146,7 +146,7 @@ def test_so_is_a_plan_of_a_strategy_that_there_is_not(tmp_path):
     text = changed("measured", 1, "plan", "strategy", value="signalled")
     cache = read(tmp_path, text)
     assert cache.entries == [replace(ENTRY, measured=ENTRY.measured[:1]), at(64)]
-    (complaint,) = cache.complaints
+    (complaint,) = cache.left_out
     assert "plans of strategy 'signalled' are left out" in complaint
 
 
@@ -155,7 +155,7 @@ def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
     raw |= {"plan": {"strategy": "signalled"}, "measured": []}
     cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
     assert cache.entries == [at(64)]
-    (complaint,) = cache.complaints
+    (complaint,) = cache.left_out
     assert "entry 0: left out" in complaint
 
 

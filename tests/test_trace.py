@@ -211,12 +211,12 @@ WAITS = KernelWaits("ag_gemm", [KernelWait(0, 4, 1, 2, 5), KernelWait(1, 5, 1, 3
 
 
 def test_waits_of_programs():
-    assert (WAITS.programs, WAITS.mean_us) == (2, 2.25)
+    assert (WAITS.ctas, WAITS.mean_us) == (2, 2.25)
     steps = [(2, 1), (3, 2), (4, 1), (5, 0), (6, 1), (6.5, 0)]
     assert timeline.waiting_over_time(WAITS) == steps
     (told,) = Timeline(0, [], [WAITS]).summary()["waits_in_kernels"]
     assert told["mean_us_by_source"] == {1: 2.0, 2: 0.25}
-    assert told["longest"][0] == {"program": 0, "tile": 4, "source": 1, "us": 3}
+    assert told["longest"][0] == {"cta": 0, "tile": 4, "source": 1, "us": 3}
 
 
 def test_ranks_are_merged_on_one_clock(tmp_path):
@@ -247,7 +247,7 @@ def test_the_command_traces_its_ranks(tmp_path):
         capture_output=True, text=True, timeout=200, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "a program" in done.stdout
+    assert "a CTA" in done.stdout
     assert (tmp_path / "timeline.png").stat().st_size > 5_000
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for rank in range(2):

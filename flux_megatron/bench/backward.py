@@ -19,7 +19,7 @@ from flux_megatron.problem import Problem
 
 
 class Backward:
-    """Operands of a layer's backward on this rank, and the truth.
+    """Operands of a layer's backward on this rank, and the reference.
 
     | tensor | column | row |
     | --- | --- | --- |
@@ -27,7 +27,7 @@ class Backward:
     | w, main_grad (fp32) | [N / R, K] | [N, K / R] |
     | dy | [M, N / R] | [M / R, N] |
     | gathered | x of all: [M, K] | dy of all: [M, N] |
-    | truth: dx, main_grad | [M / R, K], [N / R, K] | [M, K / R], [N, K / R] |
+    | reference: dx, main_grad | [M / R, K], [N / R, K] | [M, K / R], [N, K / R] |
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Backward:
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
         add_product(self.main_grad, dy, x)
 
-    def truth(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def reference(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(dx, main_grad) of the operation and of a local candidate, in a wider dtype."""
         wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
         dy, x = (t.detach().to(wide) for t in self._dy_and_x())

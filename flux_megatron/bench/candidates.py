@@ -22,7 +22,7 @@ Call = Callable[[], tuple[Any, ...]]  # tensors
 class Candidate:
     """`call` returns what the case asks for; `reason` says why there is no call.
 
-    A `local` candidate only multiplies: nothing travels, and its result is this rank's product.
+    A `local` candidate only multiplies: nothing travels, and its result is this rank's own GEMM.
     `plan` gives ours as JSON once it has run.
     """
 

@@ -22,9 +22,9 @@ from flux_megatron.bench import provenance, records
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, Candidate
 from flux_megatron.bench.efficiency import percentile, yardsticks
+from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import Options
 from flux_megatron.bench.peers import Peer, all_peers
-from flux_megatron.bench.products import Product
 from flux_megatron.bench.records import PEER, Provenance, Row
 from flux_megatron.bench.suites import Case
 from flux_megatron.bench.verify import Verdict, examine
@@ -45,7 +45,7 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
     started = time.monotonic()
     torch.manual_seed(1 + group.rank())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    told = provenance.describe(
+    about = provenance.describe(
         device, group.size(), dtype, options.scale, options.nvls, options.commit
     )
     peers = {peer: peer.unavailable() for peer in all_peers()}
@@ -55,7 +55,7 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
     for case in options.cases():
         if _time_is_up(options, started, group, device):
             break
-        for rows in measure(case, options, group, device, dtype, peers, told):
+        for rows in measure(case, options, group, device, dtype, peers, about):
             if group.rank() == 0:
                 records.append(Path(options.out), rows)
                 show(case, rows)
@@ -63,10 +63,10 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
 
 def measure(
     case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
-    peers: Mapping[Peer, str | None], told: Provenance,
+    peers: Mapping[Peer, str | None], about: Provenance,
 ) -> Iterator[list[Row]]:  # fmt: skip
     """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
-    kind = Backward if case.pattern == "backward" else Product
+    kind = Backward if case.pattern == "backward" else Forward
     experiment = kind(case, group, device, dtype)
     chosen = [
         candidate
@@ -75,7 +75,7 @@ def measure(
     ]
     for beside in options.conditions:
         with _plans_for(beside):
-            rows = _measure(experiment, chosen, beside, options.rounds, told)
+            rows = _measure(experiment, chosen, beside, options.rounds, about)
         yield rows
 
 
@@ -95,8 +95,8 @@ def _plans_for(beside: bool) -> Iterator[None]:
 
 
 def _measure(
-    experiment: Product | Backward, chosen: list[Candidate], beside: bool, rounds: int,
-    told: Provenance,
+    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int,
+    about: Provenance,
 ) -> list[Row]:  # fmt: skip
     group, device = experiment.group, experiment.device
     verdicts = examine(experiment, chosen, group)
@@ -109,13 +109,13 @@ def _measure(
     }
     plans = {c.name: c.plan() for c in chosen if c.plan and c.name in raced.times_us}
     if group.rank() == 0:
-        told = provenance.with_clocks(told, device)
-    rows = _rows(experiment.case, chosen, verdicts, raced, host_us, plans, told)
+        about = provenance.with_clocks(about, device)
+    rows = _rows(experiment.case, chosen, verdicts, raced, host_us, plans, about)
     return [replace(row, beside=beside) for row in rows]
 
 
 def _of_peers(
-    experiment: Product | Backward, peers: Mapping[Peer, str | None]
+    experiment: Forward | Backward, peers: Mapping[Peer, str | None]
 ) -> Iterator[Candidate]:
     for peer, reason in peers.items():
         names = peer.names(experiment.case.pattern)
@@ -149,7 +149,7 @@ def _time_is_up(
 
 def _rows(
     case: Case, chosen: list[Candidate], verdicts: Mapping[str, Verdict], raced: Race,
-    host_us: Mapping[str, float], plans: Mapping[str, str], told: Provenance,
+    host_us: Mapping[str, float], plans: Mapping[str, str], about: Provenance,
 ) -> list[Row]:  # fmt: skip
     medians = {name: statistics.median(times) for name, times in raced.times_us.items()}
     against = yardsticks(medians)
@@ -186,7 +186,7 @@ def _rows(
                 efficiency=None if efficiency is None else round(efficiency, 4),
                 host_us=_tenth(host_us.get(name)),
                 plan=json.loads(plans[name]) if name in plans else None,
-                provenance=told,
+                provenance=about,
             )
         )
     return rows

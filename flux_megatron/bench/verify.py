@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Candidate
-from flux_megatron.bench.products import Product
+from flux_megatron.bench.forward import Forward
 from flux_megatron.symm import workspace
 
 
@@ -21,7 +21,7 @@ from flux_megatron.symm import workspace
 class Verdict:
     """`failure` is "" where every rank got through; `errors` and `allowed` have one value a result.
 
-    An error is |result - truth| / |truth| in the Frobenius norm, the largest over the ranks.
+    An error is |result - reference| / |reference| in the Frobenius norm, the largest of all ranks.
     """
 
     failure: str
@@ -35,16 +35,18 @@ class Verdict:
 
 
 def examine(
-    experiment: Product | Backward, candidates: Sequence[Candidate], group: ProcessGroup
+    experiment: Forward | Backward, candidates: Sequence[Candidate], group: ProcessGroup
 ) -> dict[str, Verdict]:
     """Run every candidate that has a call once; the same verdicts on every rank.
 
     Allowed is twice plain torch's error: that of `gemm` for a local candidate, else that of
     `serial`; or twice the rounding to the result's own dtype, where that is coarser.
     """
-    truth, local_truth = experiment.truth()
+    reference, local_reference = experiment.reference()
     said = {
-        candidate.name: _errors(experiment, candidate, local_truth if candidate.local else truth)
+        candidate.name: _errors(
+            experiment, candidate, local_reference if candidate.local else reference
+        )
         for candidate in candidates
         if candidate.call is not None
     }
@@ -72,38 +74,38 @@ class _Outcome:
 
 
 def _errors(
-    experiment: Product | Backward, candidate: Candidate, truth: tuple[Tensor, ...]
+    experiment: Forward | Backward, candidate: Candidate, reference: tuple[Tensor, ...]
 ) -> _Outcome:
     """What one call on this rank gives."""
     assert candidate.call is not None, "asked for candidates with a call only"
     try:
         if isinstance(experiment, Backward):
             experiment.main_grad.zero_()
-        _poison(truth, experiment.device)
+        _poison(reference, experiment.device)
         results = candidate.call()
         if experiment.device.type == "cuda":
             torch.cuda.synchronize(experiment.device)
         workspace.check()
-        shapes = [list(t.shape) for t in truth]
+        shapes = [list(t.shape) for t in reference]
         if [list(r.shape) for r in results] != shapes:
             raise ValueError(f"results {[list(r.shape) for r in results]}, {shapes} expected")
     except Exception as error:
         return _Outcome(f"{type(error).__name__}: {error}", [], [])
-    pairs = [*zip(results, truth, strict=True)]
+    pairs = [*zip(results, reference, strict=True)]
     rounding = [_distance(expected.to(result.dtype), expected) for result, expected in pairs]
     return _Outcome("", [_distance(result, expected) for result, expected in pairs], rounding)
 
 
-def _poison(truth: tuple[Tensor, ...], device: torch.device) -> None:
+def _poison(reference: tuple[Tensor, ...], device: torch.device) -> None:
     """Leave NaN where the allocator will put results: no candidate inherits another's."""
     if device.type == "cuda":
-        for expected in truth:
+        for expected in reference:
             torch.full(expected.shape, math.nan, device=device, dtype=torch.bfloat16)
 
 
-def _distance(result: Tensor, truth: Tensor) -> float:
-    difference = result.detach().to(truth.dtype) - truth
-    relative = (difference.norm() / truth.norm()).item()
+def _distance(result: Tensor, reference: Tensor) -> float:
+    difference = result.detach().to(reference.dtype) - reference
+    relative = (difference.norm() / reference.norm()).item()
     return relative if math.isfinite(relative) else math.inf
 
 

@@ -66,11 +66,11 @@ def row_parallel_linear(
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
     if x.shape[0] % group.size():
-        complaint = (
+        error = (
             f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
             f"group's {group.size()} ranks expected"
         )
-        ops.refuse(complaint, group, x.device)
+        ops.refuse(error, group, x.device)
     return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
 
 

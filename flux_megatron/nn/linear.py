@@ -92,8 +92,8 @@ class ParallelLinear(Module):
         """Refuse x of another width, and let the other ranks know."""
         if x.dim() < 2 or x.shape[-1] != self.in_features_local:
             expected = f"[{tokens}, ..., {self.in_features_local}]"
-            complaint = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
-            ops.refuse(complaint, self.group, x.device)
+            error = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
+            ops.refuse(error, self.group, x.device)
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -15,7 +15,7 @@ TILES = {
     (64, 256): 0.85, (64, 128): 0.75, (64, 64): 0.5,
 }  # fmt: skip
 
-# A library can also cut tiles along K, so that no multiprocessor waits in the last wave: the
+# A library can also cut tiles along K, so that no SM waits in the last wave: the
 # partial results then cost a share of the work and, once, the time to add them.
 SPLIT_SHARE = 1.08
 SPLIT_US = 4.0
@@ -26,10 +26,10 @@ def gemm_us(
 ) -> float:
     """The library's [M, K] @ [K, N]: waves of the best tile, not faster than memory allows."""
     tflops = hardware.tflops.get(dtype, hardware.tflops["float32"])
-    rate = constants.gemm_rate * tflops * 1e6 / hardware.multiprocessors
+    rate = constants.gemm_rate * tflops * 1e6 / hardware.sms
     times = []
     for (rows, columns), share in TILES.items():
-        waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.multiprocessors
+        waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.sms
         tile_us = 2 * rows * columns * K / (rate * share) + constants.tile_us
         times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_SHARE + SPLIT_US))
     return max(
@@ -43,7 +43,7 @@ def wgrad_us(
 ) -> float:
     """dy[M, N]^T @ x[M, K], added to an fp32 gradient, which is read and written.
 
-    Of that traffic the more is hidden the longer the multiprocessors multiply between two tiles.
+    Of that traffic the more is hidden the longer the SMs multiply between two tiles.
     """
     product = gemm_us(hardware, N, K, M, dtype, constants)
     if dtype == "float32":

@@ -25,7 +25,7 @@ class Hardware:
     """
 
     name: str
-    multiprocessors: int
+    sms: int
     tflops: Mapping[str, float]
     memory_gbps: float
     copy_gbps: float
@@ -52,7 +52,7 @@ class Hardware:
 # (docs/results/h200x2/breakdown.jsonl); GEMMs alone fall to 0.85 of a burst's rate.
 H200 = Hardware(
     name="H200",
-    multiprocessors=132,
+    sms=132,
     tflops={"bfloat16": 840.0, "float16": 840.0, "float32": 53.0},
     memory_gbps=4000.0,
     copy_gbps=386.0,
@@ -79,7 +79,7 @@ PCIE_RING_SHARE = 0.5
 
 
 def _like_h200(
-    name: str, multiprocessors: int, peaks: Mapping[str, float], memory_gbps: float, link: Link,
+    name: str, sms: int, peaks: Mapping[str, float], memory_gbps: float, link: Link,
     source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
     clock: float = 1.0,
 ) -> Hardware:  # fmt: skip
@@ -88,7 +88,7 @@ def _like_h200(
     hardware = replace(
         H200,
         name=name,
-        multiprocessors=multiprocessors,
+        sms=sms,
         tflops={"bfloat16": tflops, "float16": tflops, "float32": 0.8 * peaks["float32"] * clock},
         memory_gbps=memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
         peak_tflops=peaks["bfloat16"],
@@ -111,7 +111,7 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
     return replace(hardware, copy_gbps=copy, nccl_gbps=nccl, store_gbps=H200.store_gbps * share)
 
 
-# Of the H100's multiprocessors and links the H200 differs in nothing but memory: HBM3 of 3.35 TB/s
+# Of the H100's SMs and links the H200 differs in nothing but memory: HBM3 of 3.35 TB/s
 # instead of HBM3e of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
 H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
 H800 = _like_h200(

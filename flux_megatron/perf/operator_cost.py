@@ -62,7 +62,7 @@ def gemms_us(
 
 def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
     """What stays exposed of a collective beside each of `gemms`: a share, as they take
-    multiprocessors from each other, and what is longer than the GEMM.
+    SMs from each other, and what is longer than the GEMM.
     """
     return sum(max(share * collective, collective - gemm) for gemm in gemms)
 
@@ -76,10 +76,10 @@ def _left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
     """The GPU without the SMs that are taken beside the call, for every strategy alike."""
     if not problem.beside:
         return hardware
-    sms = hardware.multiprocessors - NCCL_SMS
-    share = sms / hardware.multiprocessors
+    sms = hardware.sms - NCCL_SMS
+    share = sms / hardware.sms
     rates = {dtype: rate * share for dtype, rate in hardware.tflops.items()}
-    return replace(hardware, multiprocessors=sms, tflops=rates)
+    return replace(hardware, sms=sms, tflops=rates)
 
 
 class Part(NamedTuple):
@@ -133,7 +133,7 @@ class _Prediction(NamedTuple):
         return self.hardware.launch_us if sm else self.hardware.copy_latency_us
 
     def _stores_us(self) -> float:
-        """How much a GEMM slows down when its multiprocessors write into peers' memory."""
+        """How much a GEMM slows down when its SMs write into peers' memory."""
         ranks = self.problem.world_size
         remote = moved_bytes(self.problem) * (ranks - 1) / ranks
         return remote / self.hardware.store_gbps * 1e-3
@@ -157,10 +157,10 @@ class _Prediction(NamedTuple):
             sizes = [1, ranks - 1] if self.plan.splits else [1] * ranks
             return [Part(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
         tiles = math.ceil(M / TILE_M) * math.ceil(self.problem.N_local / TILE_N)
-        waves = math.ceil(tiles / self.hardware.multiprocessors)
+        waves = math.ceil(tiles / self.hardware.sms)
         needs = [0]
         for wave in range(1, waves + 1):
-            last = min(wave * self.hardware.multiprocessors, tiles)
+            last = min(wave * self.hardware.sms, tiles)
             needs.append(math.ceil(last * ranks / tiles))
         time_us = self.gemm_us(M) / waves
         return [Part(after - before, time_us) for before, after in pairwise(needs)]

@@ -60,9 +60,9 @@ def opened(folder: Path, device: torch.device) -> PlanCache:
 def _opened(folder: Path, device: torch.device) -> PlanCache:
     where = partial(environment.of, device)
     cache = PlanCache([user_folder(folder), plan_cache.shipped()], where)
-    for complaint in cache.complaints:
+    for reason in cache.left_out:
         warnings.warn(
-            f"flux_megatron: measured plans are left out, or read in part: {complaint}",
+            f"flux_megatron: measured plans are left out, or read in part: {reason}",
             stacklevel=2,
         )
     return cache
@@ -136,9 +136,9 @@ def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCa
     near = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
     for entry in near:
         measured = (one.plan for one in entry.measured)  # the fastest first
-        told = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
-        if told:
-            return told[0]
+        known = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
+        if known:
+            return known[0]
     return plans[1] if len(plans) > 1 else plans[0]
 
 
@@ -155,11 +155,11 @@ def _measured(
     if space.group.rank() == 0 and entry.untried == 0:
         keep(entry, settings.get().cache, space.device)
     if dist.get_rank() == 0:
-        print(f"flux_megatron: {_told(entry, time.monotonic() - started)}", file=sys.stderr)
+        print(f"flux_megatron: {_described(entry, time.monotonic() - started)}", file=sys.stderr)
     return entry
 
 
-def _told(entry: Entry, seconds: float) -> str:
+def _described(entry: Entry, seconds: float) -> str:
     medians = {one.plan: one.median_us for one in entry.measured}
     plain = medians[Plan("sequential")]
     untried = f", {entry.untried} not tried for lack of time" if entry.untried else ""

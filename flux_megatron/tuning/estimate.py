@@ -79,8 +79,8 @@ def estimates_us(
 
 
 def _correction(relative: Plan, known: Sequence[Ratios]) -> float:
-    told = [(ratios.weight, ratios.of(relative)) for ratios in known]
-    pairs = [(weight, log) for weight, log in told if log is not None]
+    found = [(ratios.weight, ratios.of(relative)) for ratios in known]
+    pairs = [(weight, log) for weight, log in found if log is not None]
     total = sum(weight for weight, _ in pairs)
     return math.exp(sum(weight * log for weight, log in pairs) / total) if pairs else 1.0
 

@@ -35,11 +35,11 @@ class PlanCache:
         self.where = where
         self.environment = where("sequential")
         self.entries: list[Entry] = []
-        self.complaints: list[str] = []
+        self.left_out: list[str] = []
         for folder in folders:
-            entries, complaints = read_folder(folder / slug(self.environment.gpu))
+            entries, left_out = read_folder(folder / slug(self.environment.gpu))
             self.entries += entries
-            self.complaints += complaints
+            self.left_out += left_out
 
     def find(self, problem: Problem) -> Entry | None:
         """The entry whose problem and environment are equal in every field."""
@@ -101,12 +101,12 @@ def shipped() -> Path:
 def read_folder(folder: Path) -> tuple[list[Entry], list[str]]:
     """All entries of the folder's JSON files, and what was left out or ignored."""
     entries: list[Entry] = []
-    complaints: list[str] = []
+    left_out: list[str] = []
     for file in sorted(folder.glob("*.json")):
         found, reasons = read_file(file)
         entries += found
-        complaints += [f"{file}{reason}" for reason in reasons]
-    return entries, complaints
+        left_out += [f"{file}{reason}" for reason in reasons]
+    return entries, left_out
 
 
 def read_file(file: Path) -> tuple[list[Entry], list[str]]:

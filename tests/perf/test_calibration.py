@@ -195,8 +195,8 @@ def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
     """How many times the fastest plan's time the plan takes that would be used unmeasured, by
     pattern, layout, ranks and connections: of all operations whose plans are shipped.
     """
-    entries, complaints = plan_cache.read_folder(REPOSITORY / "configs" / "tuned" / "h200")
-    assert not complaints
+    entries, left_out = plan_cache.read_folder(REPOSITORY / "configs" / "tuned" / "h200")
+    assert not left_out
     found: dict[tuple[str, str, int, str], list[float]] = {}
     for entry in entries:
         problem, where = entry.problem, entry.environment

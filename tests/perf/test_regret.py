@@ -21,8 +21,8 @@ STRATEGIES = ("sequential", "hopper", "fused", "pipelined")
 
 @pytest.fixture(scope="module")
 def entries() -> list[Entry]:
-    found, complaints = plan_cache.read_folder(FOLDER)
-    assert not complaints
+    found, left_out = plan_cache.read_folder(FOLDER)
+    assert not left_out
     return found
 
 

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
+from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.peers.async_tp import AsyncTp
 from flux_megatron.bench.peers.transformer_engine import TransformerEngine
 from flux_megatron.bench.peers.xformers import Xformers
-from flux_megatron.bench.products import Product
 
 
 class Peer(Protocol):
@@ -24,7 +24,7 @@ class Peer(Protocol):
 
     def unavailable(self) -> str | None: ...
 
-    def build(self, experiment: Product | Backward) -> dict[str, Call]: ...
+    def build(self, experiment: Forward | Backward) -> dict[str, Call]: ...
 
 
 def all_peers() -> list[Peer]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, add_product
-from flux_megatron.bench.products import Product
+from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.targets import PEERS
 
 
@@ -30,7 +30,7 @@ class AsyncTp:
             return f"torch {torch.__version__} has no symm_mem.fused_all_gather_matmul"
         return None
 
-    def build(self, experiment: Product | Backward) -> dict[str, Call]:
+    def build(self, experiment: Forward | Backward) -> dict[str, Call]:
         symm_mem = import_module("torch.distributed._symmetric_memory")
         name = experiment.group.group_name
         shard_bytes = experiment.gathered.nbytes + experiment.partial.nbytes
@@ -42,13 +42,13 @@ class AsyncTp:
         return {self.name: _ag_gemm(experiment) if gathers else _gemm_rs(experiment)}
 
 
-def _ag_gemm(experiment: Product) -> Call:
+def _ag_gemm(experiment: Forward) -> Call:
     x, rights, name = experiment.x, [experiment.right], experiment.group.group_name
     fused = torch.ops.symm_mem.fused_all_gather_matmul
     return lambda: (fused(x, rights, 0, name, return_A=False)[1][0],)
 
 
-def _gemm_rs(experiment: Product) -> Call:
+def _gemm_rs(experiment: Forward) -> Call:
     x, right, name = experiment.x, experiment.right, experiment.group.group_name
     fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
     return lambda: (fused(x, right, "sum", 0, name),)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
-from flux_megatron.bench.products import Product
+from flux_megatron.bench.forward import Forward
 
 # Buffers by the name of the GEMM. proj_fprop, a pipeline by default, is made a ring here, so that
 # one initialisation has both kinds of reduce-scatter.
@@ -52,7 +52,7 @@ class TransformerEngine:
             return f"transformer_engine cannot be imported: {type(error).__name__}: {error}"
         return None
 
-    def build(self, experiment: Product | Backward) -> dict[str, Call]:
+    def build(self, experiment: Forward | Backward) -> dict[str, Call]:
         case = experiment.case
         self._prepare(case.M, experiment)
         if isinstance(experiment, Backward):
@@ -63,8 +63,8 @@ class TransformerEngine:
         methods = {"te_ring": RS_RING, "te_pipeline": RS_PIPELINE}
         return {name: _gemm_rs(experiment, buffer) for name, buffer in methods.items()}
 
-    def _prepare(self, M: int, experiment: Product | Backward) -> None:
-        scatters = isinstance(experiment, Product) and experiment.case.pattern == "gemm_rs"
+    def _prepare(self, M: int, experiment: Forward | Backward) -> None:
+        scatters = isinstance(experiment, Forward) and experiment.case.pattern == "gemm_rs"
         travels = experiment.y if scatters else experiment.gathered
         shape = (M, travels.shape[1])
         if shape == self._shape:
@@ -107,7 +107,7 @@ def _fill(buffer: Any, shard: Tensor, group: Any) -> Tensor:
     return gathered
 
 
-def _ag_gemm(e: Product) -> Call:
+def _ag_gemm(e: Forward) -> Call:
     gemm, kinds, base = _gemm(), _kinds(), _base()
     layout = "TN" if e.case.layout == "nt" else "NN"
 
@@ -120,7 +120,7 @@ def _ag_gemm(e: Product) -> Call:
     return call
 
 
-def _gemm_rs(e: Product, name: str) -> Call:
+def _gemm_rs(e: Forward, name: str) -> Call:
     gemm, kinds, base = _gemm(), _kinds(), _base()
     layout = "TN" if e.case.layout == "nt" else "NN"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
-from flux_megatron.bench.products import Product
+from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.targets import PEERS
 
 
@@ -33,7 +33,7 @@ class Xformers:
             return f"xformers cannot be imported: {type(error).__name__}: {error}"
         return None
 
-    def build(self, experiment: Product | Backward) -> dict[str, Call]:
+    def build(self, experiment: Forward | Backward) -> dict[str, Call]:
         if isinstance(experiment, Backward):
             return {self.name: _backward(experiment)}
         fused = import_module("xformers.ops.sequence_parallel_fused_ops")

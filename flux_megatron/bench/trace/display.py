@@ -14,17 +14,17 @@ def table(timelines: Sequence[Timeline], title: str) -> Table:
     result = Table(title=title)
     for column in ("rank", "time", "compute", "communication", "hidden", "wait kernels"):
         result.add_column(column, justify="right")
-    result.add_column("a program waits")
+    result.add_column("a CTA waits")
     for timeline in timelines:
-        told = timeline.summary()
-        share = told["hidden_share"]
-        numbers = [told[f"{name}_us"] for name in ("time", "compute", "communication")]
+        summary = timeline.summary()
+        share = summary["hidden_share"]
+        numbers = [summary[f"{name}_us"] for name in ("time", "compute", "communication")]
         waits = [f"{kernel.kernel} {kernel.mean_us:.1f}" for kernel in timeline.kernels]
         result.add_row(
             str(timeline.rank),
             *(f"{number:.1f}" for number in numbers),
             "-" if share is None else f"{share:.1%}",
-            f"{told['wait_kernels_us']:.1f}",
+            f"{summary['wait_kernels_us']:.1f}",
             ", ".join(waits) or "-",
         )
     return result

@@ -66,7 +66,7 @@ def _waits(kernel: KernelWaits, process: int, start_us: float) -> list[dict[str,
             "cat": "wait",
             "name": f"{kernel.kernel}: tile {wait.tile} waits for rank {wait.source}",
             "pid": process,
-            "tid": wait.program,
+            "tid": wait.cta,
             "ts": start_us + wait.begin_us,
             "dur": wait.time_us,
         }

@@ -66,11 +66,11 @@ def _panel(axis: Any, timeline: Timeline, last_us: float) -> None:
 
 
 def _waiting(axis: Any, kernel: KernelWaits, bottom: float) -> None:
-    """The share of a kernel's programs that wait, over time: full height is all."""
+    """The share of a kernel's CTAs that wait, over time: full height is all."""
     steps = waiting_over_time(kernel)
     if steps:
         times = [time_us for time_us, _ in steps]
-        heights = [bottom + 0.8 * waiting / kernel.programs for _, waiting in steps]
+        heights = [bottom + 0.8 * waiting / kernel.ctas for _, waiting in steps]
         axis.fill_between(times, bottom, heights, step="post", color=COLOURS[WAIT])
 
 
@@ -85,5 +85,5 @@ def _caption(timeline: Timeline) -> str:
     if share is not None:
         words += f", communication {timeline.communication_us:.0f} us, {share:.0%} of it hidden"
     for kernel in timeline.kernels:
-        words += f"; {kernel.kernel}: a program waits {kernel.mean_us:.1f} us"
+        words += f"; {kernel.kernel}: a CTA waits {kernel.mean_us:.1f} us"
     return words

@@ -39,9 +39,9 @@ class Span(NamedTuple):
 
 
 class KernelWait(NamedTuple):
-    """A wait inside a kernel: `program` needed rows of `source` for `tile`."""
+    """A wait inside a kernel: `cta` needed rows of `source` for `tile`."""
 
-    program: int
+    cta: int
     tile: int
     source: int
     begin_us: float
@@ -61,13 +61,13 @@ class KernelWaits:
     lost: int
 
     @property
-    def programs(self) -> int:
-        return len({wait.program for wait in self.waits})
+    def ctas(self) -> int:
+        return len({wait.cta for wait in self.waits})
 
     @property
     def mean_us(self) -> float:
-        """What a program that waits at all waits in total."""
-        return sum(wait.time_us for wait in self.waits) / max(1, self.programs)
+        """What a CTA that waits at all waits in total."""
+        return sum(wait.time_us for wait in self.waits) / max(1, self.ctas)
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,13 @@ def _waits_summary(kernel: KernelWaits, longest: int = 50) -> dict[str, Any]:
         "kernel": kernel.kernel,
         "waits": len(kernel.waits),
         "lost": kernel.lost,
-        "programs": kernel.programs,
+        "ctas": kernel.ctas,
         "mean_us_of_a_program": round(kernel.mean_us, 2),
         "mean_us_by_source": {
-            source: round(time_us / kernel.programs, 2)
-            for source, time_us in sorted(by_source.items())
+            source: round(time_us / kernel.ctas, 2) for source, time_us in sorted(by_source.items())
         },
         "longest": [
-            {"program": w.program, "tile": w.tile, "source": w.source, "us": round(w.time_us, 2)}
+            {"cta": w.cta, "tile": w.tile, "source": w.source, "us": round(w.time_us, 2)}
             for w in tiles
         ],
     }
@@ -223,7 +222,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def waiting_over_time(kernel: KernelWaits) -> list[tuple[float, int]]:
-    """(time, programs that wait from then on), in order."""
+    """(time, CTAs that wait from then on), in order."""
     changes = sorted(
         [(w.begin_us, 1) for w in kernel.waits] + [(w.end_us, -1) for w in kernel.waits]
     )

@@ -98,14 +98,14 @@ def _traced(layer: Layer, group: ProcessGroup, device: torch.device) -> RankTrac
     workspace.check()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        told = json.loads(Path(file.name).read_text())
-    events = told["traceEvents"]
+        recorded = json.loads(Path(file.name).read_text())
+    events = recorded["traceEvents"]
     clock = timeline.clock_event(events, PREFIX)
     kernels = _kernel_waits(device, int(now)) if settings.get().record_waits else []
     return RankTrace(
         Timeline(group.rank(), timeline.read(events, PREFIX), kernels),
         events,
-        told.get("baseTimeNanoseconds", 0),
+        recorded.get("baseTimeNanoseconds", 0),
         clock["ts"] + clock["dur"],
     )
 

@@ -19,15 +19,15 @@ from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
 
 
-class Product:
-    """Operands of a case on this rank, and the truth.
+class Forward:
+    """Operands of a case on this rank, and the reference.
 
     | tensor | ag_gemm | gemm_rs | gemm |
     | --- | --- | --- | --- |
     | x | [M / R, K] | [M, K / R] | [M, K] |
     | w, "nt" (transposed for "nn") | [N / R, K] | [N, K / R] | [N, K] |
     | gathered | [M, K] | x | x |
-    | truth | [M, N / R] | [M / R, N] | [M, N] |
+    | reference | [M, N / R] | [M / R, N] | [M, N] |
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Product:
         self.partial = self.x.new_empty(M, N)
         self.y = self.x.new_empty(M // case.world_size, N)  # of the reduce-scatter
 
-    def truth(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """The result of the operation and that of a local candidate, in a wider dtype."""
         wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
         local = self.gathered.to(wide) @ self.right.to(wide)
@@ -77,12 +77,12 @@ class Product:
         """NCCL's collective in front of the GEMM, or behind it."""
         if self.case.spec.gathers:
             dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
-        product = self._gemm()
+        result = self._gemm()
         if self.case.spec.trips > 1:
-            dist.all_reduce(*product, group=self.group)
+            dist.all_reduce(*result, group=self.group)
         if not self.case.spec.scatters:
-            return product
-        dist.reduce_scatter_tensor(self.y, *product, group=self.group)
+            return result
+        dist.reduce_scatter_tensor(self.y, *result, group=self.group)
         return (self.y,)
 
     def _ours_gemm(self) -> Candidate:
