@@ -112,6 +112,7 @@ class Plan:
     shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
     says who moves the results of `hopper`: "copy_engine" or "sm", the SMs. `cut_shards`
     says of how many shards it cuts tiles along K: in AG of the first, in RS of the last but own.
+    `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
     """
 
     strategy: str
@@ -120,6 +121,7 @@ class Plan:
     splits: int = 0
     transport: str = "copy_engine"
     cut_shards: int = 0
+    two_phase: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:

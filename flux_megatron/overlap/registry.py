@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
-from flux_megatron.overlap import fused, hopper, pipelined, sequential
+from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
@@ -63,6 +63,8 @@ class Strategy(Protocol):
 
 # in order of preference where nothing else is known; the last is always possible
 _ALL: dict[str, Strategy] = {
+    # has no pieces that layers schedule, because none of its patterns has any
+    "low_latency": cast(Strategy, low_latency),
     "hopper": hopper,
     "fused": fused,
     "pipelined": pipelined,

@@ -19,13 +19,13 @@ from flux_megatron.kernels.reduce_slots import reduce_slots
 from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.channel import Call, Part
+from flux_megatron.symm.channel import Call, Channel, Part
 from flux_megatron.symm.copy_engine import CopyEngine, Push
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
-GATHER, SCATTER = "gather", "scatter"
+GATHER, SCATTER, WORDS = "gather", "scatter", "words"
 
 
 def timeout_ns() -> int:
@@ -33,12 +33,14 @@ def timeout_ns() -> int:
     return int(settings.get().timeout_s * 1e9)
 
 
-def begin(workspace: Workspace, channel: str, size_bytes: int) -> Call:
+def begin(
+    workspace: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
+) -> Call:
     """Open a call with `size_bytes` in its part, behind all that calls have enqueued; a captured
     one behind all other ranks' having come to it.
     """
     workspace.engine.follow()
-    call = workspace.begin(channel, size_bytes)
+    call = workspace.begin(channel, size_bytes, kind)
     if call.part.entries is not None:
         meet_ranks(
             pad=call.pads[call.rank],

@@ -52,8 +52,8 @@ class Workspace:
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
 
-    def begin(self, channel: str, size_bytes: int) -> Call:
-        """Open the next call of a channel, with `size_bytes` in its part.
+    def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
+        """Open the next call of a channel, of this `kind`, with `size_bytes` in its part.
 
         Makes the channel, or lets it grow, where that is too small: collective, and
         `WorkspaceError` if it would be in a capture.
@@ -64,7 +64,7 @@ class Workspace:
         if found is not None and found.open:
             raise errors.WorkspaceError(f"a {channel} was begun while another was open")
         if found is None or size_bytes > found.part_bytes:
-            found = self._enlarged(channel, size_bytes, captured)
+            found = self._enlarged(channel, size_bytes, captured, kind)
         if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
             self._meet()  # all signals of the calls so far have come
             found.refresh()
@@ -77,7 +77,9 @@ class Workspace:
         if self.device.type == "cpu":  # kernels have returned: what they met is known
             self.check()
 
-    def _enlarged(self, channel: str, size_bytes: int, captured: bool) -> Channel:
+    def _enlarged(
+        self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
+    ) -> Channel:
         if captured:
             held = self.channels[channel].part_bytes if channel in self.channels else 0
             raise errors.WorkspaceError(
@@ -86,7 +88,7 @@ class Workspace:
                 "captured"
             )
         if channel not in self.channels:
-            self.channels[channel] = Channel(self.group, self.device, self._status)
+            self.channels[channel] = kind(self.group, self.device, self._status)
         self._meet()  # no rank uses the old memory any more
         self.channels[channel].grow(size_bytes)
         return self.channels[channel]
