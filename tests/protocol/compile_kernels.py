@@ -34,10 +34,11 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
-    "timeout_ns": "i64",
+    **dict.fromkeys(("timeout_ns", "half_words"), "i64"),
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
-    **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
+    **dict.fromkeys(("epochs", "work"), "*i32"),
+    **dict.fromkeys(("slot_pointers", "pad_pointers", "word_pointers"), "*i64"),
 }
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
 

@@ -25,6 +25,7 @@ from protocol_cases import Case
 from virtual_product import Mutation
 
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
+_WORDS = {"strategy": "low_latency", "rows": (1, 1, 1, 1), "N": 40, "K": 8, "world_size": 3}
 
 CASES = {
     "ag": Case("ag"),
@@ -56,6 +57,10 @@ CASES = {
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
     "backward, 3 ranks": Case("backward", **_THREE),
+    "words": Case("ar", **_WORDS),
+    "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, programs=6),
+    "words in two phases": Case("ar", **_WORDS, two_phase=True),
+    "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
 }
 
 

@@ -35,12 +35,13 @@ SOURCE = Path(flux_megatron.__file__).parent
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.signals", "symm.workspace",
-    "kernels.launch", "kernels.primitives",
+    "symm.signals", "symm.word_channel", "symm.workspace",
+    "kernels.launch", "kernels.primitives", "kernels.word_primitives",
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "overlap.low_latency",
 )  # fmt: skip
 
 
@@ -216,6 +217,7 @@ class Machine:
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             # so that small problems have tiles to cut
             mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
             p.hopper_kernels.launched_on(self._gluon()),
@@ -266,4 +268,15 @@ class Machine:
         self.scheduler.wait(
             lambda: self.product.signals.reached(cell.value, epoch),
             f"{awaited}, epoch {epoch} (slot holds {cell.value})",
+        )
+
+    def _host_wait_words(
+        self, addresses: list[int], source: int, epoch: int, deadline: int
+    ) -> None:
+        checker = self.scheduler.running.checker
+        checker.check_addresses("wait", np.array(addresses, dtype=np.uint64), 8)
+        missing = self.product.word_primitives.missing_word
+        self.scheduler.wait(
+            lambda: missing(addresses, epoch) is None,
+            f"words of rank {source}, epoch {epoch} (a word has {missing(addresses, epoch)})",
         )
