@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
+from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
@@ -25,6 +26,7 @@ __all__ = [
     "all_gather_gemm",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "gemv_all_reduce",
     "group_named",
     "guard",
     "note_fallback",
@@ -105,6 +107,24 @@ def gemm_all_reduce(
     return _gemm_all_reduce(x, w, group.group_name, layout, _words(plan))
 
 
+def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
+    """GEMM+AR of the few rows of a decoding step; differentiable.
+
+        y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
+
+    Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 64, `ValueError` for more. It
+    gets the plan of that: one kernel (`low_latency`) where ranks share symmetric memory and nothing
+    was measured to be faster. Then every rank has the same bits, in every run. dy is the same on
+    all ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
+    """
+    if x.dim() == 2 and x.shape[0] > MOST_ROWS:
+        error = f"gemv_all_reduce: {x.shape[0]} rows given, {MOST_ROWS} at most expected"
+        refuse(error, group, x.device)
+    if _eager(x, w):
+        return run_gemm_ar(x, w, group, layout=layout)
+    return _gemv_all_reduce(x, w, group.group_name, layout)
+
+
 def _eager(x: Tensor, w: Tensor) -> bool:
     """Whether nobody traces or differentiates: operators cost the host more than functions."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -149,6 +169,33 @@ def _gemm_all_reduce(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -
 @_gemm_all_reduce.register_fake
 def _(x, w, group, layout, plan):
     return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+
+@torch.library.custom_op("flux_megatron::gemv_all_reduce", mutates_args=())
+def _gemv_all_reduce(x: Tensor, w: Tensor, group: str, layout: str) -> Tensor:
+    return run_gemm_ar(x, w, group_named(group), layout=layout)
+
+
+@_gemv_all_reduce.register_fake
+def _(x, w, group, layout):
+    return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+
+def _keep_operands(ctx, inputs, output) -> None:
+    x, w, _, ctx.layout = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+
+
+def _local_gradients(ctx, dy: Tensor):
+    x, w = ctx.saved_tensors
+    nt = ctx.layout == "nt"
+    dx = None if w is None else dy @ (w if nt else w.t())
+    dw = None if x is None else (dy.t() @ x if nt else x.t() @ dy)
+    return dx, dw, None, None
+
+
+_gemv_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
 
 
 def _words(plan: Plan | None) -> str:

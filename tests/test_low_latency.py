@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,11 @@ from ranks import DEVICE, on_device
 from test_gemm_ar import operands
 
 import flux_megatron
-from flux_megatron import ops, reference
-from flux_megatron.problem import Plan, Tile
+from flux_megatron import errors, ops, reference
+from flux_megatron.overlap import low_latency, registry
+from flux_megatron.perf.hardware import H200
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.tuning import estimate, tuner
 
 SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
 PLANS = {
@@ -40,3 +45,115 @@ def calls(rank: int, plan: Plan) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_exact(world_size, plan):
     on_device(calls, world_size, PLANS[plan])
+
+
+def sums(rank: int, plan: Plan) -> torch.Tensor:
+    """Partials that no two orders of addition sum up to the same bits."""
+    group = dist.group.WORLD
+    made = torch.Generator().manual_seed(3)
+    xs = [torch.rand(4, 1, generator=made) for _ in range(group.size())]
+    ws = [10.0 ** (3 * (r % 2)) * torch.rand(64, 1, generator=made) for r in range(group.size())]
+    y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
+    assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], "in rank order")
+    own_first = sum((xs[r] @ ws[r].t() for r in (1, 2, 0)), torch.zeros(4, 64))
+    assert not torch.equal(y.cpu(), own_first), "these operands do not tell the orders apart"
+    return y.cpu()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_rank_adds_in_rank_order(plan):
+    first, *others = on_device(sums, 3, PLANS[plan])
+    assert all(torch.equal(first, other) for other in others)
+
+
+def alone(rank: int) -> str:
+    """Rank 1 makes one call less."""
+    group, plan = dist.group.WORLD, PLANS["one shot"]
+    x, w = torch.ones(2, 4, device=DEVICE), torch.ones(40, 4, device=DEVICE)
+    ops.gemm_all_reduce(x, w, group, plan=plan)
+    dist.barrier()
+    if rank == 1:
+        return ""
+    with pytest.raises(errors.SignalTimeout) as caught:
+        ops.gemm_all_reduce(x, w, group, plan=plan)
+        flux_megatron.synchronize()
+    return str(caught.value)
+
+
+def test_words_that_do_not_come_are_reported():
+    said, _ = on_device(alone, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "0.5"}, fresh=True)
+    assert "rank 0 of group" in said
+    assert "for words of rank 1: epoch 2 expected, 0 seen" in said
+
+
+def refused(rank: int) -> list[str]:
+    group = dist.group.WORLD
+    x, w = torch.ones(65, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="65 rows given, 64 at most expected"):
+        ops.gemm_all_reduce(x, w, group, plan=PLANS["one shot"])
+    with pytest.raises(ValueError, match="gemv_all_reduce: 65 rows given, 64 at most expected"):
+        ops.gemv_all_reduce(x, w, group)
+    assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((65, 3), 8.0))
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_more_rows_are_refused_or_fall_back_with_the_reason():
+    wanted = {"FLUX_MEGATRON_STRATEGY": "low_latency"}
+    for reasons in on_device(refused, 2, environment=wanted):
+        assert reasons == ["65 rows given, 64 at most expected"]
+
+
+def differentiated(rank: int, layout: str) -> dict[str, int]:
+    """Gradients beside those of one process that has all of K; then compiled."""
+    group = dist.group.WORLD
+    flux_megatron.reset_report()
+    xs, ws, truth = operands(6, 20, 8, group.size(), torch.float32, layout)
+    x, w = (part[rank].to(DEVICE).requires_grad_() for part in (xs, ws))
+    dy = torch.arange(120.0, device=DEVICE).reshape(6, 20) % 5
+    y = flux_megatron.gemv_all_reduce(x, w, group, layout=layout)
+    assert_exact(y, truth[rank])
+    y.backward(dy)
+    whole_x, whole_w = (part[rank].detach().clone().requires_grad_() for part in (xs, ws))
+    reference.matmul(whole_x, whole_w, layout).backward(dy.cpu())
+    assert_exact(x.grad, whole_x.grad, "dx")
+    assert_exact(w.grad, whole_w.grad, "dw")
+    compiled = torch.compile(ops.gemv_all_reduce, backend="eager", fullgraph=True)
+    assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth[rank], "compiled")
+    return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_the_public_operation_is_differentiable(layout):
+    for counted in on_device(differentiated, 2, layout):
+        assert counted == {"low_latency": 2}
+
+
+def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
+    few = Problem(Pattern.GEMM_AR, 16, 8192, 8192, "bfloat16", 2)
+    names, _ = registry.overlapping(few, "auto", None)
+    if DEVICE == "cpu":  # which has no kernels for GPUs: as on one that has
+        names = ["low_latency"]
+    plans = tuner.candidates(few, names, H200)
+    assert estimate.best(few, plans, [], "unset", H200) == low_latency.default_plan(few)
+    assert len([plan for plan in plans if plan.strategy == "low_latency"]) > 1
+    many = Problem(Pattern.GEMM_AR, 65, 8192, 8192, "bfloat16", 2)
+    assert "low_latency" not in registry.overlapping(many, "auto", None)[0]
+    phases = [
+        low_latency.default_plan(dataclasses.replace(few, world_size=ranks)).two_phase
+        for ranks in (2, 4, 8)
+    ]
+    assert phases == [False, False, True]
+
+
+def measured(rank: int):
+    device = torch.empty(0, device=DEVICE).device
+    problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
+    plans = tuner.candidates(problem, ["low_latency"], None)
+    return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
+
+
+def test_the_tuner_measures_it():
+    first, second = on_device(measured, 2)
+    assert first == second
+    assert not first.failed
+    assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}

@@ -20,6 +20,7 @@ from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (Pattern.GEMM_AR,)
+MOST_ROWS, half_bytes = gemv_ar_kernels.MOST_ROWS, gemv_ar_kernels.half_bytes
 NEEDS_SYMMETRIC_MEMORY = True
 # Of ranks that send whole partials to one another: each receives R of them. In two phases it
 # receives 2, after twice the latency.
@@ -62,8 +63,8 @@ def candidates(problem: Problem) -> list[Plan]:
 def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
     """all_reduce(x @ w): y [M, N]."""
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    half_bytes = gemv_ar_kernels.half_bytes(x.shape[0], N, x.dtype, workspace.world_size)
-    call = transfer.begin(workspace, transfer.WORDS, half_bytes, WordChannel)
+    size_bytes = half_bytes(x.shape[0], N, x.dtype, workspace.world_size)
+    call = transfer.begin(workspace, transfer.WORDS, size_bytes, WordChannel)
     channel = call.channel
     assert isinstance(channel, WordChannel), f"{type(channel)} given, a WordChannel expected"
     with phase("gemv_ar kernel"):

@@ -26,6 +26,8 @@ SMALLEST_COPY_BYTES = 2**20
 # Assumed, of the SMs that NCCL's kernels hold where a call runs beside them: GEMMs of M = 8192 took
 # 12 % longer beside an all-reduce (2 x H200, 2026-11-22), as without 14 of 132 SMs.
 NCCL_SMS = 16
+# Assumed: from the last MMA of a tile on one rank to its sum on all, by words with their epochs.
+WORDS_TRIP_US = 3.0
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -98,6 +100,8 @@ class _Prediction(NamedTuple):
     def total_us(self) -> float:
         if self.plan.strategy == "sequential":
             return self._sequential_us()
+        if self.plan.strategy == "low_latency":
+            return self.gemm_us(self.problem.M) + self._words_us()
         meet_us = self.constants.meet_us[self.plan.strategy]
         if self.problem.spec.gathers:
             return meet_us + self._gathered_us() + self.wgrad_us()
@@ -131,6 +135,14 @@ class _Prediction(NamedTuple):
     def _latency_us(self) -> float:
         sm = self.plan.transport == "sm"
         return self.hardware.launch_us if sm else self.hardware.copy_latency_us
+
+    def _words_us(self) -> float:
+        """Partials from all ranks to all, or to their owners and back, half of each word data."""
+        others, trips = self.problem.world_size - 1, 1
+        if self.plan.two_phase:
+            others, trips = 2 * others / self.problem.world_size, 2
+        words = 2 * moved_bytes(self.problem) * others
+        return trips * WORDS_TRIP_US + words / self.hardware.store_gbps * 1e-3
 
     def _stores_us(self) -> float:
         """How much a GEMM slows down when its SMs write into peers' memory."""

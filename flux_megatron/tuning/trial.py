@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import low_latency, registry, sequential
 from flux_megatron.overlap.registry import forward
-from flux_megatron.overlap.transfer import GATHER, SCATTER
+from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
@@ -71,6 +73,9 @@ class Trial:
             _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
             _reserve(space, SCATTER, whole * element)
+        if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
+            size_bytes = low_latency.half_bytes(p.M, p.N, self._x.dtype, p.world_size)
+            _reserve(space, WORDS, size_bytes, WordChannel)
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""
@@ -140,5 +145,7 @@ def _whole_tiles(size: int) -> int:
     return -(-size // LARGEST_TILE) * LARGEST_TILE
 
 
-def _reserve(space: Workspace, channel: str, size_bytes: int) -> None:
-    space.end(space.begin(channel, size_bytes))
+def _reserve(
+    space: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
+) -> None:
+    space.end(space.begin(channel, size_bytes, kind))
