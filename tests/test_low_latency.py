@@ -74,10 +74,12 @@ def alone(rank: int) -> str:
     dist.barrier()
     if rank == 1:
         return ""
-    with pytest.raises(errors.SignalTimeout) as caught:
+    try:
         ops.gemm_all_reduce(x, w, group, plan=plan)
         flux_megatron.synchronize()
-    return str(caught.value)
+    except errors.SignalTimeout as error:
+        return str(error)
+    return "no error"
 
 
 def test_words_that_do_not_come_are_reported():

@@ -82,7 +82,9 @@ def renew(words, count, epoch, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     for first in range(0, count, BLOCK):
         at = first + lanes
-        tl.store(words + at, tl.full((BLOCK,), 0, tl.int64) + (epoch.to(tl.int64) << 32), at < count)
+        tl.store(
+            words + at, tl.full((BLOCK,), 0, tl.int64) + (epoch.to(tl.int64) << 32), at < count
+        )
     fence_sys()
 
 

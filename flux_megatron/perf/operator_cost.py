@@ -138,7 +138,7 @@ class _Prediction(NamedTuple):
 
     def _words_us(self) -> float:
         """Partials from all ranks to all, or to their owners and back, half of each word data."""
-        others, trips = self.problem.world_size - 1, 1
+        others, trips = self.problem.world_size - 1.0, 1
         if self.plan.two_phase:
             others, trips = 2 * others / self.problem.world_size, 2
         words = 2 * moved_bytes(self.problem) * others

@@ -1,6 +1,6 @@
 """Compiles the kernel of few rows as `compile_kernels` does the others.
 
-    python compile_words.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
+python compile_words.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from functools import partial
 from unittest import mock
 
 import triton  # noqa: F401, before our kernels: see `compile_kernels`
-from compile_kernels import SHORT, compiled
+from compile_kernels import compiled
 from forked_work import write_results
 from triton.backends.nvidia.compiler import CUDABackend
 
 from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
 from flux_megatron.overlap import low_latency
 from flux_megatron.problem import Pattern, Problem
-
 
 # dtype, layout, M, two phases: each tile, each number of values in a word, each number of phases
 SHIPPED = (
