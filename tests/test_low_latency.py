@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import assert_exact
-from ranks import DEVICE, on_device
+from closeness import assert_exact, small_integers
+from ranks import DEVICE, be_late, on_device
 from test_gemm_ar import operands
 
 import flux_megatron
@@ -41,7 +41,7 @@ def calls(rank: int, plan: Plan) -> None:
         assert_exact(y, truth, what)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("plan", PLANS)
 def test_exact(world_size, plan):
     on_device(calls, world_size, PLANS[plan])
@@ -159,3 +159,32 @@ def test_the_tuner_measures_it():
     assert first == second
     assert not first.failed
     assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
+
+
+def replayed(rank: int, plan: Plan) -> None:
+    """Replays and eager calls in turn, in the same two halves; a rank is late now and then."""
+    group, (M, N, K_local) = dist.group.WORLD, (3, 200, 64)
+    made = torch.Generator().manual_seed(7)
+    ws = [small_integers((N, K_local), torch.bfloat16, made) for _ in range(group.size())]
+    x, w = torch.zeros(M, K_local, dtype=torch.bfloat16, device=DEVICE), ws[rank].to(DEVICE)
+    ops.gemm_all_reduce(x, w, group, plan=plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.gemm_all_reduce(x, w, group, plan=plan)
+    for turn in range(50):
+        xs = [small_integers((M, K_local), torch.bfloat16, made) for _ in range(group.size())]
+        x.copy_(xs[rank])
+        if turn % 7 == rank:
+            be_late(0.002)
+        if turn % 3:
+            graph.replay()
+        y = captured if turn % 3 else ops.gemm_all_reduce(x, w, group, plan=plan)
+        assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], f"turn {turn}")
+    flux_megatron.synchronize()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
+@pytest.mark.parametrize("plan", PLANS)
+def test_replays_between_eager_calls(plan):
+    on_device(replayed, 2, PLANS[plan])
