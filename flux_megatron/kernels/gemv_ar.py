@@ -35,9 +35,8 @@ from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.word_primitives import (
     fence_sys,
     pack_words,
-    receive_words,
+    receive_sum,
     send_words,
-    unpack_words,
 )
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
@@ -86,20 +85,6 @@ def renew(words, count, epoch, BLOCK: tl.constexpr):
             words + at, tl.full((BLOCK,), 0, tl.int64) + (epoch.to(tl.int64) << 32), at < count
         )
     fence_sys()
-
-
-@triton.jit
-def partial_sum(
-    half, at, inside, slot_words, epoch, deadline, status, memory, dtype: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """fp32 sum of a tile's partials in rank order, when all of their words have come."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for source in tl.static_range(WORLD_SIZE):
-        slot = half + source * slot_words + at
-        words = receive_words(slot, inside, source, epoch, deadline, status, memory)  # wait [W]
-        total += unpack_words(words, dtype, VALUES)
-    return total
 
 
 @triton.jit
@@ -155,10 +140,10 @@ def gemv_ar_kernel(
         ticket = begin_draw(work, NUM_WARPS)
         mine_to_sum = rank + (tile - tiles) * WORLD_SIZE
         at, inside = tile_words(mine_to_sum, M, N, BLOCK_M, BLOCK_N, VALUES)
-        total = partial_sum(
-            half, at, inside, slot_words, epoch, deadline, status, memory, dtype,
-            WORLD_SIZE, BLOCK_M, BLOCK_N, VALUES,
-        )  # fmt: skip
+        total = receive_sum(
+            half, at, inside, slot_words, epoch, 0, deadline, status, memory,
+            dtype, WORLD_SIZE, VALUES,
+        )  # fmt: skip  # wait [W]
         words = pack_words(total.to(dtype), epoch, VALUES)
         at += parity * half_words + WORLD_SIZE * slot_words
         send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
@@ -168,15 +153,15 @@ def gemv_ar_kernel(
         last = tile - tiles - owned
         at, inside = tile_words(last, M, N, BLOCK_M, BLOCK_N, VALUES)
         if TWO_PHASE:
-            slot = half + WORLD_SIZE * slot_words + at
-            owner = last % WORLD_SIZE
-            words = receive_words(slot, inside, owner, epoch, deadline, status, memory)  # wait [W]
-            total = unpack_words(words, dtype, VALUES)
+            total = receive_sum(
+                half + WORLD_SIZE * slot_words, at, inside, slot_words, epoch, last % WORLD_SIZE,
+                deadline, status, memory, dtype, 1, VALUES,
+            )  # fmt: skip  # wait [W]
         else:
-            total = partial_sum(
-                half, at, inside, slot_words, epoch, deadline, status, memory, dtype,
-                WORLD_SIZE, BLOCK_M, BLOCK_N, VALUES,
-            )  # fmt: skip
+            total = receive_sum(
+                half, at, inside, slot_words, epoch, 0, deadline, status, memory,
+                dtype, WORLD_SIZE, VALUES,
+            )  # fmt: skip  # wait [W]
         store_tile(y, total, 0, last * BLOCK_N, M, N, BLOCK_M, BLOCK_N, False)
         tile = settle(end_draw(ticket), work)
     close_draws(tile, tiles + owned + tiles, work)

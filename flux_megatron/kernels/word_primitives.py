@@ -4,11 +4,13 @@ them.
 | primitive | order |
 | --- | --- |
 | `send_words` | none: each 64-bit store is seen whole, data and epoch together, by any rank |
-| `receive_words` | none: a word counts when its epoch is the call's; bounded by a deadline |
+| `receive_sum` | none: a word counts when its epoch is the call's; bounded by a deadline |
 | `fence_sys` | all stores of this CTA so far, then its later ones, for every rank |
 
 A word is written by one strong 64-bit store and read by strong 64-bit loads (volatile is relaxed at
 system scope), which PTX never tears. So data needs no fence, no barrier and no signal behind it.
+`receive_sum` adds up what it loads, in fp32 in the order of the sources, and begins anew until all
+words that it has added are the call's: one trip to memory for all sources.
 Interpreted, a wait is a host function, as in `primitives`.
 """
 
@@ -60,11 +62,6 @@ def unpack_words(words, dtype: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _epoch_of(words):
-    return (words >> 32).to(tl.int32)
-
-
-@triton.jit
 def _send_words_device(pointers, words, mask):
     tl.inline_asm_elementwise(
         """{
@@ -87,13 +84,30 @@ def _send_words_interpreted(pointers, words, mask):
 
 
 @triton.jit
-def _receive_words_device(pointers, mask, source, epoch, deadline, status, memory):
-    words = tl.load(pointers, mask=mask, other=0, volatile=True)
-    missing = tl.max((mask & (_epoch_of(words) != epoch)).to(tl.int32))
+def _look(
+    slots, at, inside, slot_words, epoch, dtype: tl.constexpr,
+    SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """The sum of what lies there now, and 1 + the last source of which a word is missing, or 0."""
+    total = tl.zeros((at.shape[0], at.shape[1] * VALUES), dtype=tl.float32)
+    missing = tl.zeros(at.shape, dtype=tl.int32)
+    for source in tl.static_range(SOURCES):
+        words = tl.load(slots + source * slot_words + at, mask=inside, other=0, volatile=True)
+        old = inside & ((words >> 32).to(tl.int32) != epoch)
+        missing = tl.where(old, source + 1, missing)
+        total += unpack_words(words, dtype, VALUES)
+    return total, tl.max(missing)
+
+
+@triton.jit
+def _receive_sum_device(
+    slots, at, inside, slot_words, epoch, first_source, deadline, status, memory,
+    dtype: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
     turns = 0
     while (missing != 0) & (time_ns() < deadline):
-        words = tl.load(pointers, mask=mask, other=0, volatile=True)
-        missing = tl.max((mask & (_epoch_of(words) != epoch)).to(tl.int32))
+        total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
         turns += 1
         if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
             if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
@@ -102,20 +116,27 @@ def _receive_words_device(pointers, mask, source, epoch, deadline, status, memor
     if late:  # the first to be late is reported, not those that follow from it
         late = tl.load(status + _TRIPPED, volatile=True) == 0
     if late:
-        seen = tl.where(mask & (_epoch_of(words) != epoch), _epoch_of(words), _LEAST)
-        tl.store(status + _SLOT, source)
+        words = tl.load(slots + (missing - 1) * slot_words + at, mask=inside, volatile=True)
+        seen = tl.where(inside & ((words >> 32).to(tl.int32) != epoch), words >> 32, _LEAST)
+        tl.store(status + _SLOT, first_source + missing - 1)
         tl.store(status + _EXPECTED, epoch)
-        tl.store(status + _SEEN, tl.max(seen))
+        tl.store(status + _SEEN, tl.max(seen).to(tl.int32))
         tl.store(status + _PAD_LOW, memory.to(tl.int32))
         tl.store(status + _PAD_HIGH, (memory >> 32).to(tl.int32))
         tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
-    return words
+    return total
 
 
 @triton.jit
-def _receive_words_interpreted(pointers, mask, source, epoch, deadline, status, memory):
-    _await_words(pointers, mask, source, epoch, deadline, status, memory)
-    return tl.load(pointers, mask=mask, other=0, volatile=True)
+def _receive_sum_interpreted(
+    slots, at, inside, slot_words, epoch, first_source, deadline, status, memory,
+    dtype: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    for source in tl.static_range(SOURCES):
+        places = slots + source * slot_words + at
+        _await_words(places, inside, first_source + source, epoch, deadline, status, memory)
+    total, _ = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+    return total
 
 
 @triton.jit
@@ -178,5 +199,5 @@ def _no_fence_needed() -> None: ...
 
 
 send_words = _send_words_interpreted if INTERPRETED else _send_words_device
-receive_words = _receive_words_interpreted if INTERPRETED else _receive_words_device
+receive_sum = _receive_sum_interpreted if INTERPRETED else _receive_sum_device
 fence_sys = _no_fence_needed if INTERPRETED else _fence_sys_device
