@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,14 +55,3 @@ def plan_of_auto(
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()
 
     return lambda: with_strategy("auto", plan)()[0]
-
-
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy^T x, summed in the type of main_grad: every candidate's wgrad but peers' own.
-
-    dy [M, N], x [M, K], main_grad [N, K].
-    """
-    if main_grad.dtype == x.dtype:
-        main_grad.addmm_(dy.t(), x)
-    else:
-        torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, main_grad.dtype, out=main_grad)

@@ -60,8 +60,8 @@ def examine(
     for candidate in candidates:
         if candidate.call is not None:
             outcome = _merge(everybody, candidate.name)
-            yardstick = plain[candidate.local].errors
-            allowed = [2 * max(pair) for pair in zip(yardstick, outcome.rounding, strict=False)]
+            baseline = plain[candidate.local].errors
+            allowed = [2 * max(pair) for pair in zip(baseline, outcome.rounding, strict=False)]
             verdicts[candidate.name] = Verdict(outcome.failure, outcome.errors, allowed)
     return verdicts
 

@@ -22,13 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.wgrad import plain_wgrad
 
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
-
-
-def plain_wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dw [N, K] = dy^T x for dy [M, N], x [M, K]."""
-    return dy.t() @ x
 
 
 def column_parallel_linear(

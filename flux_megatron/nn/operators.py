@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flux_megatron.nn import functions
 from flux_megatron.ops import group_named
+from flux_megatron.wgrad import plain_wgrad
 
 
 @torch.library.custom_op("flux_megatron::column_parallel_linear", mutates_args=())
@@ -39,7 +40,7 @@ def _(x, w, bias, group):
 def _column_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(group_named(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.column_backward(dy, rows, w, x.shape, options, needs))
 
@@ -59,7 +60,7 @@ def _(x, w, group):
 def _row_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(group_named(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.row_backward(dy, rows, w, x.shape, options, needs[0]))
 

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
-from flux_megatron.bench.candidates import add_product
 from flux_megatron.bench.trace import merge, picture, timeline
 from flux_megatron.bench.trace.merge import RankTrace
 from flux_megatron.bench.trace.options import TraceOptions
@@ -29,6 +28,7 @@ from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import PREFIX, phase
 from flux_megatron.symm import workspace
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
 
@@ -61,7 +61,7 @@ class Layer:
         torch.autograd.grad(y, (self._x, self._w), self._dy, allow_unused=True)
 
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
-        add_product(self._main_grad, dy, x)
+        accumulate_wgrad_by_torch(self._main_grad, dy, x)
 
 
 def main(options: TraceOptions) -> None:
