@@ -47,7 +47,7 @@ import typer
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf.workload import Workload
-from flux_megatron.results import megatron_log
+from flux_megatron.results import logs
 from flux_megatron.results.iterations import ResultsError
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
@@ -174,7 +174,7 @@ class Process:
         if code != 0:
             said = [file.read_text()[-3000:] for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
-        series = megatron_log.read(self.logs, self.job.workload.training.global_batch)
+        series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
 
     def stop(self) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch.experiment import ExperimentError, load
+from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.launch.experiment import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "experiments/paper/gpt3-175b_a100-pcie.yaml"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from flux_megatron.launch import experiment, local, run_folder, sbatch
 from flux_megatron.launch.commands import launch
-from flux_megatron.launch.site import LaunchError
+from flux_megatron.launch.errors import LaunchError
 
 GPT = "paper/gpt3-175b_a100-pcie"
 WITHOUT = ("torch", "triton", "numpy", "megatron", "matplotlib")
