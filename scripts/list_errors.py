@@ -1,0 +1,84 @@
+"""The table of errors in docs/troubleshooting.md: `python scripts/list_errors.py` renews it.
+
+It has the text of every `raise` in what users run, `...` where something is put in, from the syntax
+trees of the sources. Errors that quote another text, that their callers catch, or that no user can
+cause are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+START, END = "<!-- errors -->\n", "\n<!-- end of errors -->"
+ROOMS = (
+    "config_files.py", "dispatch.py", "integration", "launch", "nn", "ops.py", "overlap",
+    "settings.py", "symm", "train", "tuning",
+)  # fmt: skip
+OUR_OWN = {
+    "AttributeError", "ArgumentTypeError", "ConstructorError", "NoRoom", "NotImplementedError",
+}  # fmt: skip
+
+
+class Raised(NamedTuple):
+    text: str
+    error: str
+    file: str
+
+
+def raised() -> list[Raised]:
+    """Each text once, in the order of the files and their lines."""
+    found: dict[str, Raised] = {}
+    for file in _files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            for one in _raised_by(node, file.relative_to(ROOT / "flux_megatron").as_posix()):
+                found.setdefault(one.text, one)
+    return list(found.values())
+
+
+def table() -> str:
+    rows = (
+        f"| `{one.text.splitlines()[0].replace('|', chr(92) + '|')}` | {one.error} | {one.file} |"
+        for one in raised()
+    )
+    return "\n".join(
+        ("| text | error | raised in `flux_megatron/` |", "| --- | --- | --- |", *rows)
+    )
+
+
+def filled_in(text: ast.expr) -> str:
+    """A string expression, `...` for what an f-string puts in."""
+    if isinstance(text, ast.Constant):
+        return str(text.value)
+    assert isinstance(text, ast.JoinedStr)
+    parts = (str(p.value) if isinstance(p, ast.Constant) else "..." for p in text.values)
+    return re.sub(r"\.{4,}", "...", "".join(parts))
+
+
+def _files() -> Iterator[Path]:
+    for room in ROOMS:
+        yield from sorted((ROOT / "flux_megatron").rglob(room if "." in room else f"{room}/*.py"))
+
+
+def _raised_by(node: ast.AST, file: str) -> Iterator[Raised]:
+    if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+        return
+    error, text = ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args[0]
+    if not isinstance(text, ast.JoinedStr | ast.Constant) or error in OUR_OWN:
+        return
+    if re.search("[a-z]{3}", re.sub("given|expected|failed", "", filled_in(text))):
+        yield Raised(filled_in(text), error, file)
+
+
+def main() -> None:
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + table() + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
