@@ -1,4 +1,4 @@
-"""The features of docs/megatron.md: `python tests/integration/feature_table.py` renews the table."""
+"""The features of docs/megatron.md: `python tests/integration/feature_table.py` renews them."""
 
 from __future__ import annotations
 
