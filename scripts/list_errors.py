@@ -32,7 +32,7 @@ class Raised(NamedTuple):
 
 
 def raised() -> list[Raised]:
-    """Each text once, in the order of the files and their lines."""
+    """Each text once, file by file."""
     found: dict[str, Raised] = {}
     for file in _files():
         for node in ast.walk(ast.parse(file.read_text())):

@@ -28,7 +28,7 @@ def write(out: Path, sources: Sequence[Path]) -> None:
     parts = [
         "# Reliability",
         f"`{command}` writes this page from committed rows; do not edit it. "
-        "[faults.md](faults.md) says how each fault is made and what its end must look like.",
+        "[Faults of a job](testing.md#faults-of-a-job) says how each is made and how it must end.",
     ]
     for name, render in TABLES.items():
         if own := [row for row in rows if _table_of(row) == name]:
