@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[1]
-errors = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/list_errors.py")))
-PAGE = errors.PAGE.read_text()
+tables = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/reference_tables.py")))
+PAGE = tables.ERRORS.read_text()
 # how the page says that a code span is no quotation: a name, an option, a command, a file
 NAME = re.compile(r"[\w./-]+(=\w+)?|--[\w-]+( [A-Za-z]+)?|flux-megatron \w+|print\(.*\)|file: .*")
 NOT_OURS = {"CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"}
@@ -22,7 +22,7 @@ NOT_OURS = {"CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"}
 
 def quotations() -> list[str]:
     """Of what is written by hand: the table of errors is tested as a whole."""
-    written = PAGE.split("## ", 1)[1].split(errors.START)[0]
+    written = PAGE.split("## ", 1)[1].split("<!-- errors -->")[0]
     spans = re.findall(r"`([^`]+)`", written)
     return sorted({span for span in spans if not NAME.fullmatch(span)} - NOT_OURS)
 
@@ -30,7 +30,7 @@ def quotations() -> list[str]:
 @cache
 def texts() -> tuple[str, ...]:
     """The texts in the package's sources and templates, `...` where something is put in."""
-    found = [errors.filled_in(text) for file in _sources("*.py") for text in _constants(file)]
+    found = [tables.filled_in(text) for file in _sources("*.py") for text in _constants(file)]
     return (*found, *(file.read_text() for file in _sources("*.j2")))
 
 
@@ -62,14 +62,20 @@ def test_the_text_stands_in_the_code(quotation):
 
 
 def test_the_table_has_every_error():
-    assert f"{errors.START}{errors.table()}{errors.END}" in PAGE, (
-        "docs/troubleshooting.md is old: python scripts/list_errors.py"
+    assert tables.block("errors", tables.errors()) in PAGE, (
+        "docs/troubleshooting.md is old: python scripts/reference_tables.py"
+    )
+
+
+def test_the_variables_are_those_of_the_settings():
+    assert tables.block("variables", tables.variables()) in tables.VARIABLES.read_text(), (
+        "docs/reference/environment.md is old: python scripts/reference_tables.py"
     )
 
 
 def test_no_text_of_an_error_is_lost():
     """A rule of the script that leaves out too much would make the table short."""
-    found = {one.text for one in errors.raised()}
+    found = {one.text for one in tables.raised()}
     assert len(found) > 80
     assert (
         "--flux-compare given with CUDA graphs, which replay what they captured in both arms"

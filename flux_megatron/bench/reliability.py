@@ -138,9 +138,7 @@ def beside(rows: Rows) -> list[str]:
     header = ["call", "TP", "M x N x K, local", "CUDA_DEVICE_MAX_CONNECTIONS", "", *CANDIDATES]
     intro = (
         "Microseconds, and overlap efficiency E in brackets: alone, and beside all-reduces of "
-        "512 MB. These use a second communicator of the same ranks, start first, and still run "
-        "when the call ends. `serial` is the fastest GEMM and NCCL, `megatron` is Megatron's own "
-        "backward. [measuring.md](measuring.md) has the protocol."
+        "512 MB ([protocol and candidates](measuring.md#beside-other-kernels))."
     )
     where = _where([row["provenance"] for row in rows])
     return ["## How fast is a call beside an all-reduce?", where, intro,

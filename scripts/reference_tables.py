@@ -1,8 +1,9 @@
-"""The table of errors in docs/troubleshooting.md: `python scripts/list_errors.py` renews it.
+"""Tables of docs/ that the sources have: `python scripts/reference_tables.py` renews them.
 
-It has the text of every `raise` in what users run, `...` where something is put in, from the syntax
-trees of the sources. Errors that quote another text, that their callers catch, or that no user can
-cause are left out.
+The errors of docs/troubleshooting.md are the texts of every `raise` in what users run, `...` where
+something is put in, from the syntax trees of the sources. Errors that quote another text, that
+their callers catch, or that no user can cause are left out. The variables of
+docs/reference/environment.md are the docstring's of `settings.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "troubleshooting.md"
-START, END = "<!-- errors -->\n", "\n<!-- end of errors -->"
+ERRORS = ROOT / "docs" / "troubleshooting.md"
+VARIABLES = ROOT / "docs" / "reference" / "environment.md"
 ROOMS = (
     "config_files.py", "dispatch.py", "integration", "launch", "nn", "ops.py", "overlap",
     "settings.py", "symm", "train", "tuning",
@@ -41,7 +42,7 @@ def raised() -> list[Raised]:
     return list(found.values())
 
 
-def table() -> str:
+def errors() -> str:
     rows = (
         f"| `{one.text.splitlines()[0].replace('|', chr(92) + '|')}` | {one.error} | {one.file} |"
         for one in raised()
@@ -75,10 +76,21 @@ def _raised_by(node: ast.AST, file: str) -> Iterator[Raised]:
         yield Raised(filled_in(text), error, file)
 
 
-def main() -> None:
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + table() + END + rest.split(END)[1])
+def variables() -> str:
+    docstring = ast.get_docstring(ast.parse((ROOT / "flux_megatron/settings.py").read_text())) or ""
+    rows = [line for line in docstring.splitlines() if line.startswith("|")]
+    return re.sub(r"^\| (FLUX\w+)", r"| `\1`", "\n".join(rows), flags=re.MULTILINE)
+
+
+def block(name: str, table: str) -> str:
+    return f"<!-- {name} -->\n{table}\n<!-- end of {name} -->"
+
+
+def renew(page: Path, name: str, table: str) -> None:
+    old = re.compile(rf"<!-- {name} -->.*<!-- end of {name} -->", re.DOTALL)
+    page.write_text(old.sub(lambda _: block(name, table), page.read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    renew(ERRORS, "errors", errors())
+    renew(VARIABLES, "variables", variables())
