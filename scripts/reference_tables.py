@@ -1,9 +1,9 @@
 """Tables of docs/ that the sources have: `python scripts/reference_tables.py` renews them.
 
-The errors of docs/troubleshooting.md are the texts of every `raise` in what users run, `...` where
-something is put in, from the syntax trees of the sources. Errors that quote another text, that
-their callers catch, or that no user can cause are left out. The variables of
-docs/reference/environment.md are the docstring's of `settings.py`.
+docs/troubleshooting.md: the texts of every `raise` in what users run, and the reasons why a call is
+refused or runs without overlap, which functions return as `str | None`; `...` where something is
+put in. Errors that quote another text, that their callers catch, or that no user can cause are left
+out. docs/reference/environment.md: the variables in the docstring of `settings.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 ERRORS = ROOT / "docs" / "troubleshooting.md"
 VARIABLES = ROOT / "docs" / "reference" / "environment.md"
 ROOMS = (
-    "config_files.py", "dispatch.py", "integration", "launch", "nn", "ops.py", "overlap",
-    "settings.py", "symm", "train", "tuning",
+    "config_files.py", "dispatch.py", "integration", "kernels", "launch", "nn", "ops.py",
+    "overlap", "settings.py", "symm", "train", "tuning",
 )  # fmt: skip
 OUR_OWN = {
     "AttributeError", "ArgumentTypeError", "ConstructorError", "NoRoom", "NotImplementedError",
@@ -67,13 +67,27 @@ def _files() -> Iterator[Path]:
 
 
 def _raised_by(node: ast.AST, file: str) -> Iterator[Raised]:
-    if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
-        return
-    error, text = ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args[0]
-    if not isinstance(text, ast.JoinedStr | ast.Constant) or error in OUR_OWN:
-        return
-    if re.search("[a-z]{3}", re.sub("given|expected|failed", "", filled_in(text))):
-        yield Raised(filled_in(text), error, file)
+    if isinstance(node, ast.FunctionDef) and node.returns is not None:
+        if ast.unparse(node.returns) == "str | None":
+            yield from (Raised(text, "a reason", file) for text in _reasons(node))
+    elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        error, text = ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args[0]
+        if error not in OUR_OWN and _says_something(text):
+            yield Raised(filled_in(text), error, file)
+
+
+def _reasons(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            value = node.value
+            either = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            yield from (filled_in(text) for text in either if _says_something(text))
+
+
+def _says_something(text: ast.expr) -> bool:
+    if not (isinstance(text, ast.JoinedStr) or isinstance(getattr(text, "value", None), str)):
+        return False
+    return bool(re.search("[a-z]{3}.* ", re.sub("given|expected|failed", "", filled_in(text))))
 
 
 def variables() -> str:
