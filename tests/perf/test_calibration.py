@@ -110,7 +110,7 @@ def test_the_committed_predictions_are_what_the_command_writes(held_out):
 
 
 def test_the_page_has_the_tables_of_the_command(held_out):
-    page = (DOCS / "cost_model.md").read_text()
+    page = (DOCS / "simulator.md").read_text()
     assert table(held_out) in page
     assert published.table() in page
     assert published.kernels_table() in page
