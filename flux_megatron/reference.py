@@ -2,10 +2,9 @@
 and without collectives.
 
 Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does
-entry r of the result. Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the
-operands' type per rank, as a rank's local GEMM does; sums over ranks are fp32 in rank order,
-rounded once. The norms compute in fp32 (fp64 for fp64 operands) and round once; their gradients are
-autograd's.
+entry r of the result. A rank's GEMM is computed in fp32 (fp64 for fp64 operands) and rounded once
+to the operands' dtype, as a local GEMM does; sums over ranks are fp32 in rank order, rounded once.
+The norms compute in fp32 (fp64 for fp64 operands) and round once; their gradients are autograd's.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LAYERS = ["column", "row", "local"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on all ranks: integer operands, and the truth as autograd gives it in fp64."""
+    """One layer on all ranks: integer operands, and the reference as autograd gives it in fp64."""
 
     kind: str
     dtype: torch.dtype
@@ -48,7 +48,9 @@ def layer(
     kind: str, world_size: int, dtype: torch.dtype,
     rows: tuple[int, ...], N: int, K: int, bias: bool,
 ) -> Layer:  # fmt: skip
-    """x, w, bias, dy and the truth, each as a list over ranks; the same on every rank that asks."""
+    """x, w, bias, dy and the reference, each as a list over ranks; the same on every rank that
+    asks.
+    """
     generator = torch.Generator().manual_seed(N * K + len(rows))
 
     def shards(*shape: int) -> list[Tensor]:
@@ -126,11 +128,11 @@ def check(made: Layer, rank: int, needs: str = "xwb", **options) -> None:
         assert not needs, what
         return
     y.backward(made.dy[rank].to(DEVICE))
-    for name, tensor, truth in (("x", x, made.dx), ("w", w, made.dw), ("b", bias, made.db)):
+    for name, tensor, reference in (("x", x, made.dx), ("w", w, made.dw), ("b", bias, made.db)):
         if tensor is None:
             continue
         if name in needs:
-            assert_exact(tensor.grad, truth[rank], f"d{name} of {what}")
+            assert_exact(tensor.grad, reference[rank], f"d{name} of {what}")
         else:
             assert tensor.grad is None, f"d{name} of {what}"
 
@@ -280,7 +282,7 @@ def some_rank_is_frozen(rank: int) -> None:
         backward_and_another()
 
 
-def test_a_gather_on_one_rank_only_is_told():
+def test_a_gather_on_one_rank_only_is_reported():
     on_device(some_rank_is_frozen, 2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 
 

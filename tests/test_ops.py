@@ -159,7 +159,7 @@ def test_strict_mode_refuses_float64_and_nothing_else():
 
 
 def random_operands(case: Case, world_size: int) -> Operands:
-    """Normally distributed; `expected` is the fp64 truth."""
+    """Normally distributed; `expected` is the fp64 reference."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def shards(*shape: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Who takes part in a case: a name, a call, or the reason why there is none."""
+"""The participants of a case: a name, and a call or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Call = Callable[[], tuple[Any, ...]]  # tensors
 
 @dataclass(frozen=True)
 class Candidate:
-    """`call` returns what the case asks for; `reason` says why there is no call.
+    """`call` returns the results of the case; `reason` says why there is no call.
 
-    A `local` candidate only multiplies: nothing travels, and its result is this rank's own GEMM.
-    `plan` gives ours as JSON once it has run.
+    A `local` candidate only multiplies: its result is this rank's GEMM, without communication.
+    `plan` gives the plan of ours as JSON after a call.
     """
 
     name: str
@@ -50,7 +50,7 @@ def with_strategy(strategy: str, function: Callable[..., Any], *args: Any, **opt
 def plan_of_auto(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
 ) -> Callable[[], str]:
-    """What a call of x and w gets when it names no plan, as JSON. Collective when called."""
+    """A function that gives the chosen plan of a call of x and w as JSON. It is collective."""
 
     def plan() -> str:
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()
@@ -58,8 +58,8 @@ def plan_of_auto(
     return lambda: with_strategy("auto", plan)()[0]
 
 
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy^T x, summed in the type of main_grad: every candidate's wgrad but peers' own.
+def add_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad += dy^T x, summed in the dtype of main_grad: the wgrad of every candidate of ours.
 
     dy [M, N], x [M, K], main_grad [N, K].
     """

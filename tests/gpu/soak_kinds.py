@@ -145,22 +145,22 @@ class Operands:
         layer_x = [self._integers(kind.M_shard, kind.N) for _ in ranks]
         if kind.gathers:
             self.gathered = torch.cat(x)
-            self.y = self._product(self.gathered, w[rank], bias[rank] if kind.bias else None)
+            self.y = self._gemm(self.gathered, w[rank], bias[rank] if kind.bias else None)
         else:
             self.gathered = torch.cat(layer_x)
             mine = torch.cat([one.chunk(group.size())[rank] for one in x], 1)
-            self.y = self._product(mine, torch.cat(w), None)
+            self.y = self._gemm(mine, torch.cat(w), None)
         self.x, self.layer_x = x[rank], layer_x[rank]
         self.bias = bias[rank] if kind.bias else None
         self.w = w[rank].t().contiguous() if kind.layout == "nt" else w[rank]
 
     def _integers(self, *shape: int) -> Tensor:
-        """-1, 0 and 1, so many that a sum of products stays near 60."""
+        """-1, 0 and 1, so many that a sum of terms stays near 60."""
         kept = min(2 / 3, (60 / self._sum) ** 0.5)
         chance = torch.rand(shape, generator=self._draw, device=self._device)
         return ((chance < kept / 2).int() - (chance > 1 - kept / 2).int()).to(self.kind.dtype)
 
-    def _product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def _gemm(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         largest = int((x.abs().float() @ w.abs().float()).max()) + 1
         assert largest <= EXACT[x.dtype], f"{self.kind}: sums up to {largest} are not exact"
         y = x.float() @ w.float()
@@ -175,14 +175,14 @@ class Operands:
         elif kind.piece == "column backward":
             yield from self._column_backward()
         else:
-            lent: list[Tensor] = []
+            borrowed: list[Tensor] = []
             y = ops.run_ag_gemm(
                 self.x, self.w, self.bias, group, layout=kind.layout, plan=kind.plan,
-                consume=(lambda rows: lent.append(rows.clone()))
+                consume=(lambda rows: borrowed.append(rows.clone()))
                 if kind.piece == "row backward" else None,
             )  # fmt: skip
             yield y, self.y
-            for rows in lent:
+            for rows in borrowed:
                 yield rows, self.gathered
 
     def _column_backward(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -157,7 +157,7 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(case, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_another_release_than_the_experiment_names_is_told(tmp_path, checkout):
+def test_another_release_than_the_experiment_names_is_reported(tmp_path, checkout):
     info = checkout / "megatron" / "core" / "package_info.py"
     given = ("--megatron-lm", checkout, "--run-dir")
     assert "was written for" not in run(GPT, *given, tmp_path / "same")

@@ -113,7 +113,7 @@ def test_runs_of_different_values_are_no_repeats(tmp_path, experiment):
     assert len(report.reports([run.read(folder) for folder in folders])) == 2
 
 
-def test_a_restart_is_told_and_its_warm_up_left_out(tmp_path, experiment):
+def test_a_restart_is_reported_and_its_warm_up_left_out(tmp_path, experiment):
     folder = run_folder_of(tmp_path / "run", experiment)
     warmup = experiment.arms["flux"].training.warmup_steps
     batch = experiment.arms["flux"].training.global_batch
@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_number_never_agrees():
     assert summary.parity(fine, series((9, 9, 1.0)), "bfloat16") is None
 
 
-def test_what_cannot_be_read_is_told(tmp_path, experiment):
+def test_what_cannot_be_read_is_reported(tmp_path, experiment):
     assert invoke(tmp_path)[0] == 2
     assert "experiment.json" in invoke(tmp_path)[1]
     folder = run_folder_of(tmp_path / "run", experiment)

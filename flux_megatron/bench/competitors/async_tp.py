@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.bench.backward import Backward
-from flux_megatron.bench.candidates import Call, add_product
+from flux_megatron.bench.candidates import Call, add_wgrad
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.targets import PEERS
+from flux_megatron.bench.targets import COMPETITORS
 
 
 class AsyncTp:
-    """Its operators have no backward: this is theirs joined as its users join them."""
+    """Its operators have no backward: this joins forward and backward as its users do."""
 
     name = "async_tp"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in PEERS[pattern] else ()
+        return (self.name,) if self.name in COMPETITORS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def _column_backward(e: Backward) -> Call:
         gather = dist.all_gather_into_tensor(e.gathered, x, group=e.group, async_op=True)
         dx = fused(e.dy, w, "sum", 0, name)
         gather.wait()
-        add_product(e.main_grad, e.dy, e.gathered)
+        add_wgrad(e.main_grad, e.dy, e.gathered)
         return dx, e.main_grad
 
     return call
@@ -74,7 +74,7 @@ def _row_backward(e: Backward) -> Call:
 
     def call() -> tuple[Tensor, Tensor]:
         gathered, (dx,) = fused(e.dy, [w], 0, name, return_A=True)
-        add_product(e.main_grad, gathered, x)
+        add_wgrad(e.main_grad, gathered, x)
         return dx, e.main_grad
 
     return call
