@@ -278,7 +278,7 @@ def some_rank_is_frozen(rank: int) -> None:
         backward_and_another()
 
 
-def test_a_gather_on_one_rank_only_is_told():
+def test_a_gather_on_one_rank_only_is_reported():
     on_device(some_rank_is_frozen, 2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 
 

@@ -69,7 +69,7 @@ class Backward:
         return (dx, dw), (local, dw)
 
     def _dy_and_x(self) -> tuple[Tensor, Tensor]:
-        """All rows of both: what wgrad multiplies."""
+        """All rows of both, the operands of wgrad."""
         return (self.dy, self.gathered) if self.column else (self.gathered, self.x.detach())
 
     def candidates(self) -> Iterator[Candidate]:
@@ -89,7 +89,7 @@ class Backward:
         return self.partial, self.main_grad
 
     def _serial_row(self) -> tuple[Tensor, Tensor]:
-        """Every collective exposed; for the row layer this is what Megatron does."""
+        """All collectives exposed, as in Megatron's row layer."""
         dist.all_gather_into_tensor(self.gathered, self.dy, group=self.group)
         return self._gemms()
 
@@ -101,7 +101,7 @@ class Backward:
         return self.dx, self.main_grad
 
     def _megatron_column(self) -> tuple[Tensor, Tensor]:
-        """x gathered under dgrad, dx scattered under wgrad."""
+        """Gather x beside dgrad, scatter dx beside wgrad."""
         gather = dist.all_gather_into_tensor(
             self.gathered, self.x.detach(), group=self.group, async_op=True
         )

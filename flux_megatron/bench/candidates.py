@@ -1,4 +1,4 @@
-"""Who takes part in a case: a name, a call, or the reason why there is none."""
+"""The participants of a case: a name, and a call or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Call = Callable[[], tuple[Any, ...]]  # tensors
 
 @dataclass(frozen=True)
 class Candidate:
-    """`call` returns what the case asks for; `reason` says why there is no call.
+    """`call` returns the results of the case; `reason` says why there is no call.
 
-    A `local` candidate only multiplies: nothing travels, and its result is this rank's own GEMM.
-    `plan` gives ours as JSON once it has run.
+    A `local` candidate only multiplies: its result is this rank's GEMM, without communication.
+    `plan` gives the plan of ours as JSON after a call.
     """
 
     name: str
@@ -49,7 +49,7 @@ def with_strategy(strategy: str, function: Callable[..., Any], *args: Any, **opt
 def plan_of_auto(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
 ) -> Callable[[], str]:
-    """What a call of x and w gets when it names no plan, as JSON. Collective when called."""
+    """A function that gives the chosen plan of a call of x and w as JSON. It is collective."""
 
     def plan() -> str:
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()

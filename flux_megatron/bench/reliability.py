@@ -1,8 +1,8 @@
 """The page of reliability: faults of a job, calls while SMs are held, beside an all-reduce, and in
 racing orders. No torch.
 
-Written from rows, one JSON object a line, told apart by `table`; rows of other tables are left to
-other pages. Of two rows about the same the later one counts.
+It is made from rows, one JSON object a line, selected by their `table`. Of two rows about the same
+case the later one counts.
 """
 
 from __future__ import annotations

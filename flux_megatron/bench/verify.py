@@ -1,4 +1,4 @@
-"""Is a candidate's result right? Asked before any timing: a wrong candidate has no time."""
+"""Checks a candidate's result before any timing: a wrong candidate has no time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def examine(
     `serial`; or twice the rounding to the result's own dtype, where that is coarser.
     """
     reference, local_reference = experiment.reference()
-    mine = {
+    outcomes = {
         candidate.name: _errors(
             experiment, candidate, local_reference if candidate.local else reference
         )
@@ -51,7 +51,7 @@ def examine(
         if candidate.call is not None
     }
     everybody: list[dict[str, _Outcome]] = [{}] * group.size()
-    dist.all_gather_object(everybody, mine, group=group)
+    dist.all_gather_object(everybody, outcomes, group=group)
     plain = {}
     for candidate in candidates:
         if candidate.call is not None and candidate.name in ("gemm", "serial"):
@@ -111,7 +111,7 @@ def _distance(result: Tensor, reference: Tensor) -> float:
 
 def _merge(everybody: Sequence[dict[str, _Outcome]], name: str) -> _Outcome:
     """The worst over the ranks."""
-    outcomes = [outcomes[name] for outcomes in everybody]
+    outcomes = [of_rank[name] for of_rank in everybody]
     failures = [f"rank {r}: {o.failure}" for r, o in enumerate(outcomes) if o.failure]
     if failures:
         same = len({o.failure for o in outcomes}) == 1

@@ -1,5 +1,5 @@
-"""The linear layers as torch custom operators, so that torch.compile keeps each of them whole,
-forward and backward. Eager code calls `functions`, which cost the host less.
+"""The linear layers as torch custom operators, which torch.compile keeps whole, forward and
+backward. Eager code calls `functions`, which cost the host less.
 
 | operator | result |
 | --- | --- |
@@ -7,8 +7,8 @@ forward and backward. Eager code calls `functions`, which cost the host less.
 | `row_parallel_linear` | that of `functions.row_parallel_linear` |
 | `sum_over_group` | x summed over the ranks, in fp32 |
 
-A group goes by its name. The backward operators return the gradients that `needs` asks for, which
-are dx, dw and, for the column layer, db.
+Operators take a group by its name. The backward operators return the gradients that `needs` selects
+from dx, dw and, for the column layer, db.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _row_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _gradients(ctx: Any, dy: Tensor, backward: Any, count: int) -> tuple[Tensor | None, ...]:
-    """One for each of the `count` tensors of a layer, and None for its group."""
+    """A gradient or None for each of the `count` tensors of a layer, and None for its group."""
     needs = list(ctx.needs_input_grad[:count])
     made = iter(backward(dy, *ctx.saved_tensors, ctx.group, needs))
     return *(next(made) if need else None for need in needs), None

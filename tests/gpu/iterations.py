@@ -221,10 +221,10 @@ def compared(
 
 def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
-    told: dict[str, object] = {}
+    ratios: dict[str, object] = {}
     if job.name == "compare":
         arms, words, ratio = compared(times, job.length)
-        told = {"speedup_low_middle_high": ratio, "speedup": words}
+        ratios = {"speedup_low_middle_high": ratio, "speedup": words}
     for arm, milliseconds in arms.items():
         yield {
             "what": "iteration", "arm": arm, "model": job.workload.model.name,
@@ -233,7 +233,7 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
             "transformer_impl": _last(job.words, "--transformer-impl"),
             "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
-            **(told if arm == "flux" else {}), **machine,
+            **(ratios if arm == "flux" else {}), **machine,
         }  # fmt: skip
 
 

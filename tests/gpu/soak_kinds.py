@@ -158,7 +158,7 @@ class Operands:
         self.w = w[rank].t().contiguous() if kind.layout == "nt" else w[rank]
 
     def _integers(self, *shape: int) -> Tensor:
-        """-1, 0 and 1, so many that a sum of products stays near 60."""
+        """-1, 0 and 1, so many that a sum of terms stays near 60."""
         kept = min(2 / 3, (60 / self._sum) ** 0.5)
         chance = torch.rand(shape, generator=self._draw, device=self._device)
         return ((chance < kept / 2).int() - (chance > 1 - kept / 2).int()).to(self.kind.dtype)
@@ -172,14 +172,14 @@ class Operands:
         elif kind.piece == "column backward":
             yield from self._column_backward()
         else:
-            lent: list[Tensor] = []
+            borrowed: list[Tensor] = []
             y = ops.run_ag_gemm(
                 self.x, self.w, self.bias, group, layout=kind.layout, plan=kind.plan,
-                consume=(lambda rows: lent.append(rows.clone()))
+                consume=(lambda rows: borrowed.append(rows.clone()))
                 if kind.piece == "row backward" else None,
             )  # fmt: skip
             yield y, self.y
-            for rows in lent:
+            for rows in borrowed:
                 yield rows, self.gathered
 
     def _column_backward(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -122,7 +122,7 @@ def _align(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _kernel_waits(device: torch.device, clock_ns: int) -> list[KernelWaits]:
-    """What kernels have recorded, in microseconds from the reading of the clock on."""
+    """The waits that kernels have recorded, in microseconds after the read of the clock."""
 
     def since(time_ns: int) -> float:
         return (time_ns - clock_ns) / 1e3
@@ -131,7 +131,7 @@ def _kernel_waits(device: torch.device, clock_ns: int) -> list[KernelWaits]:
         KernelWaits(
             launch.kernel,
             [
-                KernelWait(w.program, w.tile, w.source, since(w.begin_ns), since(w.end_ns))
+                KernelWait(w.cta, w.tile, w.source, since(w.begin_ns), since(w.end_ns))
                 for w in launch.waits
             ],
             launch.lost,
