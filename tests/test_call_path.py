@@ -40,11 +40,11 @@ KERNELS = {
     ("sequential", "gemm_rs"): set(),
     ("sequential", "gemm_ar"): set(),
     ("pipelined", "ag_gemm"): {"wait_sources"},
-    ("pipelined", "gemm_rs"): {"reduce_slots"},
-    ("pipelined", "gemm_ar"): {"reduce_slots", "wait_sources"},
+    ("pipelined", "gemm_rs"): {"reduce_received"},
+    ("pipelined", "gemm_ar"): {"reduce_received", "wait_sources"},
     ("low_latency", "gemm_ar"): {"gemv_ar"},
     ("fused", "ag_gemm"): {"ag_gemm"},
-    ("fused", "gemm_rs"): {"gemm_rs", "reduce_slots"},
+    ("fused", "gemm_rs"): {"gemm_rs", "reduce_received"},
 }
 if ON_HOPPER:
     KERNELS |= {("hopper", pattern): {"hopper_gemm"} for pattern in ("ag_gemm", "gemm_rs")}

@@ -71,7 +71,7 @@ def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace)
         y = gemv_ar_kernels.gemv_ar(
             x, w,
             word_pointers=call.pointers,
-            half_bytes=channel.part_bytes,
+            half_bytes=channel.region_bytes,
             epochs=channel.epochs,
             work=channel.work,
             status=call.status,

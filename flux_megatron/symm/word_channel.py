@@ -17,7 +17,7 @@ from flux_megatron.symm.status import Status
 
 
 class WordChannel(Channel):
-    """Half h of a call's memory lies h * `part_bytes` behind `Call.pointers`.
+    """Half h of a call's memory lies h * `region_bytes` behind `Call.pointers`.
 
     `epochs`, int32 [1], is the number of the last call that has ended on this rank. `work`, int32
     [2 * WORK_WORDS], is the tile scheduler of the calls of either half. Collective constructor.
@@ -34,7 +34,7 @@ class WordChannel(Channel):
         assert not self.open, "a channel has one open call"
         self.open = True
         self._captured |= captured
-        return Call(0, self._status.words, self._parts[0], self)
+        return Call(0, self._status.words, self._regions[0], self)
 
     def end(self, call: Call) -> None:
         """Close the call. Nothing is poisoned: words of other epochs are never taken for data."""
@@ -44,5 +44,5 @@ class WordChannel(Channel):
     def grow(self, size_bytes: int) -> None:
         """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""
         super().grow(size_bytes)
-        mine = self._parts[0].view(self._rank, (self.part_bytes,), torch.uint8)
+        mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
         self._status.name(mine, self._waiter, "words of rank {}".format)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
-from virtual_product import Machine, Product
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STANDARD, Schedule
 
 pytestmark = needs_interpreter
@@ -25,40 +25,40 @@ ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True
 
 
 @pytest.fixture(scope="module")
-def product() -> Product:
-    return Product("flux_megatron")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_schedule(product, case):
+def test_every_schedule(package, case):
     for schedule in (*STANDARD, ONE_BY_ONE):
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
 @pytest.mark.parametrize("last", [2**30 - 2, 2**31 - 2, -2])
-def test_epochs_wrap_around_and_old_words_are_renewed(product, last):
+def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
     """Words that look like those of a call to come are gone when it comes; results are exact."""
-    machine, old = Machine(product, 2, programs=2), product.signals.as_int32(last + 8)
-    plan = product.problem.Plan("low_latency", tile=product.problem.Tile(16, 16, 16))
+    machine, old = Machine(package, 2, ctas=2), package.signals.as_int32(last + 8)
+    plan = package.problem.Plan("low_latency", tile=package.problem.Tile(16, 16, 16))
     results: list[torch.Tensor] = []
 
     def host(rank: int) -> None:
         space = machine.workspaces[rank]
         x, w = torch.ones(2, 4), torch.ones(40, 4)
-        product.low_latency.gemm_ar(x, w, "nt", plan, space)
-        space._meet()
+        package.low_latency.gemm_ar(x, w, "nt", plan, space)
+        space._barrier()
         channel = space.channels["words"]
         channel.epochs.fill_(last)
-        for part in channel._parts[:2]:
-            part.view(rank, (part.size_bytes // 8,), torch.int64).fill_(old << 32)
-        space._meet()
-        results.extend(product.low_latency.gemm_ar(x, w, "nt", plan, space) for _ in range(3))
+        for region in channel._regions[:2]:
+            region.view(rank, (region.size_bytes // 8,), torch.int64).fill_(old << 32)
+        space._barrier()
+        results.extend(package.low_latency.gemm_ar(x, w, "nt", plan, space) for _ in range(3))
 
     machine.run(STANDARD[3], host)
     assert all(torch.equal(y, torch.full((2, 40), 8.0)) for y in results)
     for space in machine.workspaces:
         channel = space.channels["words"]
-        assert channel.epochs.item() == product.signals.as_int32(last + 3)
-        for part in channel._parts[:2]:
-            words = part.view(channel._rank, (part.size_bytes // 8,), torch.int64)
+        assert channel.epochs.item() == package.signals.as_int32(last + 3)
+        for region in channel._regions[:2]:
+            words = region.view(channel._rank, (region.size_bytes // 8,), torch.int64)
             assert not (words >> 32 == old).any()
