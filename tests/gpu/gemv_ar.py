@@ -159,11 +159,12 @@ def candidates(run: Run, case: Case, variants: bool) -> Iterator[tuple[str, Call
         import torch.distributed._symmetric_memory as symmetric_memory
 
         partial = symmetric_memory.empty(case.M, case.N, dtype=torch.bfloat16, device=run.device)
-        symmetric_memory.rendezvous(partial, run.group.group_name)
+        handle = symmetric_memory.rendezvous(partial, run.group.group_name)
 
         def one_shot(x: Tensor, w: Tensor) -> Tensor:
             torch.mm(x, w.t(), out=partial)
-            name = run.group.group_name
+            # The handle owns the table of addresses that a replayed graph reads.
+            name = handle and run.group.group_name
             return torch.ops.symm_mem.one_shot_all_reduce(partial, "sum", name)
 
         yield "mm + one_shot_all_reduce", one_shot
