@@ -110,8 +110,9 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
-    says who moves the results of `hopper`: "copy_engine" or "sm", the SMs. `cut_shards`
-    says of how many shards it cuts tiles along K: in AG of the first, in RS of the last but own.
+    says who moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
+    says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
+    ones.
     """
 
     strategy: str
@@ -119,15 +120,15 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
-    cut_shards: int = 0
+    split_k_shards: int = 0
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if min(self.comm_rows, self.splits, self.cut_shards) < 0:
+        if min(self.comm_rows, self.splits, self.split_k_shards) < 0:
             raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits}, cut_shards {self.cut_shards} "
-                "given, 0 or more expected"
+                f"comm_rows {self.comm_rows}, splits {self.splits}, "
+                f"split_k_shards {self.split_k_shards} given, 0 or more expected"
             )
 
     def dumps(self) -> str:

@@ -122,7 +122,7 @@ def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, pat
     assert f".{path[-1]} is ignored" in complaint
 
 
-@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "cut_shards"])
+@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "split_k_shards"])
 def test_a_field_that_an_earlier_version_did_not_write_is_at_its_default(tmp_path, field):
     cache = read(tmp_path, changed("measured", 1, "plan", field, value=...))
     assert cache.left_out == []
