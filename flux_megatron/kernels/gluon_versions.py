@@ -2,8 +2,8 @@
 
 | | 3.6 | 3.7 | 3.8 |
 | --- | --- | --- | --- |
-| the barrier of a CTA's or a partition's threads | `gl.thread_barrier` | `gl.barrier` | `gl.barrier` |
-| the constructor of an aggregate | written by hand | written by hand | made of its fields |
+| the barrier of all threads | `gl.thread_barrier` | `gl.barrier` | `gl.barrier` |
+| the constructor of an aggregate | to be written | to be written | made of its fields |
 
 Triton 3.5 lacks `warpgroup_mma_init`: there the Hopper kernels cannot be imported.
 """

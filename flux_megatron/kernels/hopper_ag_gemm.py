@@ -26,9 +26,9 @@ from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import split_k_of_gather
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PART_COUNTERS, WORK_WORDS
 

@@ -1,5 +1,5 @@
-"""What hosts of both Hopper kernels know: which problems they take, their tile, its descriptors, and
-which tiles they make when.
+"""What the launchers of both Hopper kernels share: which problems they take, descriptors, and which
+tiles are made when.
 
 The kernels are written in Gluon, because Triton's own pipelining leaves no room for work between
 the k-tiles of a tile: waits, publishing, partial tiles. They run on sm_90 only and have no

@@ -34,9 +34,9 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_slots import Slots, StagingTile, move_tiles, new_staging_tile
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import split_k_of_scatter
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 

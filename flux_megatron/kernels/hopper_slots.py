@@ -28,8 +28,8 @@ from flux_megatron.kernels.hopper_tile_order import rs_tile
 
 @aggregate
 class StagingTile:
-    """A tile in shared memory between the MMA warps and the store warp, in both directions: finished
-    (`full`, `empty`), and fetched from another rank (`fetched`, `added`).
+    """A tile in shared memory between the MMA warps and the store warp, in both directions:
+    finished (`full`, `empty`), and fetched from another rank (`fetched`, `added`).
     """
 
     tile: Shared

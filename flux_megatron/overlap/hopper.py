@@ -85,7 +85,9 @@ def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
         return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
     # groups within a shard: what comes from one rank never waits for another
     alone = replace(TILE, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
-    plans = [replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)]
+    plans = [
+        replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)
+    ]
     return [*plans, replace(default, tile=alone, split_k_shards=problem.world_size)]
 
 

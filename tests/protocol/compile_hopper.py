@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs, launch
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
 
@@ -174,7 +174,7 @@ def main(path: str) -> None:
     hopper_gpu = {"get_device_capability": lambda: (9, 0)}
     with (
         mock.patch.multiple(torch.cuda, **hopper_gpu),
-        mock.patch.object(launch, "_multiprocessors", return_value=SMS),
+        mock.patch.object(launch, "_sms", return_value=SMS),
     ):
         found = shipped()
         work = {name: partial(compiled, made) for name, made in found.items()}

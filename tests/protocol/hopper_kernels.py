@@ -28,8 +28,8 @@ KERNELS = {
 
 
 class _Plain(ast.NodeTransformer):
-    """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`. Aggregates
-    as classes whose instances have the fields that they are made of.
+    """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`.
+    Aggregates as classes whose instances have the fields that they are made of.
     """
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
