@@ -17,16 +17,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels import hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, Shared, aggregate
-from flux_megatron.kernels.hopper_gemm import TILE, tiles_of_shard
+from flux_megatron.kernels.hopper_gemm import TILE
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_gather
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -53,25 +53,25 @@ class GatheredRows:
         return self.signals.none_arrived()
 
     @gluon.jit
-    def load(self, ring, scheduler, grid, tile, first, last, loaded, arrived, deadline):
+    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
         sizes = self.sizes
-        source, m, n = ag_tile(tile, grid, scheduler.tiles.early_last, scheduler.tiles.NUM_CTAS)
+        source, m, n = ag_tile(work.tile, grid, scheduler.tiles)
         row = m * sizes.BLOCK_M
         col = n * sizes.BLOCK_N
         if source == sizes.rank:
             loaded, ticket = ring.load_tile(
-                self.x_desc, self.w_desc, row, col, first, last, loaded, scheduler.words
+                self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
             )
         else:
             # communication tiles of one source arrive in their order: the last one tells for all
             comm_tile = (min(row + sizes.BLOCK_M, sizes.M_shard) - 1) // self.comm_rows
             comm_tiles = gl.cdiv(sizes.M_shard, self.comm_rows)
             arrived = self.signals.await_once(
-                arrived, source, comm_tile, comm_tiles, tile, deadline
+                arrived, source, comm_tile, comm_tiles, work.tile, deadline
             )  # wait [A]
             loaded, ticket = ring.load_tile(
-                self.gathered_desc, self.w_desc, source * sizes.M_shard + row, col, first, last,
-                loaded, scheduler.words,
+                self.gathered_desc, self.w_desc, source * sizes.M_shard + row, col, work, loaded,
+                scheduler.words,
             )  # fmt: skip
         return loaded, ticket, arrived
 
@@ -90,16 +90,16 @@ class StoredTiles:
     LAYOUT: gl.constexpr
 
     @gluon.jit
-    def accumulate(self, ring, grid, tile, first, last, multiplied, fetched):
+    def accumulate(self, ring, grid, work, multiplied, fetched):
         sizes = self.sizes
         out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
-        out, multiplied = ring.multiply(out, first, last, multiplied)
+        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
         return out, False, multiplied, fetched
 
     @gluon.jit
     def finish(self, out, grid, tile, behind, fetched, finished):
         sizes = self.sizes
-        source, m, n = ag_tile(tile, grid, self.tiles.early_last, self.tiles.NUM_CTAS)
+        source, m, n = ag_tile(tile, grid, self.tiles)
         col = n * sizes.BLOCK_N
         if self.HAS_BIAS:
             cols = col + gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, self.LAYOUT))
@@ -127,13 +127,13 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
     if COPY_LOCAL:
         size = sizes.M_shard.to(gl.int64) * sizes.K
         blocks = gl.cdiv(size, BLOCK).to(gl.int32)
-        work, phase = exchange.take(0, 2)
-        while work < tiles.count:
-            for block in range(work, blocks, tiles.count):
+        place, phase = exchange.take(0, 2)
+        while place < tiles.count:
+            for block in range(place, blocks, tiles.count):
                 offsets = block.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, layout)
                 inside = offsets < size
                 gl.store(local_rows + offsets, gl.load(x + offsets, mask=inside), mask=inside)
-            work, phase = exchange.take(phase, 2)
+            place, phase = exchange.take(phase, 2)
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -224,12 +224,12 @@ def ag_gemm(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         split_k_shards, copy_local, waits is not None,
     )  # fmt: skip
-    described = hopper_gemm.described
+    described = hopper_descriptors.described
     run(
         (
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
-            hopper_gemm.described_w(w, layout, tile),
+            hopper_descriptors.described_w(w, layout, tile),
             described(y, tile.block_m, tile.block_n),
             bias if bias is not None else x, x, local_rows,
             x.new_empty(sums, dtype=torch.float32) if sums else x, pad, status, waits,

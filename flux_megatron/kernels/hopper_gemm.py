@@ -1,5 +1,5 @@
-"""What the launchers of both Hopper kernels share: which problems they take, descriptors, and which
-tiles are made when.
+"""What is chosen for both Hopper kernels before a call: which problems they take, their tile, what
+is split along K, and which tiles are made when.
 
 The kernels are written in Gluon, because Triton's own pipelining leaves no room for work between
 the k-tiles of a tile: waits, publishing, partial tiles. They run on sm_90 only and have no
@@ -9,14 +9,12 @@ is called.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache
 
 import torch
-from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
     K_TILES_MIN,
     SplitK,
@@ -57,43 +55,6 @@ def supports(problem: Problem) -> str | None:
     return None if problem.K_local >= K_min else f"K {problem.K_local} is below {K_min}"
 
 
-@lru_cache(maxsize=64)
-def _layout(block: tuple[int, ...], dtype: torch.dtype):
-    from triton.experimental.gluon import language as gl
-
-    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(block), element)
-
-
-class _Address(NamedTuple):
-    """What a descriptor needs of a tensor: kept in its place, it keeps no memory alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@lru_cache(maxsize=4096)  # making one costs the host 10 us
-def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    rows, columns = shape
-    layout = _layout(block, base.dtype)
-    return TensorDescriptor(base, [rows, columns], [columns, 1], list(block), layout)
-
-
-def described(tensor: Tensor, *block: int):
-    return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
-
-
-def described_w(w: Tensor, layout: str, tile: Tile):
-    if layout == "nt":
-        return described(w, tile.block_n, tile.block_k)
-    return described(w, tile.block_k, tile.block_n)
-
-
 def sms(device: torch.device) -> int:
     """CTAs that run at once: one an SM."""
     (ctas,) = launch.persistent_grid(device, 1 << 30)
@@ -106,11 +67,6 @@ def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) 
     split_k = split_k_of_gather if problem.spec.gathers else split_k_of_scatter
     k_tiles = cdiv(problem.K_local, tile.block_k)
     return split_k(shard_tiles, problem.world_size, shards, k_tiles, sms(device))
-
-
-def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
-    """GEMM tiles of a shard, those at its edges included."""
-    return cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
 
 
 def last_made(

@@ -24,9 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels import hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
-from flux_megatron.kernels.hopper_gemm import tiles_of_shard
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -34,7 +33,7 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_slots import Slots, StagingTile, move_tiles, new_staging_tile
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_scatter
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -57,12 +56,12 @@ class AllRows:
         return 0
 
     @gluon.jit
-    def load(self, ring, scheduler, grid, tile, first, last, loaded, arrived, deadline):
+    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
         sizes = self.sizes
-        owner, m, n, _, _ = rs_tile(tile, grid)
+        owner, m, n, _, _ = rs_tile(work.tile, grid)
         row = owner * sizes.M_shard + m * sizes.BLOCK_M
         loaded, ticket = ring.load_tile(
-            self.x_desc, self.w_desc, row, n * sizes.BLOCK_N, first, last, loaded, scheduler.words
+            self.x_desc, self.w_desc, row, n * sizes.BLOCK_N, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
 
@@ -80,19 +79,20 @@ class SummedTiles:
     LAYOUT: gl.constexpr
 
     @gluon.jit
-    def accumulate(self, ring, grid, tile, first, last, multiplied, fetched):
+    def accumulate(self, ring, grid, work, multiplied, fetched):
         """A local tile is made in R - 1 chunks of K: during each another rank's tile is fetched.
         But where nothing follows, nothing is worth a wait before the last MMA.
         """
         sizes = self.sizes
-        owner, _, _, _, _ = rs_tile(tile, grid)
-        late = self.LATE or last - first < grid.k_tiles
+        owner, _, _, _, _ = rs_tile(work.tile, grid)
+        first = work.first
+        late = self.LATE or work.last - first < grid.k_tiles
         chunks = 1
         if owner == sizes.rank and not late:
             chunks = sizes.WORLD_SIZE - 1
         out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
         for chunk in range(chunks):
-            until = first + (last - first) // (chunks - chunk)
+            until = first + (work.last - first) // (chunks - chunk)
             out, multiplied = ring.multiply(out, first, until, multiplied)
             first = until
             if owner == sizes.rank and not late:
@@ -214,11 +214,11 @@ def gemm_rs(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, split_k_shards, by_sm,
         waits is not None,
     )  # fmt: skip
-    described = hopper_gemm.described
+    described = hopper_descriptors.described
     run(
         (
             described(x, tile.block_m, tile.block_k),
-            hopper_gemm.described_w(w, layout, tile),
+            hopper_descriptors.described_w(w, layout, tile),
             described(parts, *block), described(slots, *block), described(y, *block),
             x.new_empty(sums, dtype=torch.float32) if sums else x,
             slot_pointers, pad_pointers, pad, status, waits, counters, part_counters, work_words,

@@ -56,14 +56,14 @@ class OperandRing:
         return loaded
 
     @gluon.jit
-    def load_tile(self, x_desc, w_desc, row, col, first, last, loaded, work_words):
-        """`load_k_tiles`, and the draw of the next work tile before the last of them; gives its
-        ticket too.
+    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words):
+        """`load_k_tiles` of a work tile, and the draw of the next one before the last of them;
+        gives its ticket too.
         """
-        lead = max(first, last - DRAW_AHEAD)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, first, lead, loaded)
+        lead = max(work.first, work.last - DRAW_AHEAD)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded)
         ticket = begin_draw(work_words)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, last, loaded)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded)
         return loaded, ticket
 
     @gluon.jit

@@ -19,16 +19,16 @@ def produce(operands, ring, exchange, scheduler):
     arrived = operands.none_arrived()
     loaded = 0
     phase = 0
-    work = scheduler.first()
-    while work < scheduler.tiles.count:
-        phase = exchange.hand_out(work, phase)
-        tile, first, last, _, _, _ = scheduler.tiles.locate(work, grid.k_tiles)
+    place = scheduler.first()
+    while place < scheduler.tiles.count:
+        phase = exchange.hand_out(place, phase)
+        work = scheduler.tiles.locate(place, grid.k_tiles)
         loaded, ticket, arrived = operands.load(
-            ring, scheduler, grid, tile, first, last, loaded, arrived, deadline
+            ring, scheduler, grid, work, loaded, arrived, deadline
         )
-        work = scheduler.settle(ticket)
-    exchange.hand_out(work, phase)
-    scheduler.close(work)
+        place = scheduler.settle(ticket)
+    exchange.hand_out(place, phase)
+    scheduler.close(place)
 
 
 @gluon.jit
@@ -39,20 +39,20 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
     multiplied = 0
     fetched = 0
     finished = 0
-    work, phase = exchange.take(0, NUM_WARPS)
-    while work < tiles.count:
-        tile, first, last, part, parts, split = tiles.locate(work, grid.k_tiles)
+    place, phase = exchange.take(0, NUM_WARPS)
+    while place < tiles.count:
+        work = tiles.locate(place, grid.k_tiles)
         out, behind, multiplied, fetched = epilogue.accumulate(
-            ring, grid, tile, first, last, multiplied, fetched
+            ring, grid, work, multiplied, fetched
         )
         mine = True
         if partials.PARTS_MAX > 1:
-            mine = part == 0
+            mine = work.part == 0
             if not mine:
-                partials.store(out, split, part)
-            elif parts > 1:
-                out = partials.fix_up(out, split, parts, deadline, epilogue.signals.status)
+                partials.store(out, work)
+            elif work.parts > 1:
+                out = partials.fix_up(out, work, deadline, epilogue.signals.status)
         if mine:
-            fetched, finished = epilogue.finish(out, grid, tile, behind, fetched, finished)
-        work, phase = exchange.take(phase, NUM_WARPS)
+            fetched, finished = epilogue.finish(out, grid, work.tile, behind, fetched, finished)
+        place, phase = exchange.take(phase, NUM_WARPS)
     epilogue.complete()

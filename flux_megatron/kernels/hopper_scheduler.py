@@ -36,74 +36,74 @@ class TileScheduler:
 
     @gluon.jit
     def first(self):
-        """The first work tile of a CTA: that of its own number, if it is below `by_id` and nobody
+        """The place of a CTA's first work tile: its own number, if it is below `by_id` and nobody
         else has come to it, else the next one. Neighbours of SMs then begin with neighbours of
         tiles, which share operands: drawn at random, GEMM+RS 2048 x 12288 x 12288 took 0.8 % longer
         (H200, 2026-11-22, torch 2.11, triton 3.6).
         """
-        work = gl.program_id(0)
-        mine = work < self.by_id
+        place = gl.program_id(0)
+        mine = place < self.by_id
         if mine:
-            mine = claim(self.words + WORK_CLAIMS + work)
+            mine = claim(self.words + WORK_CLAIMS + place)
         if not mine:
-            work = self.settle(begin_draw(self.words))
-        return work
+            place = self.settle(begin_draw(self.words))
+        return place
 
     @gluon.jit
     def settle(self, ticket):
-        """The drawn work tile; one below `by_id` only if its CTA has not come to it. Work tiles
+        """The drawn place; one below `by_id` only if its CTA has not come to it. Work tiles
         that may wait for others are not below, so it is no matter in which order these are made.
         """
-        work = end_draw(ticket)
-        searching = work < self.by_id
+        place = end_draw(ticket)
+        searching = place < self.by_id
         while searching:
-            searching = not claim(self.words + WORK_CLAIMS + work)
+            searching = not claim(self.words + WORK_CLAIMS + place)
             if searching:
-                work = end_draw(begin_draw(self.words))
-                searching = work < self.by_id
-        return work
+                place = end_draw(begin_draw(self.words))
+                searching = place < self.by_id
+        return place
 
     @gluon.jit
-    def close(self, work):
+    def close(self, place):
         """Every CTA draws once in vain. The last of these draws clears counter and claims for the
         next launch: nobody draws or claims after it, and the end of the kernel orders it.
         """
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        if work == self.tiles.count + self.tiles.NUM_CTAS - 1:
-            places = gl.arange(0, WORK_WORDS, layout)
+        if place == self.tiles.count + self.tiles.NUM_CTAS - 1:
+            words = gl.arange(0, WORK_WORDS, layout)
             zeros = gl.zeros([WORK_WORDS], gl.int32, layout)
-            gl.store(self.words + places, zeros, mask=places < WORK_CLAIMS + self.by_id)
+            gl.store(self.words + words, zeros, mask=words < WORK_CLAIMS + self.by_id)
 
 
 @aggregate
 class WorkExchange:
-    """One work tile in shared memory, from the producer warp to all other partitions."""
+    """The place of a work tile in shared memory, from the producer warp to all other partitions."""
 
     buf: Shared
     full: Shared
     empty: Shared
 
     @gluon.jit
-    def hand_out(self, work, phase):
+    def hand_out(self, place, phase):
         """From the producer warp to all others, once they have taken the one before. `phase` is 0
         and 1 in turn, on both sides; gives the next.
         """
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         mbarrier.wait(self.empty, phase ^ 1)
-        self.buf.store(gl.full([1], work, gl.int32, layout))
+        self.buf.store(gl.full([1], place, gl.int32, layout))
         barrier()
         mbarrier.arrive(self.full, count=1)
         return phase ^ 1
 
     @gluon.jit
     def take(self, phase, NUM_WARPS: gl.constexpr):
-        """In a partition of `NUM_WARPS` warps: the next work tile, and the next phase."""
+        """In a partition of `NUM_WARPS` warps: the next place, and the next phase."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         mbarrier.wait(self.full, phase)
-        work = uniform(gl.max(self.buf.load(layout), 0))
+        place = uniform(gl.max(self.buf.load(layout), 0))
         barrier()  # every warp has read it
         mbarrier.arrive(self.empty, count=1)
-        return work, phase ^ 1
+        return place, phase ^ 1
 
 
 @gluon.jit

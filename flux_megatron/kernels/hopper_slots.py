@@ -133,26 +133,26 @@ def move_tiles(slots, staging, exchange, tiles, sizes, signals):
     arrived = signals.none_arrived()
     finished = 0
     fetched = 0
-    work, phase = exchange.take(0, 1)
-    while work < tiles.count:
-        tile, _, _, part, _, _ = tiles.locate(work, 1)
-        if part == 0:  # else another CTA has the tile
-            owner, m, n, number, hops = rs_tile(tile, grid)
+    place, phase = exchange.take(0, 1)
+    while place < tiles.count:
+        work = tiles.locate(place, 1)
+        if work.part == 0:  # else another CTA has the tile
+            owner, m, n, number, hops = rs_tile(work.tile, grid)
             if owner == sizes.rank:
                 for back in range(1, sizes.WORLD_SIZE):
                     source = (sizes.rank + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
                     arrived = signals.await_once(
-                        arrived, source, number // slots.tiles_comm, comm_tiles, tile, deadline
+                        arrived, source, number // slots.tiles_comm, comm_tiles, work.tile, deadline
                     )  # wait [B]
                     slots.fetch(source * per_shard + number, staging, fetched)
                     fetched += 1
             mbarrier.wait(staging.full, finished & 1)
             finished += 1
             if owner == sizes.rank:
-                place = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
-                tma.async_copy_shared_to_global(slots.y_desc, place, staging.tile)
+                at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
+                tma.async_copy_shared_to_global(slots.y_desc, at, staging.tile)
                 tma.store_wait(pendings=0)
             else:
                 slots.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
             mbarrier.arrive(staging.empty, count=1)
-        work, phase = exchange.take(phase, 1)
+        place, phase = exchange.take(phase, 1)

@@ -27,8 +27,22 @@ def k_tiles_of_part(k_tiles, part, PARTS: gl.constexpr):
 
 
 @aggregate
+class WorkTile:
+    """A tile, or part `part` of the `parts` of one: k-tiles `first` to `last`. Part 0 has k-tile 0.
+    `split` is the tile's number among all that are split.
+    """
+
+    tile: Number
+    first: Number
+    last: Number
+    part: Number
+    parts: Number
+    split: Number
+
+
+@aggregate
 class WorkTiles:
-    """The list of `count` work tiles: a tile, or one of its parts along K.
+    """The list of `count` work tiles.
 
     Tiles `early_first` to `early_last` are split into EARLY_PARTS, so that all CTAs have work
     before what comes next can begin; the tiles of work tiles from `last_wave_first` on into
@@ -47,39 +61,37 @@ class WorkTiles:
     NUM_CTAS: gl.constexpr
 
     @gluon.jit
-    def locate(self, work, k_tiles):
-        """Tile of a work tile, its first and last k-tile, and the number of the part (0: has k-tile
-        0) of how many, and of the split tile among all that are split.
-        """
-        tile = work
+    def locate(self, place, k_tiles):
+        """The work tile at a place of the list; a tile has `k_tiles` k-tiles."""
+        tile = place
         first = 0
         last = k_tiles
         part = 0
         parts = 1
         split = 0
         if self.EARLY_PARTS > 1:
-            place = work - self.early_first
-            if place >= 0:
+            behind = place - self.early_first
+            if behind >= 0:
                 early = self.early_last - self.early_first
-                if place < early * self.EARLY_PARTS:
-                    split = place // self.EARLY_PARTS
-                    part = self.EARLY_PARTS - 1 - place % self.EARLY_PARTS
+                if behind < early * self.EARLY_PARTS:
+                    split = behind // self.EARLY_PARTS
+                    part = self.EARLY_PARTS - 1 - behind % self.EARLY_PARTS
                     parts = self.EARLY_PARTS
                     tile = self.early_first + split
                     first, last = k_tiles_of_part(k_tiles, part, self.EARLY_PARTS)
                 else:
-                    tile = work - early * (self.EARLY_PARTS - 1)
+                    tile = place - early * (self.EARLY_PARTS - 1)
         if self.LAST_PARTS > 1:
-            place = work - self.last_wave_first
-            if place >= 0:
-                which = place // self.LAST_PARTS
+            behind = place - self.last_wave_first
+            if behind >= 0:
+                which = behind // self.LAST_PARTS
                 early = self.early_last - self.early_first
                 split = early + which
-                part = self.LAST_PARTS - 1 - place % self.LAST_PARTS
+                part = self.LAST_PARTS - 1 - behind % self.LAST_PARTS
                 parts = self.LAST_PARTS
                 tile = self.last_wave_first - early * (self.EARLY_PARTS - 1) + which
                 first, last = k_tiles_of_part(k_tiles, part, self.LAST_PARTS)
-        return tile, first, last, part, parts, split
+        return WorkTile(tile, first, last, part, parts, split)
 
 
 @aggregate
@@ -94,18 +106,18 @@ class Partials:
     LAYOUT: gl.constexpr
 
     @gluon.jit
-    def store(self, out, split, part):
+    def store(self, out, work):
         """Leave the sum over a part of K, other than the first, to the CTA that has the first."""
         BLOCK_M: gl.constexpr = out.shape[0]
         BLOCK_N: gl.constexpr = out.shape[1]
         offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
-        place = (split * (self.PARTS_MAX - 1) + part - 1).to(gl.int64)
+        place = (work.split * (self.PARTS_MAX - 1) + work.part - 1).to(gl.int64)
         gl.store(self.sums + place * (BLOCK_M * BLOCK_N) + offsets, out)
         barrier()
-        count_release_sys(self.counters + split)  # flag [F]
+        count_release_sys(self.counters + work.split)  # flag [F]
 
     @gluon.jit
-    def fix_up(self, out, split, parts, deadline, status):
+    def fix_up(self, out, work, deadline, status):
         """Add the other parts of K, in their order, when they are there.
 
         This ends, because what it waits for comes earlier in the list; the deadline is for the case
@@ -113,11 +125,11 @@ class Partials:
         """
         BLOCK_M: gl.constexpr = out.shape[0]
         BLOCK_N: gl.constexpr = out.shape[1]
-        wait_acquire_sys(self.counters, split, parts - 1, deadline, status)  # wait [F]
-        gl.store(self.counters + split, 0)  # for the next launch
+        wait_acquire_sys(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
+        gl.store(self.counters + work.split, 0)  # for the next launch
         offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
-        for part in range(parts - 1):
-            place = (split * (self.PARTS_MAX - 1) + part).to(gl.int64)
+        for part in range(work.parts - 1):
+            place = (work.split * (self.PARTS_MAX - 1) + part).to(gl.int64)
             out += gl.load(self.sums + place * (BLOCK_M * BLOCK_N) + offsets)
         return out
 

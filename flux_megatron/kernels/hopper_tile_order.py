@@ -76,18 +76,19 @@ def number_in_groups(m, n, rows, columns, group_m):
 
 
 @gluon.jit
-def ag_tile(tile, grid, early_tiles, NUM_CTAS: gl.constexpr):
+def ag_tile(tile, grid, tiles):
     """Source rank, and row and column in its shard.
 
     Local tiles first. Groups of rows span the remote shards, so that small shards share what they
     read of w. But where a shard is few tiles, CTAs that find no local tile go on with columns of
-    rank+1, which arrives first, alone; unless early tiles are split, so that all find one.
+    rank+1, which arrives first, alone; unless early tiles are split (`tiles`), so that all find
+    one.
     """
     local = grid.rows * grid.columns
     head = 0  # columns of rank+1
     if grid.WORLD_SIZE > 1:
-        if grid.rows <= 2 and early_tiles == 0:
-            lacking = gl.cdiv(local, NUM_CTAS) * NUM_CTAS - local
+        if grid.rows <= 2 and tiles.early_last == 0:
+            lacking = gl.cdiv(local, tiles.NUM_CTAS) * tiles.NUM_CTAS - local
             head = min(gl.cdiv(lacking, grid.rows), grid.columns)
     behind = grid.rows * (grid.WORLD_SIZE - 2)  # rows of the other ranks in these columns
     place = tile - local

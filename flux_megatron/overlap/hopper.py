@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE, tiles_of_shard
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW
@@ -140,14 +140,14 @@ def _route(
     shape = (part.world_size * tiles * tile.block_m, tile.block_n)
     tile_bytes = tile.block_m * tile.block_n * dtype.itemsize
 
-    def delivery(step: int, comm_tile: int) -> Delivery:
-        owner = (part.rank + 1 + step) % part.world_size
+    def delivery(hops: int, comm_tile: int) -> Delivery:
+        owner = (part.rank + 1 + hops) % part.world_size
         first = comm_tile * tiles_comm
         count = min(tiles_comm, tiles - first)
         slots = part.view(owner, shape, dtype).data_ptr()
         push = Push(
             destination=slots + (part.rank * tiles + first) * tile_bytes,
-            offset=(step * tiles + first) * tile_bytes,
+            offset=(hops * tiles + first) * tile_bytes,
             size_bytes=count * tile_bytes,
             signal=part.pads[owner][slot(part.rank, comm_tile) :].data_ptr(),  # signal [B]
         )

@@ -110,8 +110,8 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            described = lambda tensor, *block: Descriptor(tensor, block)  # noqa: E731
-            stack.enter_context(mock.patch.object(product.hopper_gemm, "described", described))
+            described = {"described": lambda tensor, *block: Descriptor(tensor, block)}
+            stack.enter_context(mock.patch.multiple(product.hopper_descriptors, **described))
             for module in KERNELS:
                 launcher = getattr(product, module)._launcher
                 launcher.cache_clear()

@@ -34,6 +34,7 @@ def plain_functions(monkeypatch):
         for name in ("tile_in_groups", "number_in_groups", "k_tiles_of_part"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name).fn)
+    monkeypatch.setattr(hopper_split_k, "WorkTile", lambda *fields: fields)
 
 
 def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
@@ -45,8 +46,9 @@ def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
 
 def _ag_tiles(shape, world_size, group_m, rank=1):
     grid = _grid(shape, world_size, group_m, rank)
+    tiles = SimpleNamespace(early_last=0, NUM_CTAS=SMS)
     return [
-        hopper_tile_order.ag_tile.fn(tile, grid, 0, SMS)
+        hopper_tile_order.ag_tile.fn(tile, grid, tiles)
         for tile in range(world_size * grid.rows * grid.columns)
     ]
 

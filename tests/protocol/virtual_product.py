@@ -40,7 +40,8 @@ _MODULES = (
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_slots", "kernels.hopper_ag_gemm",
-    "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_gemm",
+    "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
+    "kernels.hopper_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
 )  # fmt: skip
 
