@@ -9,6 +9,7 @@ With one rank this is a plain GEMM.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -19,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flux_megatron.kernels import hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, Shared, aggregate
-from flux_megatron.kernels.hopper_gemm import TILE
+from flux_megatron.kernels.hopper_gemm import TILE, Config, common_config
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -136,6 +137,12 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
             place, phase = exchange.take(phase, 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgConfig(Config):
+    HAS_BIAS: bool
+    COPY_LOCAL: bool
+
+
 # numbers that change from call to call must not compile a kernel each
 @gluon.jit(
     do_not_specialize=[
@@ -145,34 +152,31 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, bias, x, local_rows, partials, pad, status, waits,
     counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, early_tiles,
-    work_tiles, last_wave_first, by_id,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, EARLY_PARTS: gl.constexpr,
-    LAST_PARTS: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    LAYOUT_NN: gl.constexpr, HAS_BIAS: gl.constexpr, COPY_LOCAL: gl.constexpr,
-    NUM_CTAS: gl.constexpr,
+    work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    PARTS_MAX: gl.constexpr = EARLY_PARTS if EARLY_PARTS > LAST_PARTS else LAST_PARTS
+    COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    sizes = Sizes(rank, M_shard, N, K, WORLD_SIZE, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = WorkTiles(
-        work_tiles, 0, early_tiles, last_wave_first, EARLY_PARTS, LAST_PARTS, NUM_CTAS
-    )
+        work_tiles, 0, early_tiles, last_wave_first,
+        CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
+    )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
-    ring = new_ring(x_desc, w_desc, STAGES, LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     y_buf = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     exchange = new_exchange(2 if COPY_LOCAL else 1)
     operands = GatheredRows(x_desc, gathered_desc, w_desc, sizes, signals, comm_rows)
-    epilogue = StoredTiles(y_desc, y_buf, bias, sizes, signals, tiles, HAS_BIAS, layout)
-    sums = Partials(partials, counters, PARTS_MAX, layout)
+    epilogue = StoredTiles(y_desc, y_buf, bias, sizes, signals, tiles, CONFIG.HAS_BIAS, layout)
+    sums = Partials(partials, counters, CONFIG.PARTS_MAX, layout)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, NUM_WARPS)),
+            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
             (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
         ],
@@ -198,9 +202,9 @@ def _launcher(
             M_shard, N, K, split.early, split.work_tiles, split.last_wave_first,
             min(split.ctas, split.whole),
         ),
-        WORLD_SIZE=world_size, EARLY_PARTS=split.early_parts, LAST_PARTS=split.last_parts,
-        STAGES=tile.num_stages, LAYOUT_NN=layout == "nn", HAS_BIAS=bias, COPY_LOCAL=copy_local,
-        NUM_CTAS=split.ctas,
+        CONFIG=AgConfig(
+            **common_config(world_size, layout, tile, split), HAS_BIAS=bias, COPY_LOCAL=copy_local
+        ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n
 

@@ -9,6 +9,7 @@ is called.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,6 +27,33 @@ from flux_megatron.problem import Problem, Tile
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What both kernels are compiled for, as one constexpr; each adds what is its own."""
+
+    WORLD_SIZE: int
+    GROUP_M: int
+    EARLY_PARTS: int
+    LAST_PARTS: int
+    STAGES: int
+    NUM_WARPS: int
+    NUM_CTAS: int
+    LAYOUT_NN: bool
+
+    @property
+    def PARTS_MAX(self) -> int:
+        return max(self.EARLY_PARTS, self.LAST_PARTS)
+
+
+def common_config(world_size: int, layout: str, tile: Tile, split: SplitK) -> dict[str, int]:
+    """The fields of `Config`."""
+    return {
+        "WORLD_SIZE": world_size, "GROUP_M": tile.group_m, "EARLY_PARTS": split.early_parts,
+        "LAST_PARTS": split.last_parts, "STAGES": tile.num_stages, "NUM_WARPS": tile.num_warps,
+        "NUM_CTAS": split.ctas, "LAYOUT_NN": layout == "nn",
+    }  # fmt: skip
 
 
 @cache

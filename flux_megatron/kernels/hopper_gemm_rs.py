@@ -16,6 +16,7 @@ in fp32 and its order fixed: own result, then rank-1, rank-2, ..., the last to a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flux_megatron.kernels import hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
+from flux_megatron.kernels.hopper_gemm import Config, common_config
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -118,6 +120,12 @@ class SummedTiles:
         pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class RsConfig(Config):
+    BY_SM: bool
+    LATE: bool
+
+
 # numbers that change from call to call must not compile a kernel each
 @gluon.jit(
     do_not_specialize=[
@@ -128,35 +136,40 @@ def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, slots_desc, y_desc, partials, slot_pointers, pad_pointers, pad,
     status, waits, counters, part_counters, work_words, rank, epoch, timeout_ns: gl.int64,
     tiles_comm, M_shard, N, K, early_first, early_last, work_tiles, last_wave_first, by_id,
-    WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, EARLY_PARTS: gl.constexpr,
-    LAST_PARTS: gl.constexpr, STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
-    LAYOUT_NN: gl.constexpr, BY_SM: gl.constexpr, LATE: gl.constexpr, NUM_CTAS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    PARTS_MAX: gl.constexpr = EARLY_PARTS if EARLY_PARTS > LAST_PARTS else LAST_PARTS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    sizes = Sizes(rank, M_shard, N, K, WORLD_SIZE, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = WorkTiles(
-        work_tiles, early_first, early_last, last_wave_first, EARLY_PARTS, LAST_PARTS, NUM_CTAS
-    )
+        work_tiles, early_first, early_last, last_wave_first,
+        CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
+    )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
-    ring = new_ring(x_desc, w_desc, STAGES, LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     exchange = new_exchange(2)
     operands = AllRows(x_desc, w_desc, sizes)
-    epilogue = SummedTiles(staging, sizes, signals, LATE, layout)
-    sums = Partials(partials, part_counters, PARTS_MAX, layout)
+    epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, layout)
+    sums = Partials(partials, part_counters, CONFIG.PARTS_MAX, layout)
     slots = Slots(
-        parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, counters, tiles_comm, BY_SM
+        parts_desc,
+        slots_desc,
+        y_desc,
+        slot_pointers,
+        pad_pointers,
+        counters,
+        tiles_comm,
+        CONFIG.BY_SM,
     )
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, NUM_WARPS)),
+            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
             (move_tiles, (slots, staging, exchange, tiles, sizes, signals)),
         ],
@@ -183,9 +196,10 @@ def _launcher(
             M_shard, N, K, split.early_last - split.early, split.early_last, split.work_tiles,
             split.last_wave_first, min(split.ctas, split.whole, remote),
         ),
-        WORLD_SIZE=world_size, EARLY_PARTS=split.early_parts, LAST_PARTS=split.last_parts,
-        STAGES=tile.num_stages, LAYOUT_NN=layout == "nn", BY_SM=by_sm,
-        LATE=shard_tiles <= split.ctas, NUM_CTAS=split.ctas,
+        CONFIG=RsConfig(
+            **common_config(world_size, layout, tile, split), BY_SM=by_sm,
+            LATE=shard_tiles <= split.ctas,
+        ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n
 

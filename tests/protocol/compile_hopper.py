@@ -94,13 +94,13 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         return
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
-    late = " late" * _constexprs(launcher)["LATE"]
+    late = " late" * _constexprs(launcher)["CONFIG"].LATE
     yield f"{plan.transport}{late}{_waves(launcher)}", launcher
 
 
 def _waves(launcher: Launcher) -> str:
-    values = _constexprs(launcher)
-    return " early" * (values["EARLY_PARTS"] > 1) + " last" * (values["LAST_PARTS"] > 1)
+    config = _constexprs(launcher)["CONFIG"]
+    return " early" * (config.EARLY_PARTS > 1) + " last" * (config.LAST_PARTS > 1)
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
