@@ -167,9 +167,9 @@ def hopper_ag_gemm_kernel(
         CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
     )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
+    exchange = new_exchange(2 if COPY_LOCAL else 1)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     y_buf = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    exchange = new_exchange(2 if COPY_LOCAL else 1)
     operands = GatheredRows(x_desc, gathered_desc, w_desc, sizes, signals, comm_rows)
     epilogue = StoredTiles(y_desc, y_buf, bias, sizes, signals, tiles, CONFIG.HAS_BIAS, layout)
     sums = Partials(partials, counters, CONFIG.PARTS_MAX, layout)

@@ -150,22 +150,16 @@ def hopper_gemm_rs_kernel(
         CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
     )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
+    exchange = new_exchange(2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
-    exchange = new_exchange(2)
     operands = AllRows(x_desc, w_desc, sizes)
     epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, layout)
     sums = Partials(partials, part_counters, CONFIG.PARTS_MAX, layout)
     slots = Slots(
-        parts_desc,
-        slots_desc,
-        y_desc,
-        slot_pointers,
-        pad_pointers,
-        counters,
-        tiles_comm,
+        parts_desc, slots_desc, y_desc, slot_pointers, pad_pointers, counters, tiles_comm,
         CONFIG.BY_SM,
-    )
+    )  # fmt: skip
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
