@@ -35,11 +35,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_grid(device: torch.device, tiles: int) -> tuple[int]:
-    """One program a multiprocessor, so that all are resident; interpreted programs run one after
-    another anyway.
+def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
+    """One program a multiprocessor, so that all are resident, but for `spare_sms` of them;
+    interpreted programs run one after another anyway.
     """
-    return (1,) if device.type == "cpu" else (min(_multiprocessors(device), tiles),)
+    if device.type == "cpu":
+        return (1,)
+    return (max(1, min(_multiprocessors(device) - spare_sms, tiles)),)
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:

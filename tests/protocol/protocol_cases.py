@@ -44,6 +44,7 @@ class Case:
     transport: str = "copy_engine"
     cut_shards: int = 0
     block_k: int = 0  # 0: as `block`
+    group_rows: tuple[int, ...] = ()  # of `signalled`
 
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
@@ -52,6 +53,7 @@ class Case:
         options += " two streams" * self.two_streams
         if self.strategy == "hopper":
             options += f" by {self.transport}" + f" cut {self.cut_shards}" * bool(self.cut_shards)
+        options += f" groups {self.group_rows}" * bool(self.group_rows)
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -86,7 +88,7 @@ class Host:
         tile = product.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
         self.plan = product.problem.Plan(
             case.strategy, case.comm_rows, tile,
-            transport=case.transport, cut_shards=case.cut_shards,
+            transport=case.transport, cut_shards=case.cut_shards, group_rows=case.group_rows,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
@@ -143,6 +145,12 @@ def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
     return {"rs": scatter.finish()}
 
 
+def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
+    """GEMM+AR."""
+    case = host.case
+    return {"ar": host.strategy.gemm_ar(rs_x, host.w, case.layout, host.plan, host.workspace)}
+
+
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """As the backward of a column-parallel layer: a gather open beside a scatter."""
     gather = host.strategy.start_gather(ag_x, host.plan, host.workspace)
@@ -154,7 +162,7 @@ def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str
 
 
 Step = Callable[[Host, Tensor, Tensor, bool], dict[str, Tensor]]
-STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "backward": backward}
+STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "ar": ar, "backward": backward}
 
 
 def run(case: Case, product: Product, schedule: Schedule) -> Scheduler:
@@ -179,4 +187,6 @@ def _truth(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]
     if what == "ag":
         x = operands.ag_x[call]
         return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias)
+    if what == "ar":
+        return reference.gemm_all_reduce(operands.rs_x[call], operands.w, case.layout)
     return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout)

@@ -26,6 +26,7 @@ from emulated_gluon import Gluon
 from hopper_kernels import HopperKernels
 from memory_checker import Region, extent
 from torch import Tensor
+from virtual_collectives import VirtualCollectives
 from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 
 import flux_megatron
@@ -40,7 +41,8 @@ _MODULES = (
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
-    "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "kernels.signalled_gemm",
+    "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper", "overlap.signalled",
 )  # fmt: skip
 
 
@@ -92,13 +94,30 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[Product]:
                 del sys.modules[name]
 
 
+class _Work:
+    """A collective in the current stream."""
+
+    def wait(self) -> None: ...
+
+
 class _Group:
     """What a process group tells the product."""
 
     group_name = "virtual"
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, collectives: VirtualCollectives) -> None:
+        self._rank, self._world_size, self._collectives = rank, world_size, collectives
+
+    def allreduce(self, tensors: list[Tensor]) -> _Work:
+        """In the copy stream, which stands for the communication stream too."""
+        (tensor,) = tensors
+        self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
+        return _Work()
+
+    def _reduce_scatter_base(self, y: Tensor, block: Tensor) -> _Work:
+        mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
+        self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
+        return _Work()
 
     def rank(self) -> int:
         return self._rank
@@ -173,7 +192,8 @@ class Machine:
     def __init__(self, product: Product, world_size: int, programs: int) -> None:
         self.product, self.world_size = product, world_size
         self._programs = programs  # of a persistent kernel
-        self._groups = [_Group(rank, world_size) for rank in range(world_size)]
+        self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
+        self._groups = [_Group(rank, world_size, self._collectives) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
@@ -215,6 +235,7 @@ class Machine:
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
+            mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             # so that small problems have tiles to cut
             mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
@@ -255,7 +276,12 @@ class Machine:
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
 
-    def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
+    def _communication_stream(self, device: torch.device):
+        return self.workspaces[self.scheduler.rank].engine
+
+    def _persistent_grid(
+        self, device: torch.device, tiles: int, spare_sms: int = 0
+    ) -> tuple[int]:
         return (min(self._programs, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:

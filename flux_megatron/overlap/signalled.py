@@ -1,0 +1,204 @@
+"""FlashOverlap: a GEMM counts its tiles, and plain collectives of finished bands of rows run beside
+it.
+
+It needs neither peer access nor one node: whatever the group's collectives run over will do. A
+communication stream waits for the count of each band, which holds no SM, then starts the
+collective. `docs/flashoverlap.md` has the picture. What is gathered gets no kernel of its own here:
+`sequential` gathers beside the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import errors, settings
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import fused, sequential
+from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.symm.device import communication_stream
+from flux_megatron.symm.signals import WORK_WORDS
+from flux_megatron.symm.workspace import Workspace, capturing
+
+PATTERNS = (ROW, Pattern.GEMM_AR)
+NEEDS_SYMMETRIC_MEMORY = False
+
+GROUPS = 4
+COMM_SMS = 16  # assumed: about what NCCL needs for the bandwidth of NVLink
+
+start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this strategy cannot run the problem, or None."""
+    return launch.supports(problem)
+
+
+def default_plan(problem: Problem) -> Plan:
+    """Bands of the same size, as far as tiles allow."""
+    return _plan(problem, GROUPS, COMM_SMS)
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring where no model predicts better ones: fewer and more groups."""
+    return [_plan(problem, groups, COMM_SMS) for groups in (GROUPS, 2, 8)]
+
+
+def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
+    tile = fused.default_plan(problem).tile
+    rows = problem.M_shard if problem.spec.scatters else problem.M
+    band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m
+    group_rows = (band,) * (cdiv(rows, band) - 1)
+    return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Bands on their way: `finish` gives y [M_shard, N].
+
+    The collectives read `staging` until then.
+    """
+
+    workspace: Workspace
+    y: Tensor
+    staging: Tensor
+
+    def finish(self) -> Tensor:
+        _join(self.workspace)
+        return self.y
+
+
+def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+    """x @ w, each band scattered when its tiles are counted; `finish` gives y [M_shard, N]."""
+    shards, N = workspace.world_size, w.shape[0] if layout == "nt" else w.shape[1]
+    staging = x.new_empty(x.shape[0], N)
+    y = x.new_empty(x.shape[0] // shards, N)
+
+    def scatter(band: Band, group: ProcessGroup) -> None:
+        last = band.first + band.rows
+        block = staging[shards * band.first : shards * last]
+        with phase("reduce-scatter"):
+            group._reduce_scatter_base(y[band.first : last], block).wait()
+
+    _start(x, w, staging, shards, layout, plan, workspace, scatter)
+    return Scatter(workspace, y, staging)
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    """x @ w, each band of rows reduced in place when its tiles are counted: y [M, N]."""
+    y = x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+    def reduce(band: Band, group: ProcessGroup) -> None:
+        with phase("all-reduce"):
+            group.allreduce([y[band.first : band.first + band.rows]]).wait()
+
+    _start(x, w, y, 1, layout, plan, workspace, reduce)
+    _join(workspace)
+    return y
+
+
+class _Stage:
+    """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
+    open call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = communication_stream(device)
+        self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+        self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
+        self.open = False
+
+    def count_of(self, band: int) -> int:
+        """The address of a band's counter."""
+        return self.counters.data_ptr() + band * self.counters.element_size()
+
+
+def _start(
+    x: Tensor, w: Tensor, out: Tensor, shards: int, layout: str, plan: Plan, workspace: Workspace,
+    collective: Callable[[Band, ProcessGroup], None],
+) -> None:  # fmt: skip
+    """Enqueue the GEMM, then each band's wait and collective.
+
+    In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
+    """
+    stage = _stage(workspace)
+    if stage.open:
+        raise errors.WorkspaceError("a GEMM of `signalled` was begun while another was open")
+    group = _communicator(workspace, plan.comm_sms)
+    parts = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
+    stage.open = True
+    workspace.engine.follow()
+    stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
+    with phase("signalled_gemm kernel"):
+        signalled_gemm(
+            x, w, out, bands=parts, shards=shards, counters=stage.counters,
+            work_counter=stage.work_counter, spare_sms=plan.comm_sms, layout=layout, tile=plan.tile,
+        )  # fmt: skip
+    with stage.stream.stream():
+        for number, band in enumerate(parts):
+            stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
+            collective(band, group)
+    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(parts))))
+
+
+def _join(workspace: Workspace) -> None:
+    """What the current stream gets from now on comes after all collectives of the open call."""
+    stage = _stage(workspace)
+    workspace.engine.follow()
+    stage.stream.join()
+    stage.open = False
+
+
+def _stage(workspace: Workspace) -> _Stage:
+    if "signalled" not in workspace.kept:
+        if capturing(workspace.device):
+            raise errors.WorkspaceError(
+                "the first call of `signalled` is being captured, and counters cannot be had "
+                "during capture: make the same call once before it is captured"
+            )
+        workspace.kept["signalled"] = _Stage(workspace.device)
+    stage: _Stage = workspace.kept["signalled"]
+    return stage
+
+
+# of each group, by its name and the SMs that they may hold; as the workspaces, they outlive none
+_communicators: dict[tuple[str, int], tuple[ProcessGroup, Any]] = {}
+
+
+def _communicator(workspace: Workspace, comm_sms: int) -> Any:
+    """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
+    kernels hold at most `comm_sms` SMs. Collective at its first call.
+    """
+    group = workspace.group
+    if not comm_sms or workspace.device.type != "cuda":
+        return group
+    key = (group.group_name, comm_sms)
+    found = _communicators.get(key)
+    if found is None or found[0] is not group:
+        found = _communicators[key] = (group, _nccl(workspace, comm_sms))
+    return found[1]
+
+
+def _nccl(workspace: Workspace, comm_sms: int) -> Any:
+    """Made here and not by `dist.new_group`: where the default group is bound to a device that
+    splits its communicator, for which all ranks of the job would have to come.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = comm_sms
+    options._timeout = timedelta(seconds=settings.get().timeout_s)
+    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"
+    options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
+    store = workspace.agreement.store(f"communicator {comm_sms}")
+    rank, world_size = workspace.group.rank(), workspace.world_size
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
