@@ -152,5 +152,10 @@ class Plan:
     def loads(text: str) -> Plan:
         """`TypeError` for a field that there is not."""
         fields = json.loads(text)
-        fields["group_rows"] = tuple(fields.get("group_rows", ()))
-        return Plan(**{**fields, "tile": Tile(**fields.get("tile", {}))})
+        return Plan(
+            **{
+                **fields,
+                "tile": Tile(**fields.get("tile", {})),
+                "group_rows": tuple(fields.get("group_rows", ())),
+            }
+        )

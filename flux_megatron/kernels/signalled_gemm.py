@@ -6,8 +6,8 @@ waits for the count and starts a plain collective of the band.
 
 | collective | band g has | where it lies in `out` |
 | --- | --- | --- |
-| reduce-scatter | rows first to first + rows of each of R shards | [R, rows, N], after bands before |
-| all-reduce, R = 1 | rows first to first + rows of y | in y itself |
+| reduce-scatter | some rows of each of R shards | a block [R, rows, N], behind the bands before |
+| all-reduce, R = 1 | some rows of y | in y itself |
 
 So each band is contiguous, a reduce-scatter of it gives rows of Megatron's contiguous shard, and no
 permutation remains. The kernel waits for nobody.
@@ -57,7 +57,9 @@ def supports(problem: Problem) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def bands(rows: int, N: int, shards: int, group_rows: Sequence[int], tile: Tile) -> tuple[Band, ...]:
+def bands(
+    rows: int, N: int, shards: int, group_rows: Sequence[int], tile: Tile
+) -> tuple[Band, ...]:
     """The bands of y [shards, rows, N]: `group_rows` rows each, as long as there are rows, and one
     of all that is left.
     """
@@ -72,9 +74,10 @@ def bands(rows: int, N: int, shards: int, group_rows: Sequence[int], tile: Tile)
     return tuple(made)
 
 
-@lru_cache(maxsize=1024)
-def _table(bands: tuple[Band, ...], device: torch.device) -> Tensor:
-    """int32 [3, MAX_GROUPS]: the first tile, the first row and the rows of each band."""
+def table_of(bands: Sequence[Band], device: torch.device) -> Tensor:
+    """What the kernel reads of the bands, int32 [3, MAX_GROUPS]: the first tile, the first row and
+    the rows of each.
+    """
     first_tile, columns = 0, []
     for band in bands:
         columns.append((first_tile, band.first, band.rows))
@@ -137,18 +140,17 @@ def _launcher(
 
 
 def signalled_gemm(
-    x: Tensor, w: Tensor, out: Tensor, *, bands: tuple[Band, ...], shards: int, counters: Tensor,
+    x: Tensor, w: Tensor, out: Tensor, *, table: Tensor, tiles: int, shards: int, counters: Tensor,
     work_counter: Tensor, spare_sms: int, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]) into out [M, N], band after band.
+    """x [M, K] times w ([N, K] or [K, N]) into out [M, N], band after band, `tiles` in all.
 
     Adds 1 to counters[g], int32 [MAX_GROUPS], for each tile of band g, which must be 0 before.
     `spare_sms` SMs get no CTA: the collectives run there.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    tiles = sum(band.tiles for band in bands)
     run = _launcher(
         x.shape, N, shards, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w),
         tiles, spare_sms,
     )  # fmt: skip
-    run((x, w, out, _table(bands, x.device), counters, work_counter), (tiles,))
+    run((x, w, out, table, counters, work_counter), (tiles,))

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm
+from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import fused, sequential
 from flux_megatron.overlap.phase import phase
@@ -34,7 +34,10 @@ from flux_megatron.symm.workspace import Workspace, capturing
 PATTERNS = (ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False
 
+_SUM = dist.ReduceScatterOptions()
+
 GROUPS = 4
+MAX_TABLES = 1024
 COMM_SMS = 16  # assumed: about what NCCL needs for the bandwidth of NVLink
 
 start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
@@ -89,7 +92,7 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
         last = band.first + band.rows
         block = staging[shards * band.first : shards * last]
         with phase("reduce-scatter"):
-            group._reduce_scatter_base(y[band.first : last], block).wait()
+            group._reduce_scatter_base(y[band.first : last], block, _SUM).wait()
 
     _start(x, w, staging, shards, layout, plan, workspace, scatter)
     return Scatter(workspace, y, staging)
@@ -118,6 +121,17 @@ class _Stage:
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = False
+        self._device = device
+        self._tables: dict[tuple[Band, ...], Tensor] = {}
+
+    def table(self, parts: tuple[Band, ...]) -> Tensor:
+        """The kernel's table of the bands, kept for later calls."""
+        if parts not in self._tables:
+            _refuse_capture(self._device)
+            if len(self._tables) >= MAX_TABLES:  # shapes that change from step to step
+                self._tables.clear()
+            self._tables[parts] = table_of(parts, self._device)
+        return self._tables[parts]
 
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
@@ -137,13 +151,15 @@ def _start(
         raise errors.WorkspaceError("a GEMM of `signalled` was begun while another was open")
     group = _communicator(workspace, plan.comm_sms)
     parts = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
+    table = stage.table(parts)
     stage.open = True
     workspace.engine.follow()
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
     with phase("signalled_gemm kernel"):
         signalled_gemm(
-            x, w, out, bands=parts, shards=shards, counters=stage.counters,
-            work_counter=stage.work_counter, spare_sms=plan.comm_sms, layout=layout, tile=plan.tile,
+            x, w, out, table=table, tiles=sum(band.tiles for band in parts), shards=shards,
+            counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
+            layout=layout, tile=plan.tile,
         )  # fmt: skip
     with stage.stream.stream():
         for number, band in enumerate(parts):
@@ -162,14 +178,19 @@ def _join(workspace: Workspace) -> None:
 
 def _stage(workspace: Workspace) -> _Stage:
     if "signalled" not in workspace.kept:
-        if capturing(workspace.device):
-            raise errors.WorkspaceError(
-                "the first call of `signalled` is being captured, and counters cannot be had "
-                "during capture: make the same call once before it is captured"
-            )
+        _refuse_capture(workspace.device)
         workspace.kept["signalled"] = _Stage(workspace.device)
     stage: _Stage = workspace.kept["signalled"]
     return stage
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Counters, tables and communicators cannot be had during a capture."""
+    if capturing(device):
+        raise errors.WorkspaceError(
+            "a call of `signalled` is captured that was never made before: make the same call once "
+            "before it is captured"
+        )
 
 
 # of each group, by its name and the SMs that they may hold; as the workspaces, they outlive none
@@ -186,6 +207,7 @@ def _communicator(workspace: Workspace, comm_sms: int) -> Any:
     key = (group.group_name, comm_sms)
     found = _communicators.get(key)
     if found is None or found[0] is not group:
+        _refuse_capture(workspace.device)
         found = _communicators[key] = (group, _nccl(workspace, comm_sms))
     return found[1]
 
@@ -197,7 +219,8 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = comm_sms
     options._timeout = timedelta(seconds=settings.get().timeout_s)
-    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"
+    # both for the watchdog's messages
+    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
     options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
     store = workspace.agreement.store(f"communicator {comm_sms}")
     rank, world_size = workspace.group.rank(), workspace.world_size

@@ -114,7 +114,7 @@ class _Group:
         self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
         return _Work()
 
-    def _reduce_scatter_base(self, y: Tensor, block: Tensor) -> _Work:
+    def _reduce_scatter_base(self, y: Tensor, block: Tensor, options: object) -> _Work:
         mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
         self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
         return _Work()
@@ -279,9 +279,7 @@ class Machine:
     def _communication_stream(self, device: torch.device):
         return self.workspaces[self.scheduler.rank].engine
 
-    def _persistent_grid(
-        self, device: torch.device, tiles: int, spare_sms: int = 0
-    ) -> tuple[int]:
+    def _persistent_grid(self, device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
         return (min(self._programs, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:

@@ -1,0 +1,174 @@
+"""Which wave groups `signalled` should make: waves of the GEMM beside a curve of the collective.
+
+A band of rows is ready when the wave that has its last tile ends; its collective begins then, or
+when that of the band before ends. Few bands hide little, many pay the collective's latency often.
+The time is monotone in when the band before has been sent, so the best bands are found exactly,
+band end by band end, in the square of their number; `exhaustive` tries all, to prove it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from flux_megatron.perf.constants import FITTED, Constants
+from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
+from flux_megatron.perf.hardware import Hardware
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+
+UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
+COMM_SMS = (8, 16, 32)
+# Assumed, until the curve of a communicator of so many CTAs is measured (`tests/gpu/signalled.py`):
+# what one CTA of NCCL moves.
+CTA_GBPS = 20.0
+OTHER_TILE = 0.75  # share of the peak rate of a tile that `TILES` does not know
+
+
+class Curve(NamedTuple):
+    """Times of a collective by the bytes of its block on a rank, measured at `sizes`, rising."""
+
+    sizes: tuple[float, ...]
+    times_us: tuple[float, ...]
+
+    def us(self, size: float) -> float:
+        """Between two sizes by a line, beyond them by the nearest two."""
+        place = sum(known < size for known in self.sizes[1:-1])
+        (a, b), (t, u) = (pair[place : place + 2] for pair in self)
+        return t + (u - t) * (size - a) / (b - a)
+
+
+@dataclass(frozen=True)
+class WaveModel:
+    """A GEMM that makes y [shards, rows, N] in bands, tile after tile, and its collectives.
+
+    `sms` CTAs make a tile in `tile_us` each. Of a band of n rows a rank sends n x `row_bytes`.
+    Without SMs of their own (`beside` false) collectives wait for the end of the GEMM. Until
+    `begin_us` another collective has the links.
+    """
+
+    rows: int
+    shards: int
+    tile_rows: int
+    tiles_n: int
+    sms: int
+    tile_us: float
+    start_us: float
+    row_bytes: int
+    curve: Curve
+    beside: bool = True
+    begin_us: float = 0.0
+
+    def ready_us(self, rows: int) -> float:
+        """When the first `rows` rows are stored."""
+        tiles = self.shards * math.ceil(rows / self.tile_rows) * self.tiles_n
+        return self.start_us + math.ceil(tiles / self.sms) * self.tile_us
+
+    @property
+    def gemm_us(self) -> float:
+        return self.ready_us(self.rows)
+
+    def sent_us(self, first: int, last: int, before_us: float) -> float:
+        """When rows `first` to `last` are sent, if what is before them is at `before_us`."""
+        ready = self.ready_us(last) if self.beside else self.gemm_us
+        return max(ready, before_us) + self.curve.us((last - first) * self.row_bytes)
+
+    def finish_us(self, group_rows: Sequence[int]) -> float:
+        """When all is sent, for a plan's `group_rows`."""
+        first, now = 0, self.begin_us
+        for size in (*group_rows, self.rows):
+            last = min(first + size, self.rows)
+            if last > first:
+                now = self.sent_us(first, last, now)
+            first = last
+        return now
+
+    def ends(self, units: int = UNITS) -> list[int]:
+        """Where bands may end: after whole tiles, at most `units` places, the last is the end."""
+        tiles = math.ceil(self.rows / self.tile_rows)
+        step = math.ceil(tiles / units) * self.tile_rows
+        return [*range(step, self.rows, step), self.rows]
+
+
+def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+    """The `group_rows` with the least `finish_us`, of at most MAX_GROUPS bands."""
+    # by the end of the last band so far: when it is sent, and the bands
+    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (model.begin_us, ())}
+    fastest: tuple[float, tuple[int, ...]] = (math.inf, ())
+    for _ in range(MAX_GROUPS):
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for (first, (before, bands)), last in itertools.product(found.items(), ends):
+            if last > first:
+                now = model.sent_us(first, last, before)
+                if now < longer.get(last, (math.inf,))[0]:
+                    longer[last] = (now, (*bands, last - first))
+        fastest = min(fastest, longer.get(model.rows, fastest))
+        found = longer
+    return fastest[1][:-1]
+
+
+def exhaustive(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+    """The same by trying every choice of `ends`: 2^(ends - 1) of them."""
+
+    def choices() -> Iterator[tuple[int, ...]]:
+        for count in range(min(len(ends), MAX_GROUPS)):
+            for inner in itertools.combinations(ends[:-1], count):
+                yield tuple(b - a for a, b in itertools.pairwise((0, *inner)))
+
+    return min(choices(), key=model.finish_us)
+
+
+def model_of(
+    problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED,
+    curve: Curve | None = None,
+) -> WaveModel:  # fmt: skip
+    """The model of a plan's tile and `comm_sms`; in a backward NCCL gathers x first. `curve` is
+    that of a communicator of so many SMs, by default what the facts say of NCCL.
+    """
+    tile, shards = plan.tile, problem.world_size if problem.spec.scatters else 1
+    rate = constants.gemm_rate * hardware.tflops.get(problem.dtype, hardware.tflops["float32"])
+    share = TILES.get((tile.block_m, tile.block_n), OTHER_TILE)
+    flops = 2 * tile.block_m * tile.block_n * problem.K_local
+    element = ELEMENT_BYTES[problem.dtype]
+    gbps = hardware.nccl_gbps
+    if plan.comm_sms:
+        gbps = min(gbps, plan.comm_sms * CTA_GBPS)
+    gather = nccl_curve(problem, hardware, hardware.nccl_gbps) if problem.is_backward else None
+    return WaveModel(
+        rows=problem.M // shards,
+        shards=shards,
+        tile_rows=tile.block_m,
+        tiles_n=math.ceil(problem.N_local / tile.block_n),
+        sms=max(1, hardware.sms - plan.comm_sms),
+        tile_us=flops * hardware.sms / (rate * share * 1e6) + constants.tile_us,
+        start_us=hardware.launch_us,
+        row_bytes=shards * problem.N_local * element,
+        curve=curve or nccl_curve(problem, hardware, gbps),
+        beside=plan.comm_sms > 0,
+        begin_us=gather.us(problem.M * problem.columns_moved * element) if gather else 0.0,
+    )
+
+
+def nccl_curve(problem: Problem, hardware: Hardware, gbps: float) -> Curve:
+    """NCCL's latency, and a rate for what a rank receives."""
+    received = problem.spec.trips * (problem.world_size - 1) / problem.world_size
+    size, latency = 2.0**30, problem.spec.trips * hardware.nccl_latency_us
+    return Curve((0.0, size), (latency, latency + received * size / gbps * 1e-3))
+
+
+def best_plans(
+    problem: Problem, like: Plan, hardware: Hardware,
+    curve_of: Callable[[int], Curve | None] = lambda comm_sms: None,
+) -> list[Plan]:  # fmt: skip
+    """The plan with the best bands for each number of SMs left to collectives, the fastest first;
+    else as `like`. `curve_of` gives measured curves, by these SMs.
+    """
+    plans = {}
+    for comm_sms in COMM_SMS:
+        plan = replace(like, comm_sms=comm_sms)
+        model = model_of(problem, plan, hardware, curve=curve_of(comm_sms))
+        plan = replace(plan, group_rows=best(model, model.ends()))
+        plans[plan] = model.finish_us(plan.group_rows)
+    return sorted(plans, key=plans.__getitem__)
