@@ -37,7 +37,6 @@ NEEDS_SYMMETRIC_MEMORY = False
 _SUM = dist.ReduceScatterOptions()
 
 GROUPS = 4
-MAX_TABLES = 1024
 COMM_SMS = 16  # assumed: about what NCCL needs for the bandwidth of NVLink
 
 start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
@@ -125,11 +124,9 @@ class _Stage:
         self._tables: dict[tuple[Band, ...], Tensor] = {}
 
     def table(self, parts: tuple[Band, ...]) -> Tensor:
-        """The kernel's table of the bands, kept for later calls."""
+        """The kernel's table of the bands; kept, because graphs know its address."""
         if parts not in self._tables:
             _refuse_capture(self._device)
-            if len(self._tables) >= MAX_TABLES:  # shapes that change from step to step
-                self._tables.clear()
             self._tables[parts] = table_of(parts, self._device)
         return self._tables[parts]
 
