@@ -3,7 +3,7 @@ it.
 
 It needs neither peer access nor one node: whatever the group's collectives run over will do. A
 communication stream waits for the count of each band, which holds no SM, then starts the
-collective. `docs/flashoverlap.md` has the picture. What is gathered gets no kernel of its own here:
+collective. `docs/how/signalled.md` has the picture. What is gathered gets no kernel of its own here:
 `sequential` gathers beside the GEMM.
 """
 

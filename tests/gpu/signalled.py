@@ -6,9 +6,9 @@
 1. Exact: many calls of small and large operands of small integers, eager and replayed, in groups of
    every kind, beside `sequential`.
 2. Curves: the collectives on communicators of so many CTAs, by size.
-3. Races: GPT-3's proj and fc2 by every grouping, the predicted one among them, its prediction by the
-   measured curve, the GEMM alone, GEMM and NCCL one after the other, eager and as a graph, and the
-   strategies that need symmetric memory.
+3. Races: GPT-3's proj and fc2 by every grouping, each beside its prediction by the measured curve,
+   the best predicted groups among them; the GEMM alone; GEMM and NCCL one after the other, eager
+   and as a graph; and the strategies that need symmetric memory.
 
 A wrong result ends the run with exit code 1; what lasts longer than `--seconds` is left out, and a
 hang ends it with a traceback. Without GPUs the same in small, which shows that the script works.
@@ -17,10 +17,7 @@ hang ends it with a traceback. Without GPUs the same in small, which shows that 
 from __future__ import annotations
 
 import faulthandler
-import os
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import gpu_run
@@ -35,7 +32,6 @@ from flux_megatron.bench.efficiency import yardsticks
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.registry import overlapping
 from flux_megatron.patterns import ROW, Pattern
-from flux_megatron.perf import wave_groups
 from flux_megatron.perf.hardware import H200, find
 from flux_megatron.perf.wave_groups import Curve, best_plans, model_of
 from flux_megatron.problem import Plan, Problem

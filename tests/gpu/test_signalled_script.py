@@ -13,19 +13,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from flux_megatron.bench import provenance
-from flux_megatron.overlap import signalled
 
 
 def rehearsed(rank: int, out: Path, broken: bool = False) -> int:
     group, device = dist.group.WORLD, torch.device("cpu")
     about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
     run = gpu_run.Run(group, device, about, out)
-    if broken:
-        with mock.patch.object(
-            signalled._Stage, "count_of", lambda stage, band: stage.counters.data_ptr()
-        ):
-            return script.everything(run, rounds=1)
-    return script.everything(run, rounds=1)
+    right = script.Operands.serial
+    with mock.patch.object(script.Operands, "serial", lambda given: right(given) + broken):
+        return script.everything(run, rounds=1)
 
 
 def test_exact_curves_and_races(tmp_path, capfd):
