@@ -98,7 +98,7 @@ def gemm_all_reduce(
     | result | [M, N], the same on every rank |
 
     Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. Where M is no multiple
-    of R nothing overlaps.
+    of R only `signalled` overlaps.
     """
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -164,6 +165,27 @@ def opened(rank: int) -> None:
 
 def test_one_open_call():
     run_ranks(opened, 2)
+
+
+def test_a_communicator_for_each_number_of_sms(monkeypatch):
+    """As on GPUs, where the group's own would have as many CTAs as it likes."""
+    made: list[int] = []
+    capture = [False]
+    monkeypatch.setattr(signalled, "_communicators", {})
+    monkeypatch.setattr(signalled, "_nccl", lambda space, sms: made.append(sms) or object())
+    monkeypatch.setattr(signalled, "capturing", lambda device: capture[0])
+    group, device = SimpleNamespace(group_name="one"), torch.device("cuda")
+    space = SimpleNamespace(group=group, device=device)
+    assert signalled._communicator(space, 0) is group
+    few, many = (signalled._communicator(space, sms) for sms in (4, 16))
+    capture[0] = True
+    assert signalled._communicator(space, 4) is few is not many
+    with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
+        signalled._communicator(space, 8)
+    capture[0] = False
+    later = SimpleNamespace(group=SimpleNamespace(group_name="one"), device=device)
+    assert signalled._communicator(later, 4) is not few
+    assert made == [4, 16, 4]
 
 
 def broken(rank: int) -> str:

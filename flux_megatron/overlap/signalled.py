@@ -3,12 +3,12 @@ it.
 
 It needs neither peer access nor one node: whatever the group's collectives run over will do. A
 communication stream waits for the count of each band, which holds no SM, then starts the
-collective. `docs/how/signalled.md` has the picture. What is gathered gets no kernel of its own here:
-`sequential` gathers beside the GEMM.
+collective. `docs/how/signalled.md` has the picture. What a layer gathers, `sequential` gathers.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,7 +145,7 @@ def _start(
     """
     stage = _stage(workspace)
     if stage.open:
-        raise errors.WorkspaceError("a GEMM of `signalled` was begun while another was open")
+        raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
     group = _communicator(workspace, plan.comm_sms)
     parts = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
     table = stage.table(parts)
@@ -185,12 +185,12 @@ def _refuse_capture(device: torch.device) -> None:
     """Counters, tables and communicators cannot be had during a capture."""
     if capturing(device):
         raise errors.WorkspaceError(
-            "a call of `signalled` is captured that was never made before: make the same call once "
+            "a call of signalled is captured that was never made before: make the same call once "
             "before it is captured"
         )
 
 
-# of each group, by its name and the SMs that they may hold; as the workspaces, they outlive none
+# by the group's name and the SMs that they may hold, each with its group: names come back
 _communicators: dict[tuple[str, int], tuple[ProcessGroup, Any]] = {}
 
 
@@ -222,3 +222,11 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     store = workspace.agreement.store(f"communicator {comm_sms}")
     rank, world_size = workspace.group.rank(), workspace.world_size
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@atexit.register
+def _let_communicators_go() -> None:
+    """Their threads must not outlive the device; a peer that is gone must not be waited for."""
+    while _communicators:
+        _, (_, own) = _communicators.popitem()
+        own.abort()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import gpu_run
@@ -29,12 +30,14 @@ from torch import Tensor
 
 from flux_megatron import ops
 from flux_megatron.bench.efficiency import yardsticks
+from flux_megatron.kernels.signalled_gemm import bands, signalled_gemm, table_of
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.registry import overlapping
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.perf.hardware import H200, find
 from flux_megatron.perf.wave_groups import Curve, best_plans, model_of
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning.timing import race
 
@@ -85,6 +88,21 @@ class Operands:
 
     def gemm(self) -> Tensor:
         return self.x @ self.w.t()
+
+    def kernel(self, plan: Plan) -> Callable[[], object]:
+        """The GEMM of the plan in one band, without collectives."""
+        shards = self._group.size() if self.asked.spec.scatters else 1
+        rows, out = self.asked.M // shards, self.x.new_empty(self.asked.M, self.asked.N)
+        parts = bands(rows, self.asked.N, shards, (), plan.tile)
+        counters, work = (
+            torch.zeros(words, dtype=torch.int32, device=self.x.device)
+            for words in (MAX_GROUPS, WORK_WORDS)
+        )
+        return partial(
+            signalled_gemm, self.x, self.w, out, table=table_of(parts, self.x.device),
+            tiles=parts[0].tiles, shards=shards, counters=counters, work_counter=work,
+            spare_sms=plan.comm_sms, layout="nt", tile=plan.tile,
+        )  # fmt: skip
 
     def serial(self) -> Tensor:
         y = self.gemm()
@@ -210,6 +228,8 @@ def measure(run: Run, asked: Problem, curve: dict, rounds: int) -> None:
     named = dict(plans(asked, run, curve, facts))
     calls: dict[str, Callable[[], object]] = {"gemm": given.gemm, "serial": given.serial}
     calls["serial, graph"] = replayed(given.serial)
+    for spare in (0, 16, 32):
+        calls[f"kernel alone, {spare} SMs spared"] = given.kernel(grouped(asked, 1, spare))
     calls |= {name: given.call(plan) for name, plan in named.items()}
     timed = race(calls, group=run.group, device=run.device, rounds=rounds)
     medians = {name: timed.median_us(name) for name in timed.times_us}

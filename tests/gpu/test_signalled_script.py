@@ -32,7 +32,7 @@ def test_exact_curves_and_races(tmp_path, capfd):
     assert all(row["wrong"] == 0 for row in rows if row["table"] == "signalled exact")
     timed = [row for row in rows if row["table"] == "signalled"]
     assert {row["candidate"] for row in timed} >= {"gemm", "serial", "4 groups, 16 SMs", "fused"}
-    assert all(row["predicted_us"] for row in timed if "SMs" in row["candidate"])
+    assert all(row["predicted_us"] for row in timed if '"signalled"' in (row["plan"] or ""))
     assert "every grouping is exact" in capfd.readouterr().out
 
 
