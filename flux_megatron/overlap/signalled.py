@@ -215,6 +215,10 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = comm_sms
+    # By default NCCL launches clusters of 4 CTAs. They find no 4 free SMs together while the GEMM
+    # runs, so nothing overlapped: GEMM+RS 8192 x 12288 x 12288 in 8 bands took 2321 us, without
+    # clusters 1845 (2 x H200, 2026-11-22, NCCL 2.28.9; docs/results/h200x2/signalled.jsonl).
+    options.config.cga_cluster_size = 1
     options._timeout = timedelta(seconds=settings.get().timeout_s)
     # both for the watchdog's messages
     options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
