@@ -19,6 +19,7 @@ _PLACES = {
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "report": ("flux_megatron.overlap.report", "report"),
@@ -36,6 +37,7 @@ __all__ = [
     "confirm_step",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "gemv_all_reduce",
     "report",
     "reset_report",
     "synchronize",
@@ -44,7 +46,12 @@ __all__ = [
 if TYPE_CHECKING:
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
-    from flux_megatron.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+    from flux_megatron.ops import (
+        all_gather_gemm,
+        gemm_all_reduce,
+        gemm_reduce_scatter,
+        gemv_all_reduce,
+    )
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step import confirm_step, synchronize

@@ -120,11 +120,11 @@ def layers(rank: int) -> dict[tuple[str, str], int]:
     expected = sum((whole[0] @ whole[1][r].t()) @ whole[2][r].t() for r in range(R))
     expected.backward(dy)
     assert_exact(y, expected.chunk(R)[rank], "y")
-    for name, given, truth in zip(
+    for name, given, reference in zip(
         ("dx", "dw1", "dw2"), local,
         (whole[0].grad.chunk(R)[rank], whole[1].grad[rank], whole[2].grad[rank]), strict=True,
     ):  # fmt: skip
-        assert_exact(given.grad, truth, name)
+        assert_exact(given.grad, reference, name)
     return flux_megatron.report().calls
 
 
@@ -202,5 +202,5 @@ def broken(rank: int) -> str:
 
 
 def test_an_error_in_the_middle_breaks_the_group():
-    for told in run_ranks(broken, 2):
-        assert "no kernel" in told
+    for reported in run_ranks(broken, 2):
+        assert "no kernel" in reported

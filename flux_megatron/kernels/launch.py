@@ -36,8 +36,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
-    """One program a multiprocessor, so that all are resident, but for `spare_sms` of them;
-    interpreted programs run one after another anyway.
+    """One CTA an SM, so that all are resident, but for `spare_sms` SMs; interpreted CTAs run one
+    after another anyway.
     """
     if device.type == "cpu":
         return (1,)

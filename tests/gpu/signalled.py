@@ -29,7 +29,7 @@ from gpu_run import Run
 from torch import Tensor
 
 from flux_megatron import ops
-from flux_megatron.bench.efficiency import yardsticks
+from flux_megatron.bench.efficiency import baselines
 from flux_megatron.kernels.signalled_gemm import bands, signalled_gemm, table_of
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.registry import overlapping
@@ -71,7 +71,7 @@ class Operands:
 
     def __init__(self, asked: Problem, run: Run) -> None:
         made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
-        kept = min(1.0, (64 / asked.K) ** 0.5)  # sums of 64 products, on average
+        kept = min(1.0, (64 / asked.K) ** 0.5)  # sums of 64 terms, on average
 
         def integers(*shape: int) -> Tensor:
             signs = torch.rand(shape, device=run.device, generator=made) - 0.5
@@ -93,14 +93,14 @@ class Operands:
         """The GEMM of the plan in one band, without collectives."""
         shards = self._group.size() if self.asked.spec.scatters else 1
         rows, out = self.asked.M // shards, self.x.new_empty(self.asked.M, self.asked.N)
-        parts = bands(rows, self.asked.N, shards, (), plan.tile)
+        made = bands(rows, self.asked.N, shards, (), plan.tile)
         counters, work = (
             torch.zeros(words, dtype=torch.int32, device=self.x.device)
             for words in (MAX_GROUPS, WORK_WORDS)
         )
         return partial(
-            signalled_gemm, self.x, self.w, out, table=table_of(parts, self.x.device),
-            tiles=parts[0].tiles, shards=shards, counters=counters, work_counter=work,
+            signalled_gemm, self.x, self.w, out, table=table_of(made, self.x.device),
+            tiles=made[0].tiles, shards=shards, counters=counters, work_counter=work,
             spare_sms=plan.comm_sms, layout="nt", tile=plan.tile,
         )  # fmt: skip
 
@@ -176,13 +176,13 @@ def curves(run: Run) -> dict[tuple[Pattern, int], Curve]:
     sizes = [int(mib * 2**20) for mib in CURVE_MIB[kind]]
     ranks, element = run.group.size(), dtype_of(run).itemsize
     block = torch.zeros(sizes[-1] // element, dtype=dtype_of(run), device=run.device)
-    part = torch.empty_like(block[: block.numel() // ranks])
+    shard = torch.empty_like(block[: block.numel() // ranks])
 
     def collective(pattern: Pattern, comm_sms: int, size: int) -> Callable[[], object]:
         group, n = signalled._communicator(space, comm_sms), size // element // ranks * ranks
         if pattern is ROW:
             return lambda: group._reduce_scatter_base(
-                part[: n // ranks], block[:n], signalled._SUM
+                shard[: n // ranks], block[:n], signalled._SUM
             ).wait()
         return lambda: group.allreduce([block[:n]]).wait()
 
@@ -234,7 +234,7 @@ def measure(run: Run, asked: Problem, curve: dict, rounds: int) -> None:
     timed = race(calls, group=run.group, device=run.device, rounds=rounds)
     medians = {name: timed.median_us(name) for name in timed.times_us}
     serial = min(medians["serial"], medians["serial, graph"])
-    scale = yardsticks({"gemm": medians["gemm"], "serial": serial})
+    scale = baselines({"gemm": medians["gemm"], "serial": serial})
     run.say(f"{asked}\n  {'us':>8} {'E':>6} {'predicted':>9}")
     for name in calls:
         if name in timed.failures:

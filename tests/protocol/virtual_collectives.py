@@ -22,15 +22,15 @@ class VirtualCollectives:
         self._read: Counter[int] = Counter()  # by number
 
     def enqueue(
-        self, name: str, target: Tensor, source: Tensor, part: Callable[[Tensor], Tensor]
+        self, name: str, target: Tensor, source: Tensor, share: Callable[[Tensor], Tensor]
     ) -> None:
-        """target <- part(sum of the ranks' sources), in the calling rank's copy stream."""
+        """target <- share(sum of the ranks' sources), in the calling rank's copy stream."""
         scheduler = self._scheduler()
-        body = partial(self._run, scheduler.rank, target, source, part)
+        body = partial(self._run, scheduler.rank, target, source, share)
         scheduler.enqueue("copy", name, body)
 
     def _run(
-        self, rank: int, target: Tensor, source: Tensor, part: Callable[[Tensor], Tensor]
+        self, rank: int, target: Tensor, source: Tensor, share: Callable[[Tensor], Tensor]
     ) -> None:
         number = self._begun[rank]
         self._begun[rank] += 1
@@ -40,7 +40,7 @@ class VirtualCollectives:
         scheduler.wait(lambda: len(brought) == self._world_size, "a collective's other ranks")
         shapes = {tensor.shape for tensor in brought.values()}
         assert len(shapes) == 1, f"ranks bring {shapes} to one collective"
-        result = part(sum(brought[r] for r in range(self._world_size)))
+        result = share(sum(brought[r] for r in range(self._world_size)))
         self._read[number] += 1
         scheduler.wait(lambda: self._read[number] == self._world_size, "others that still read")
         target.copy_(result)
