@@ -37,7 +37,9 @@ NEEDS_SYMMETRIC_MEMORY = False
 _SUM = dist.ReduceScatterOptions()
 
 GROUPS = 4
-COMM_SMS = 16  # assumed: about what NCCL needs for the bandwidth of NVLink
+# 4 groups, M = 8192, 2 x H200, with 8 and 16 SMs: GEMM+RS, K 49152, 5926 and 6324 us, K 12288 1825
+# and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (docs/results/h200x2/signalled.jsonl).
+COMM_SMS = 8
 
 start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
 
@@ -123,12 +125,12 @@ class _Stage:
         self._device = device
         self._tables: dict[tuple[Band, ...], Tensor] = {}
 
-    def table(self, parts: tuple[Band, ...]) -> Tensor:
+    def table(self, made: tuple[Band, ...]) -> Tensor:
         """The kernel's table of the bands; kept, because graphs know its address."""
-        if parts not in self._tables:
+        if made not in self._tables:
             _refuse_capture(self._device)
-            self._tables[parts] = table_of(parts, self._device)
-        return self._tables[parts]
+            self._tables[made] = table_of(made, self._device)
+        return self._tables[made]
 
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
@@ -147,22 +149,34 @@ def _start(
     if stage.open:
         raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
     group = _communicator(workspace, plan.comm_sms)
-    parts = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
-    table = stage.table(parts)
+    made = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
+    table = stage.table(made)
     stage.open = True
     workspace.engine.follow()
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
     with phase("signalled_gemm kernel"):
-        signalled_gemm(
-            x, w, out, table=table, tiles=sum(band.tiles for band in parts), shards=shards,
-            counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
-            layout=layout, tile=plan.tile,
-        )  # fmt: skip
+        gemm(x, w, out, table, sum(band.tiles for band in made), shards, layout, plan, stage)
     with stage.stream.stream():
-        for number, band in enumerate(parts):
+        for number, band in enumerate(made):
             stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
             collective(band, group)
-    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(parts))))
+    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(made))))
+
+
+def gemm(
+    x: Tensor, w: Tensor, out: Tensor, table: Tensor, tiles: int, shards: int, layout: str,
+    plan: Plan, stage: _Stage,
+) -> None:  # fmt: skip
+    """x times w into `out`, by the kernel for the plan's tile and the device: so far one for all.
+
+    A kernel makes `tiles` tiles of `plan.tile` in the order of `table` (`table_of`), adds 1 to the
+    counter of a tile's band when the tile is stored (signal [D]), leaves the work counter 0, puts
+    no CTA on `plan.comm_sms` SMs, and waits for nobody.
+    """
+    signalled_gemm(
+        x, w, out, table=table, tiles=tiles, shards=shards, counters=stage.counters,
+        work_counter=stage.work_counter, spare_sms=plan.comm_sms, layout=layout, tile=plan.tile,
+    )  # fmt: skip
 
 
 def _join(workspace: Workspace) -> None:
@@ -215,9 +229,9 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = comm_sms
-    # By default NCCL launches clusters of 4 CTAs. They find no 4 free SMs together while the GEMM
-    # runs, so nothing overlapped: GEMM+RS 8192 x 12288 x 12288 in 8 bands took 2321 us, without
-    # clusters 1845 (2 x H200, 2026-11-22, NCCL 2.28.9; docs/results/h200x2/signalled.jsonl).
+    # NCCL's clusters of 4 CTAs find no 4 free SMs together beside a GEMM, so nothing overlapped:
+    # GEMM+RS 8192 x 12288 x 12288 in 8 bands 2321 us, without clusters 1847 (2 x H200, NCCL 2.28.9,
+    # docs/results/h200x2/signalled.jsonl).
     options.config.cga_cluster_size = 1
     options._timeout = timedelta(seconds=settings.get().timeout_s)
     # both for the watchdog's messages

@@ -1,9 +1,10 @@
 """Which wave groups `signalled` should make: waves of the GEMM beside a curve of the collective.
 
 A band of rows is ready when the wave that has its last tile ends; its collective begins then, or
-when that of the band before ends. Few bands hide little, many pay the collective's latency often.
-The time is monotone in when the band before has been sent, so the best bands are found exactly,
-band end by band end, in the square of their number; `exhaustive` tries all, to prove it.
+when that of the band before ends. Few bands hide little. Many pay the collective's latency often,
+and a band of few tile rows makes the GEMM read w once more.
+The end is monotone in when the bands before are computed and when they are sent. So the best bands
+are found exactly, band end by band end; `exhaustive` tries all, to prove it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
-COMM_SMS = (8, 16, 32)
-# Assumed, until the curve of a communicator of so many CTAs is measured (`tests/gpu/signalled.py`):
-# what one CTA of NCCL moves.
-CTA_GBPS = 20.0
+# 2 x H200, NCCL 2.28.9, docs/results/h200x2/signalled.jsonl, rows with `cga_cluster_size` 1. SMs:
+# with 32 every grouping took 9 to 26 % longer than the best.
+COMM_SMS = (4, 8, 16)
+# What one CTA of NCCL moves, by the trips of a collective: "signalled curve", 4 and 8 SMs, 64 to
+# 200 MiB: 71 and 136 GB/s of a reduce-scatter, 83 and 160 of an all-reduce.
+CTA_GBPS = {1: 17.0, 2: 20.0}
+# Fitted to the 36 rows "signalled" beside their measured curves, with a rate and a time of a tile;
+# the root of the mean square of their errors is 1.7 %.
+GROUP_US = 26.0  # from a band's last tile to the end of its collective, beside the curve
+NARROW = 0.33  # of a tile's time, where each tile row reads w itself
 OTHER_TILE = 0.75  # share of the peak rate of a tile that `TILES` does not know
 
 
@@ -40,13 +47,21 @@ class Curve(NamedTuple):
         return t + (u - t) * (size - a) / (b - a)
 
 
+class Done(NamedTuple):
+    """How long the GEMM has computed, and when all has been sent, after some bands."""
+
+    computed_us: float
+    sent_us: float
+
+
 @dataclass(frozen=True)
 class WaveModel:
     """A GEMM that makes y [shards, rows, N] in bands, tile after tile, and its collectives.
 
-    `sms` CTAs make a tile in `tile_us` each. Of a band of n rows a rank sends n x `row_bytes`.
-    Without SMs of their own (`beside` false) collectives wait for the end of the GEMM. Until
-    `begin_us` another collective has the links.
+    `sms` CTAs make a tile in `tile_us` each, if `group_m` tile rows share what they read of w; if
+    not, `narrow` of it longer. Of a band of n rows a rank sends n x `row_bytes`, which takes
+    `group_us` beside the curve. Without SMs of their own (`beside` false) collectives wait for the
+    end of the GEMM. Until `begin_us` another collective has the links.
     """
 
     rows: int
@@ -58,32 +73,46 @@ class WaveModel:
     start_us: float
     row_bytes: int
     curve: Curve
+    group_m: int = 8
+    group_us: float = 0.0
+    narrow: float = 0.0
     beside: bool = True
     begin_us: float = 0.0
 
-    def ready_us(self, rows: int) -> float:
-        """When the first `rows` rows are stored."""
-        tiles = self.shards * math.ceil(rows / self.tile_rows) * self.tiles_n
-        return self.start_us + math.ceil(tiles / self.sms) * self.tile_us
+    def _tile_rows(self, rows: int) -> int:
+        return self.shards * math.ceil(rows / self.tile_rows)
 
     @property
     def gemm_us(self) -> float:
-        return self.ready_us(self.rows)
+        """The GEMM in one band."""
+        tiles = self._tile_rows(self.rows) * self.tiles_n
+        return self.start_us + math.ceil(tiles / self.sms) * self.tile_us
 
-    def sent_us(self, first: int, last: int, before_us: float) -> float:
-        """When rows `first` to `last` are sent, if what is before them is at `before_us`."""
-        ready = self.ready_us(last) if self.beside else self.gemm_us
-        return max(ready, before_us) + self.curve.us((last - first) * self.row_bytes)
+    @property
+    def begin(self) -> Done:
+        return Done(0.0, self.begin_us)
+
+    def after(self, first: int, last: int, before: Done) -> Done:
+        """When rows `first` to `last` are computed and sent."""
+        tile_rows = self._tile_rows(last - first)
+        longer = 1 + self.narrow * max(0.0, 1 / tile_rows - 1 / self.group_m)
+        computed = before.computed_us + tile_rows * self.tiles_n / self.sms * self.tile_us * longer
+        wave = -self._tile_rows(last) * self.tiles_n % self.sms / self.sms * self.tile_us
+        ready = self.start_us + computed + wave
+        if not self.beside:
+            ready = max(ready, self.gemm_us)
+        sending = self.group_us + self.curve.us((last - first) * self.row_bytes)
+        return Done(computed, max(ready, before.sent_us) + sending)
 
     def finish_us(self, group_rows: Sequence[int]) -> float:
         """When all is sent, for a plan's `group_rows`."""
-        first, now = 0, self.begin_us
+        first, done = 0, self.begin
         for size in (*group_rows, self.rows):
             last = min(first + size, self.rows)
             if last > first:
-                now = self.sent_us(first, last, now)
+                done = self.after(first, last, done)
             first = last
-        return now
+        return done.sent_us
 
     def ends(self, units: int = UNITS) -> list[int]:
         """Where bands may end: after whole tiles, at most `units` places, the last is the end."""
@@ -92,21 +121,35 @@ class WaveModel:
         return [*range(step, self.rows, step), self.rows]
 
 
+# bands, and what they have done
+Choice = tuple[Done, tuple[int, ...]]
+
+
 def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
     """The `group_rows` with the least `finish_us`, of at most MAX_GROUPS bands."""
-    # by the end of the last band so far: when it is sent, and the bands
-    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (model.begin_us, ())}
-    fastest: tuple[float, tuple[int, ...]] = (math.inf, ())
+    found: dict[int, list[Choice]] = {0: [(model.begin, ())]}  # by the end of the last band so far
+    fastest: Choice = (Done(0.0, math.inf), ())
     for _ in range(MAX_GROUPS):
-        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for (first, (before, bands)), last in itertools.product(found.items(), ends):
+        longer: dict[int, list[Choice]] = {}
+        for (first, choices), last in itertools.product(found.items(), ends):
             if last > first:
-                now = model.sent_us(first, last, before)
-                if now < longer.get(last, (math.inf,))[0]:
-                    longer[last] = (now, (*bands, last - first))
-        fastest = min(fastest, longer.get(model.rows, fastest))
-        found = longer
+                longer.setdefault(last, []).extend(
+                    (model.after(first, last, done), (*bands, last - first))
+                    for done, bands in choices
+                )
+        whole = [fastest, *longer.pop(model.rows, ())]
+        fastest = min(whole, key=lambda choice: choice[0].sent_us)
+        found = {last: _frontier(choices) for last, choices in longer.items()}
     return fastest[1][:-1]
+
+
+def _frontier(choices: list[Choice]) -> list[Choice]:
+    """Those that no other beats in both times."""
+    kept: list[Choice] = []
+    for choice in sorted(choices):
+        if not kept or choice[0].sent_us < kept[-1][0].sent_us:
+            kept.append(choice)
+    return kept
 
 
 def exhaustive(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
@@ -134,7 +177,7 @@ def model_of(
     element = ELEMENT_BYTES[problem.dtype]
     gbps = hardware.nccl_gbps
     if plan.comm_sms:
-        gbps = min(gbps, plan.comm_sms * CTA_GBPS)
+        gbps = min(gbps, plan.comm_sms * CTA_GBPS[problem.spec.trips])
     gather = nccl_curve(problem, hardware, hardware.nccl_gbps) if problem.is_backward else None
     return WaveModel(
         rows=problem.M // shards,
@@ -146,6 +189,9 @@ def model_of(
         start_us=hardware.launch_us,
         row_bytes=shards * problem.N_local * element,
         curve=curve or nccl_curve(problem, hardware, gbps),
+        group_m=tile.group_m,
+        group_us=GROUP_US if curve else 0.0,
+        narrow=NARROW,
         beside=plan.comm_sms > 0,
         begin_us=gather.us(problem.M * problem.columns_moved * element) if gather else 0.0,
     )
