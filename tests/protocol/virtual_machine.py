@@ -26,6 +26,7 @@ from emulated_gluon import Gluon
 from hopper_kernels import HopperKernels
 from memory_checker import Region, extent
 from torch import Tensor
+from virtual_collectives import VirtualCollectives
 from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 
 import flux_megatron
@@ -41,9 +42,9 @@ _MODULES = (
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
-    "kernels.hopper_gemm",
+    "kernels.hopper_gemm", "kernels.signalled_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
-    "overlap.low_latency",
+    "overlap.low_latency", "overlap.signalled",
 )  # fmt: skip
 
 
@@ -95,13 +96,30 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
                 del sys.modules[name]
 
 
+class _Work:
+    """A collective in the current stream."""
+
+    def wait(self) -> None: ...
+
+
 class _Group:
     """The part of a process group that the package uses."""
 
     group_name = "virtual"
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, collectives: VirtualCollectives) -> None:
+        self._rank, self._world_size, self._collectives = rank, world_size, collectives
+
+    def allreduce(self, tensors: list[Tensor]) -> _Work:
+        """In the copy stream, which stands for the communication stream too."""
+        (tensor,) = tensors
+        self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
+        return _Work()
+
+    def _reduce_scatter_base(self, y: Tensor, block: Tensor, options: object) -> _Work:
+        mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
+        self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
+        return _Work()
 
     def rank(self) -> int:
         return self._rank
@@ -176,7 +194,8 @@ class Machine:
     def __init__(self, package: PackageCopy, world_size: int, ctas: int) -> None:
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
-        self._groups = [_Group(rank, world_size) for rank in range(world_size)]
+        self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
+        self._groups = [_Group(rank, world_size, self._collectives) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
@@ -218,6 +237,7 @@ class Machine:
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
+            mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             # so that small problems have tiles to split
@@ -259,7 +279,10 @@ class Machine:
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
 
-    def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
+    def _communication_stream(self, device: torch.device):
+        return self.workspaces[self.scheduler.rank].engine
+
+    def _persistent_grid(self, device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
         return (min(self._ctas, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
