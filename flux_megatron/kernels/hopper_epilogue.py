@@ -40,7 +40,7 @@ class StagingTile:
 
     @gluon.jit
     def hand_over(self, out, number):
-        """Hand tile number `number` of this CTA to the store warp, when the one before is stored."""
+        """Hand tile number `number` of this CTA over, when the one before has been stored."""
         mbarrier.wait(self.empty, (number & 1) ^ 1)
         self.tile.store(out.to(self.tile.dtype))
         fence_async_shared()

@@ -80,7 +80,7 @@ def supports(problem: Problem) -> str | None:
             return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
         return None
     K_min = K_TILES_MIN * (problem.world_size - 1) * TILE.block_k
-    return None if K >= K_min else f"K {K} is below {K_min}"
+    return None if K_min <= K else f"K {K} is below {K_min}"
 
 
 def _refused(device: str, dtype: str, K: int, N: int) -> str | None:

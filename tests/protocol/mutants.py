@@ -60,6 +60,8 @@ CASES = {
     "signalled rs, 3 ranks": Case("rs", "signalled", 3, rows=(9, 9, 9), N=16, group_rows=(4,)),
     "signalled rs on two streams": Case("rs", "signalled", rows=(9,) * 5, two_streams=True),
     "signalled ar": Case("ar", "signalled", group_rows=(16, 7)),
+    "hopper signalled rs": Case("rs", "signalled", rows=(32, 32, 48), group_rows=(16,), gluon=True),
+    "hopper signalled ar": Case("ar", "signalled", group_rows=(16,), gluon=True),
     "backward, 3 ranks": Case("backward", **_THREE),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
