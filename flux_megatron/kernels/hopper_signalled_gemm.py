@@ -141,9 +141,9 @@ def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["tile_count", "by_id"])
+@gluon.jit(do_not_specialize=["tile_count", "ctas"])
 def hopper_signalled_gemm_kernel(
-    x_desc, w_desc, out_desc, table, counters, work_words, M_shard, N, K, tile_count, by_id,
+    x_desc, w_desc, out_desc, table, counters, work_words, M_shard, N, K, tile_count, ctas,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = out_desc.block_type.shape[0]
@@ -153,9 +153,7 @@ def hopper_signalled_gemm_kernel(
         version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
-    tiles = WorkTiles(
-        tile_count, 0, 0, tile_count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS
-    )
+    tiles = WorkTiles(tile_count, 0, 0, tile_count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
     exchange = new_exchange(2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(out_desc)
@@ -167,7 +165,7 @@ def hopper_signalled_gemm_kernel(
     gl.warp_specialize(
         [
             (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
+            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
             (store_tiles, (out_desc, counters, bands, staging, exchange, tiles)),
         ],
         [1, 1],
@@ -180,10 +178,12 @@ def _launcher(
     x: torch.Size, N: int, shards: int, dtype: torch.dtype, device: torch.device, layout: str,
     tile: Tile, tiles: int, spare_sms: int,
 ) -> Launcher:  # fmt: skip
-    (ctas,) = launch.persistent_grid(device, tiles, spare_sms)
+    grid = launch.persistent_grid(device, tiles, spare_sms)
+    config = common_config(shards, layout, tile, SplitK(tiles, *grid))
+    config["NUM_CTAS"] = 0  # so that numbers of SMs do not compile a kernel each
     return Launcher(
-        hopper_signalled_gemm_kernel, (ctas,), tile, (x[0] // shards, N, x[1], tiles, ctas),
-        CONFIG=Config(**common_config(shards, layout, tile, SplitK(tiles, ctas))),
+        hopper_signalled_gemm_kernel, grid, tile, (x[0] // shards, N, x[1], tiles, *grid),
+        CONFIG=Config(**config),
     )  # fmt: skip
 
 
