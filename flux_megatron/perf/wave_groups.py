@@ -23,7 +23,7 @@ from flux_megatron.problem import MAX_GROUPS, Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
 # 2 x H200, NCCL 2.28.9, docs/results/h200x2/signalled.jsonl, rows with `cga_cluster_size` 1. SMs:
-# with 32 every grouping took 9 to 26 % longer than the best.
+# with 32 every grouping took 17 to 26 % longer than the best.
 COMM_SMS = (4, 8, 16)
 # What one CTA of NCCL moves, by the trips of a collective: "signalled curve", 4 and 8 SMs, 64 to
 # 200 MiB: 71 and 136 GB/s of a reduce-scatter, 83 and 160 of an all-reduce.
