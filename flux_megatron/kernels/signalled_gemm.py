@@ -26,7 +26,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -37,6 +36,7 @@ from flux_megatron.kernels.primitives import (
     settle,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import MAX_GROUPS, Problem, Tile
 
 _GROUPS = tl.constexpr(MAX_GROUPS)
