@@ -183,11 +183,11 @@ def signalled() -> None:
     """A GEMM in bands, a stream that waits for counts, collectives beside."""
     p = Picture(304, "A GEMM in three bands, and the collective of each")
     p.text(18, 28, "one rank of two: GEMM+RS in three bands of rows", bold=True)
-    p.lane(44, "GEMM, 116 SMs", (0, 200, LOCAL, "band 0"), (204, 200, LOCAL, "band 1"),
+    p.lane(44, "GEMM, 124 SMs", (0, 200, LOCAL, "band 0"), (204, 200, LOCAL, "band 1"),
            (408, 100, LOCAL, "band 2"))  # fmt: skip
     p.lane(104, "stream, no SM", (0, 200, IDLE, "wait for 576 tiles"),
            (308, 96, IDLE, "wait"))  # fmt: skip
-    p.lane(164, "NCCL, 16 SMs", (214, 90, MOVE, "RS of 0"), (418, 90, MOVE, "RS of 1"),
+    p.lane(164, "NCCL, 8 SMs", (214, 90, MOVE, "RS of 0"), (418, 90, MOVE, "RS of 1"),
            (522, 50, MOVE, "2"))  # fmt: skip
     for begin, end in ((200, 214), (404, 418), (508, 522)):
         p.arrow(LEFT + begin, 71, LEFT + end, 162)

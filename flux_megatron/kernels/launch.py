@@ -33,7 +33,7 @@ def _sms(device: torch.device) -> int:
 
 
 def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
-    """One CTA an SM, so that all are resident, but for `spare_sms` SMs; interpreted CTAs run one
+    """One CTA an SM, so that all are resident, but for `spare_sms` SMs; interpreted ones run one
     after another anyway.
     """
     if device.type == "cpu":

@@ -120,19 +120,6 @@ def test_a_narrow_band_delays_those_after_it():
     assert replace(model, group_us=5.0).finish_us((4,)) == 80.0 + 5.0 + 1.0
 
 
-def test_what_is_sent_later_may_be_computed_earlier():
-    """Of two ways to the same row neither is dropped that is first in one time."""
-    model = WaveModel(
-        rows=12, shards=1, tile_rows=1, tiles_n=1, sms=1, tile_us=10.0, start_us=0.0, row_bytes=1,
-        curve=Curve((0.0, 1.0), (2.0, 11.0)), narrow=0.4,
-    )  # fmt: skip
-    curves = [Curve((0.0, 1.0), (a, a + b)) for a in (1.0, 4.0, 9.0) for b in (3.0, 9.0, 12.0)]
-    for curve in curves:
-        one = replace(model, curve=curve)
-        least = one.finish_us(exhaustive(one, one.ends()))
-        assert one.finish_us(best(one, one.ends())) == pytest.approx(least)
-
-
 class Row(NamedTuple):
     """A measured grouping, and its model with the measured curve."""
 
