@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from flux_megatron.embedding.bags import Bags
@@ -120,7 +119,8 @@ def _push(dy: Tensor, bags: Bags, call: Call, space: Workspace, slice_samples: i
     routes = call.part.prepared(_routes, bags, slice_samples)
     packed = []
     for owner, first, push in routes:
-        part = dy[first : first + slice_samples, bags.columns(owner)].contiguous()
+        theirs = dy[first : first + slice_samples, bags.columns(owner)]
+        part = dy.new_empty(theirs.shape).copy_(theirs)
         with phase("gradient push"):
             space.engine.fork()
             space.engine.send((push,), part.data_ptr(), call.epoch)

@@ -32,7 +32,7 @@ import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
+_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.workspace",
@@ -41,6 +41,7 @@ _MODULES = (
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "embedding.bags", "embedding.fused_bags",
 )  # fmt: skip
 
 
@@ -170,7 +171,10 @@ def _copy_stream(product: Product, machine: Machine):
 class Machine:
     """`world_size` virtual ranks with a workspace each; `run` schedules one host program a rank."""
 
-    def __init__(self, product: Product, world_size: int, programs: int) -> None:
+    def __init__(
+        self, product: Product, world_size: int, programs: int,
+        channels: Sequence[str] = ("gather", "scatter"),
+    ) -> None:  # fmt: skip
         self.product, self.world_size = product, world_size
         self._programs = programs  # of a persistent kernel
         self._groups = [_Group(rank, world_size) for rank in range(world_size)]
@@ -184,7 +188,7 @@ class Machine:
             for group in self._groups:
                 space = product.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(product, self)
-                for name in (product.transfer.GATHER, product.transfer.SCATTER):
+                for name in channels:
                     space.channels[name] = product.channel.Channel(
                         group, space.device, space._status
                     )

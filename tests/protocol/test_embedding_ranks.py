@@ -1,0 +1,50 @@
+"""Embedding + All-to-All under every standard schedule; and broken copies that must fail there.
+
+`embedding_mutants.diff` lists them as `mutants.diff` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from embedding_ranks import BagsCase, run
+from interpreted_access import needs_interpreter
+from memory_checker import OutOfBounds
+from mutants import Mutant, hunks
+from protocol_cases import WrongResult
+from virtual_product import Product, mutated
+from virtual_ranks import STANDARD, Deadlock
+
+pytestmark = needs_interpreter
+
+CASES = {
+    "forward": BagsCase(("forward",)),
+    "backward": BagsCase(("backward",)),
+    "both": BagsCase(),
+    "three ranks": BagsCase(tables=(1, 2, 1), samples=2, slice_samples=1),
+    "captured": BagsCase(samples=3, calls=5, captured=True),
+    "one slice": BagsCase(("forward",), samples=4, slice_samples=4, block=4, programs=1),
+}
+EMBEDDING_MUTANTS = [
+    Mutant(title, CASES[case], mutation)
+    for title, case, mutation in hunks(Path(__file__).with_name("embedding_mutants.diff"), "case")
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact(case):
+    product = Product("flux_megatron")
+    for schedule in STANDARD:
+        run(CASES[case], product, schedule)
+
+
+@pytest.mark.parametrize("mutant", EMBEDDING_MUTANTS, ids=str)
+def test_mutant_is_caught(mutant, tmp_path):
+    with mutated(mutant.mutation, tmp_path) as product:
+        for schedule in STANDARD:
+            try:
+                run(mutant.case, product, schedule)
+            except (Deadlock, OutOfBounds, WrongResult):
+                return
+    pytest.fail(f"no schedule notices: {mutant.name}")
