@@ -35,7 +35,7 @@ EMBEDDING_MUTANTS = [
 @pytest.mark.parametrize("case", CASES)
 def test_exact(case):
     product = Product("flux_megatron")
-    for schedule in STANDARD:
+    for schedule in STANDARD if case in ("forward", "backward") else STANDARD[::3]:
         run(CASES[case], product, schedule)
 
 

@@ -1,0 +1,77 @@
+"""Memory order in the compiled kernels of Embedding + All-to-All. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled_apart import compiled_by, named
+from ptx_order import (
+    BARRIER,
+    COUNT,
+    RELEASE,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_gives_up,
+)
+
+pytestmark = pytest.mark.timeout(300)
+ROWS = r"st\.global\.v\d"
+SIGNAL = RELEASE  # the record of a late wait is released too, but no tile follows without one
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_embedding.py", tmp_path_factory.mktemp("ptx"))
+
+
+def check_slices(ptx: Ptx) -> None:
+    """Rows, then the count, then the signal. Only rows are stored by vectors: what one thread
+    records of a late wait needs no barrier before its own release.
+    """
+    ptx.require_some(ROWS, "no rows are stored")
+    ptx.require_some(COUNT, "tiles are not counted with acquire and release")
+    ptx.require_some(RELEASE, "no signal is released to the system")
+    ptx.require(ROWS, f"{COUNT}|{RELEASE}", BARRIER, "one thread's rows are ordered: no CTA barrier")
+    ptx.require(ROWS, SIGNAL, COUNT, "a signal is raised without counting")
+    ptx.require(COUNT, SIGNAL, BARRIER, "no CTA barrier between the count and the signal")
+
+
+def test_a_signal_follows_the_rows_of_its_slice(compiled):
+    for kernel in named(compiled, "forward", "D=128").values():
+        check_slices(Ptx(kernel["ptx"]))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "chunk_sums", "row_sums"])
+def test_rows_are_read_after_their_signal(compiled, kernel):
+    for result in named(compiled, kernel).values():
+        ptx = Ptx(result["ptx"])
+        check_acquire(ptx)
+        check_bounded(ptx)
+        check_gives_up(ptx)
+
+
+def test_a_warp_reads_whole_lines(compiled):
+    """Rows of 512 bytes by loads of 16, and no trip through shared memory for their indices."""
+    for kernel in ("forward", "row_sums"):
+        for result in named(compiled, "sm_90", kernel, "float32", "D=128").values():
+            assert "ld.global.v4.b32" in result["ptx"], kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "removed", "reason"),
+    [
+        ("forward", check_slices, BARRIER, "no CTA barrier"),
+        ("forward", check_slices, RELEASE, "no signal is released"),
+        ("forward", check_slices, COUNT, "not counted"),
+        ("row_sums", check_acquire, BARRIER, "other threads load too early"),
+        ("row_sums", check_gives_up, r"ld\.global\.sys\.relaxed", "never gives up"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
+    (result,) = named(compiled, "sm_90", kernel, "bfloat16").values()
+    broken = re.sub(rf"({removed})[^;\n]*", "", result["ptx"])
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))
