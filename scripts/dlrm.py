@@ -1,7 +1,7 @@
 """Trains a small DLRM (Naumov et al., 2019) on data in Criteo's format; docs/dlrm.md.
 
-    torchrun --nproc-per-node 2 scripts/dlrm.py                       a GPU for each rank
-    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 scripts/dlrm.py    no GPU: interpreted, slow
+torchrun --nproc-per-node 2 scripts/dlrm.py                       a GPU for each rank
+TRITON_INTERPRET=1 torchrun --nproc-per-node 2 scripts/dlrm.py    no GPU: interpreted, slow
 """
 
 from __future__ import annotations

@@ -61,4 +61,3 @@ def test_generated_lines_have_the_format():
         assert label in "01"
         assert len(rest) == 39
         assert all(len(text) in (0, 8) for text in rest[13:])
-

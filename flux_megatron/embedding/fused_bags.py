@@ -64,7 +64,7 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """dy [B / R, T, D]  ->  dw [T_local, rows, D]."""
     call = transfer.begin(space, CHANNEL, _size_bytes(bags))
-    tile = pooling.tile_of(bags.D, bags.samples, dy.device.type)
+    tile = pooling.tile_of(bags.D, bags.local * bags.rows, dy.device.type)
     slice_samples = _slice_samples(bags, slice_samples, 1)
     packed = _push(dy, bags, call, space, slice_samples)
     with phase("sort"):

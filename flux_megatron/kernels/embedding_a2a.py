@@ -178,15 +178,15 @@ def embedding_a2a_kernel(
     close_draws(tile, tiles, work_counter)
 
 
-def tile_of(D: int, samples: int, device: str) -> Tile:
-    """Bags and columns of a tile. Interpreted code costs as much for a small tile as for a large
+def tile_of(D: int, bags: int, device: str) -> Tile:
+    """Bags and columns of a tile, where there are so many bags in a row. Interpreted code costs as much for a small tile as for a large
     one: few large ones.
     """
     if device == "cpu":
-        return Tile(min(256, next_power_of_2(samples)), next_power_of_2(D), num_warps=4)
+        return Tile(min(256, next_power_of_2(bags)), next_power_of_2(D), num_warps=4)
     # a warp has four bags of 128 columns in flight
     block_n = min(128, next_power_of_2(D))
-    return Tile(max(4, min(4096 // block_n, next_power_of_2(samples))), block_n, num_warps=8)
+    return Tile(max(4, min(4096 // block_n, next_power_of_2(bags))), block_n, num_warps=8)
 
 
 @lru_cache(maxsize=256)
