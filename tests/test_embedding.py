@@ -252,6 +252,7 @@ def module(rank: int) -> None:
     torch.manual_seed(0)
     whole = torch.stack([torch.empty(5, 4, device=DEVICE).normal_() for _ in range(3)])
     assert layer.tables == (2, 1)
+    assert layer.own_tables == (slice(0, 2), slice(2, 3))[rank]
     assert_exact(layer.weight, whole[layer.own_tables])
     offsets = torch.arange(2 * layer.weight.shape[0] + 1, device=DEVICE)
     indices = torch.arange(len(offsets) - 1, device=DEVICE)

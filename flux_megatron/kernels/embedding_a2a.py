@@ -38,7 +38,7 @@ from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS
 
 CTAS_PER_SM = 3  # loads of many bags in flight hide the latency of each
-ROWS_AT_ONCE = 4  # of one bag, in flight together
+ROWS_AT_ONCE = 2  # of one bag, in flight together
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -149,6 +149,7 @@ def embedding_a2a_kernel(
             out = y
             if destination != rank:
                 out = tl.load(received_pointers + destination).to(y.dtype)
+                out = tl.multiple_of(out, 16)  # bytes, or rows would be stored word by word
             pool_tile(
                 weight, indices, offsets, out, table, bag, sample, inside,
                 (first_table + table) * D, nnz, rows, row_size, D,
@@ -179,8 +180,9 @@ def embedding_a2a_kernel(
 
 
 def tile_of(D: int, bags: int, device: str) -> Tile:
-    """Bags and columns of a tile, where there are so many bags in a row. Interpreted code costs as much for a small tile as for a large
-    one: few large ones.
+    """Bags and columns of a tile, where there are so many bags in a row.
+
+    Interpreted code costs as much for a small tile as for a large one: few large ones.
     """
     if device == "cpu":
         return Tile(min(256, next_power_of_2(bags)), next_power_of_2(D), num_warps=4)

@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 tests/gpu/embedding_a2a.py --device cpu
 
 First every result of many back-to-back calls is compared, exactly, with the library's on small
-integers, with one rank late; exit code 1 if one is wrong. Then all candidates of a case are timed in
-turns, eager and replayed from CUDA graphs.
+integers, with one rank late; exit code 1 if one is wrong. Then all candidates of a case are timed
+in turns, eager and replayed from CUDA graphs.
 
 | candidate | forward | backward |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Embedding + All-to-All on virtual ranks: back-to-back calls, new weights and gradients in each."""
+"""Embedding + All-to-All on virtual ranks: back-to-back calls, each with new weights."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run(case: BagsCase, product: Product, schedule: Schedule) -> Scheduler:
     machine = Machine(product, len(case.tables), case.programs, channels)
     hosts = [Host(case, operands, machine, rank) for rank in range(len(case.tables))]
     tile = product.problem.Tile(case.block, 4, num_warps=4)
-    with mock.patch.object(product.fused_bags.pooling, "tile_of", lambda *sizes: tile):
+    with mock.patch.object(product.fused_bags.pooling, "tile_of", return_value=tile):
         scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
     for call in range(case.calls):
         truth = operands.truth(call)
