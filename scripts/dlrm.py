@@ -10,7 +10,6 @@ import argparse
 import os
 import random
 from itertools import cycle, islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,8 +58,9 @@ class DLRM(nn.Module):
         super().__init__()
         self.bags = ShardedEmbeddingBag(TABLES, rows, D, strategy=strategy)
         self.bottom = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, D))
-        inputs = D + (TABLES + 1) * TABLES // 2
-        self.top = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.top = nn.Sequential(
+            nn.Linear(D + TABLES * (TABLES + 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
         self.bags.weight.data.mul_(D**-0.5)
 
     def forward(self, dense: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -95,14 +95,14 @@ def train(lines, strategy, device, *, steps=20, batch=64, rows=1000, D=16, lr=0.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="DLRM, fused beside unfused")
-    parser.add_argument("--data", type=Path, help="a file in Criteo's format; else generated")
+    parser.add_argument("--data", type=open, help="a file in Criteo's format; else generated")
     for name, value in (("steps", 20), ("batch", 64), ("rows", 1000), ("D", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = vars(parser.parse_args())
-    data, steps, batch = options.pop("data"), options["steps"], options["batch"]
-    lines = [*islice(data.open(), steps * batch)] if data else generated(4 * batch)
+    data, count = options.pop("data"), options["steps"] * options["batch"]
+    lines = [*islice(data, count)] if data else generated(count)
     if wrong := [line for line in lines or [""] if line.count("\t") != DENSE + TABLES]:
-        parser.error(f"{data}: {wrong[0]!r} given, {1 + DENSE + TABLES} columns expected")
+        parser.error(f"{wrong[0]!r} given, {1 + DENSE + TABLES} columns expected")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -81,6 +81,7 @@ class Work:
         self.weight = torch.empty(local, case.rows, case.D, dtype=case.dtype, device=run.device)
         samples = case.batch // R
         self.dy = self.weight.new_empty(samples, case.tables, case.D)
+        self.pooled_gradients = self.weight.new_zeros(local * case.batch, case.D)
         self.made = made
         self.bags = Bags.of(self.weight, self.offsets, self.tables, rank, "sum")
         self.flat = sequential_bags.as_one_table(self.indices, self.offsets, self.bags)
@@ -113,7 +114,7 @@ class Work:
     def lookup_backward(self, gradients: Tensor | None = None) -> Tensor:
         case, local = self.case, len(self.weight)
         if gradients is None:
-            gradients = self.weight.new_zeros(1).expand(local * case.batch, case.D)
+            gradients = self.pooled_gradients
         dw = torch.ops.aten._embedding_bag_dense_backward(
             gradients, self.flat, self.bag_of_entry, self.lengths, self.lengths,
             local * case.rows, False, 0, None,
