@@ -44,8 +44,7 @@ def batch_of(lines: list[str], tables: slice, samples: slice, rows: int) -> tupl
     fields = [line.rstrip("\n").split("\t") for line in lines]
     labels = torch.tensor([float(one[0]) for one in fields[samples]])
     dense = torch.tensor([[float(v or 0) for v in one[1 : 1 + DENSE]] for one in fields[samples]])
-    column = range(1 + DENSE, 1 + DENSE + TABLES)[tables]
-    texts = [one[place] for place in column for one in fields]
+    texts = [one[1 + DENSE + table] for table in range(TABLES)[tables] for one in fields]
     indices = torch.tensor([int(text, 16) % rows for text in texts if text], dtype=torch.int64)
     lengths = torch.tensor([int(text != "") for text in texts])
     return labels, dense.clamp(min=0).log1p(), indices, F.pad(lengths.cumsum(0), (1, 0))
@@ -58,9 +57,8 @@ class DLRM(nn.Module):
         super().__init__()
         self.bags = ShardedEmbeddingBag(TABLES, rows, D, strategy=strategy)
         self.bottom = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, D))
-        self.top = nn.Sequential(
-            nn.Linear(D + TABLES * (TABLES + 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1)
-        )
+        width = D + TABLES * (TABLES + 1) // 2
+        self.top = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
         self.bags.weight.data.mul_(D**-0.5)
 
     def forward(self, dense: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -77,8 +75,8 @@ def train(lines, strategy, device, *, steps=20, batch=64, rows=1000, D=16, lr=0.
     model = DLRM(rows, D, strategy).to(device)
     shared = [*model.bottom.parameters(), *model.top.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    rank, each, stream, losses = dist.get_rank(), batch // dist.get_world_size(), cycle(lines), []
-    samples = slice(rank * each, (rank + 1) * each)
+    each, stream, losses = batch // dist.get_world_size(), cycle(lines), []
+    samples = slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
     for _ in range(steps):
         given = batch_of([*islice(stream, batch)], model.bags.own_tables, samples, rows)
         labels, *features = (one.to(device) for one in given)
