@@ -20,6 +20,7 @@ _PLACES = {
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
     "embedding_all_to_all": ("flux_megatron.embedding.operation", "embedding_all_to_all"),
+    "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "report": ("flux_megatron.overlap.report", "report"),
@@ -38,6 +39,7 @@ __all__ = [
     "embedding_all_to_all",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "gemv_all_reduce",
     "report",
     "reset_report",
     "synchronize",
@@ -47,7 +49,12 @@ if TYPE_CHECKING:
     from flux_megatron.embedding.operation import embedding_all_to_all
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
-    from flux_megatron.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+    from flux_megatron.ops import (
+        all_gather_gemm,
+        gemm_all_reduce,
+        gemm_reduce_scatter,
+        gemv_all_reduce,
+    )
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step import confirm_step, synchronize

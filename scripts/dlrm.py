@@ -65,8 +65,8 @@ class DLRM(nn.Module):
         x = self.bottom(dense)
         features = torch.cat([x[:, None], self.bags(indices, offsets)], 1)
         row, column = torch.triu_indices(TABLES + 1, TABLES + 1, 1, device=x.device)
-        products = torch.bmm(features, features.mT)[:, row, column]
-        return self.top(torch.cat([x, products], 1)).squeeze(1)
+        pairs = torch.bmm(features, features.mT)[:, row, column]
+        return self.top(torch.cat([x, pairs], 1)).squeeze(1)
 
 
 def train(lines, strategy, device, *, steps=20, batch=64, rows=1000, D=16, lr=0.1) -> list[float]:

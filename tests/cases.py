@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
+from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 
 
@@ -90,9 +91,17 @@ def operands(case: Case, world_size: int) -> Operands:
     columns = [shard.t() if case.layout == "nt" else shard for shard in w]
     if gathers:
         assert_sums_exact(torch.cat(x), torch.cat(columns, 1), extra=1)
-        return Operands(x, w, bias, reference.all_gather_gemm(x, w, case.layout, bias))
-    assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
-    return Operands(x, w, None, reference.gemm_reduce_scatter(x, w, case.layout))
+    else:
+        assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
+    return Operands(x, w, bias, expected(case, x, w, bias))
+
+
+def expected(
+    case: Case, x: list[Tensor], w: list[Tensor], bias: list[Tensor] | None
+) -> list[Tensor]:
+    """What the reference gives each rank."""
+    options = {"bias": bias} if bias else {}
+    return reference.PATTERNS[Pattern(case.pattern)](x, w, case.layout, **options)
 
 
 def call(case: Case, given: Operands, group: ProcessGroup) -> Tensor:

@@ -73,8 +73,8 @@ class Captured:
 def same(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
     torch.cuda.synchronize()
     flux_megatron.check()
-    for result, truth in zip(results, expected, strict=True):
-        assert_exact(result, truth, what)
+    for result, right in zip(results, expected, strict=True):
+        assert_exact(result, right, what)
 
 
 def replays(rank: int, plan: Plan) -> None:

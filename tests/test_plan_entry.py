@@ -60,7 +60,7 @@ def read(folder: Path, text: str):
     file.parent.mkdir()
     file.write_text(text, errors="surrogateescape")
     cache = opened(folder)
-    assert all(complaint.startswith(str(file)) for complaint in cache.left_out)
+    assert all(error.startswith(str(file)) for error in cache.left_out)
     return cache
 
 
@@ -93,8 +93,8 @@ def read(folder: Path, text: str):
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
     cache = read(tmp_path, text)
-    (complaint,) = cache.left_out
-    assert re.search(reason, complaint)
+    (error,) = cache.left_out
+    assert re.search(reason, error)
     # the others of the file stay
     assert cache.entries == ([at(64)] if at(64).dumps() in text else [])
 
@@ -118,8 +118,8 @@ def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, pat
     )
     cache = read(tmp_path, both)
     assert cache.entries == [ENTRY, ENTRY]
-    (complaint,) = cache.left_out
-    assert f".{path[-1]} is ignored" in complaint
+    (error,) = cache.left_out
+    assert f".{path[-1]} is ignored" in error
 
 
 @pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "cut_shards"])
@@ -136,18 +136,16 @@ def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
         plan["clusters"] = 2
     cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}]}}')
     assert cache.entries == [replace(ENTRY, plan=PLAIN, measured=ENTRY.measured[1:])]
-    (complaint,) = cache.left_out
-    assert "plans with plan.clusters = 2, which this version does not know, are left out" in (
-        complaint
-    )
+    (error,) = cache.left_out
+    assert "plans with plan.clusters = 2, which this version does not know, are left out" in (error)
 
 
 def test_so_is_a_plan_of_a_strategy_that_there_is_not(tmp_path):
     text = changed("measured", 1, "plan", "strategy", value="signalled")
     cache = read(tmp_path, text)
     assert cache.entries == [replace(ENTRY, measured=ENTRY.measured[:1]), at(64)]
-    (complaint,) = cache.left_out
-    assert "plans of strategy 'signalled' are left out" in complaint
+    (error,) = cache.left_out
+    assert "plans of strategy 'signalled' are left out" in error
 
 
 def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
@@ -155,8 +153,8 @@ def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
     raw |= {"plan": {"strategy": "signalled"}, "measured": []}
     cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
     assert cache.entries == [at(64)]
-    (complaint,) = cache.left_out
-    assert "entry 0: left out" in complaint
+    (error,) = cache.left_out
+    assert "entry 0: left out" in error
 
 
 def test_a_line_of_the_tuner_is_read_whole():

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops
+from flux_megatron import ops, reference
+from flux_megatron.bench import expected
 from flux_megatron.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
@@ -50,15 +51,12 @@ class Forward:
 
     def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """The result of the operation and that of a local candidate, in a wider dtype."""
-        wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
-        local = self.gathered.to(wide) @ self.right.to(wide)
-        if not self.case.spec.reduces:
+        x, w, layout = self.gathered, self.w, self.case.layout
+        local = reference.matmul(expected.widened(x), expected.widened(w), layout)
+        if self.case.pattern == "gemm":
             return (local,), (local,)
-        total = local.clone()
-        dist.all_reduce(total, group=self.group)
-        if self.case.spec.scatters:
-            total = total.chunk(self.case.world_size)[self.group.rank()]
-        return (total,), (local,)
+        y = expected.of_pattern(Pattern(self.case.pattern), self.x, w, layout, self.group)
+        return (y,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)

@@ -19,7 +19,7 @@ from flux_megatron.kernels.embedding_gradient import CHUNK, embedding_gradient
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.channel import Call, Part
+from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import Push
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
@@ -116,38 +116,38 @@ def _push(dy: Tensor, bags: Bags, call: Call, space: Workspace, slice_samples: i
     """Send the gradients of other ranks' tables to them, slice by slice; keep those of the own
     ones. The tensors must live until the engine is joined.
     """
-    routes = call.part.prepared(_routes, bags, slice_samples)
+    schedule = call.region.prepared(_push_schedule, bags, slice_samples)
     packed = []
-    for owner, first, push in routes:
+    for owner, first, push in schedule:
         theirs = dy[first : first + slice_samples, bags.columns(owner)]
-        part = dy.new_empty(theirs.shape).copy_(theirs)
+        payload = dy.new_empty(theirs.shape).copy_(theirs)
         with phase("gradient push"):
             space.engine.fork()
-            space.engine.send((push,), part.data_ptr(), call.epoch)
-        packed.append(part)
+            space.engine.send((push,), payload.data_ptr(), call.epoch)
+        packed.append(payload)
     mine = (bags.world_size, bags.samples, bags.local, bags.D)
     call.view(call.rank, mine, bags.dtype)[call.rank].copy_(dy[:, bags.columns(call.rank)])
     return packed
 
 
-def _routes(part: Part, bags: Bags, slice_samples: int) -> list[tuple[int, int, Push]]:
+def _push_schedule(region: Region, bags: Bags, slice_samples: int) -> list[tuple[int, int, Push]]:
     """For each slice to each owner of tables: the owner, the first sample, and the push."""
-    routes = []
-    for step in range(1, part.world_size):
-        owner = (part.rank + step) % part.world_size
+    schedule = []
+    for step in range(1, region.world_size):
+        owner = (region.rank + step) % region.world_size
         sample_bytes = bags.tables[owner] * bags.D * bags.dtype.itemsize
-        theirs = part.view(owner, (bags.batch * sample_bytes,), torch.uint8).data_ptr()
-        theirs += part.rank * bags.samples * sample_bytes
+        theirs = region.view(owner, (bags.batch * sample_bytes,), torch.uint8).data_ptr()
+        theirs += region.rank * bags.samples * sample_bytes
         for number, first in enumerate(range(0, bags.samples, slice_samples)):
             count = min(slice_samples, bags.samples - first)
-            signal = part.pads[owner][slot(part.rank, number) :].data_ptr()  # signal [R]
+            signal = region.pads[owner][slot(region.rank, number) :].data_ptr()  # signal [G]
             push = Push(theirs + first * sample_bytes, 0, count * sample_bytes, signal)
-            routes.append((owner, first, push))
-    return routes
+            schedule.append((owner, first, push))
+    return schedule
 
 
 def _size_bytes(bags: Bags) -> int:
-    """Of a part, the same on all ranks: the result of forward, or the gradients of backward."""
+    """Of a region, the same on all ranks: the result of forward, or the gradients of backward."""
     rows = max(bags.samples * bags.all_tables, bags.batch * max(bags.tables))
     return rows * bags.D * bags.dtype.itemsize
 

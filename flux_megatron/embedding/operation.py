@@ -131,9 +131,9 @@ _embedding_all_to_all.register_autograd(_gradients, setup_context=_keep)
 def _compare(error: str, words: str, space: Workspace) -> None:
     """Return if no rank has an error and all mean the same call. Collective."""
     digest = zlib.crc32(words.encode())
-    told = torch.tensor([bool(error), digest, -digest], device=space.device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=space.group)
-    wrong, most, least = told.tolist()
+    verdict = torch.tensor([bool(error), digest, -digest], device=space.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=space.group)
+    wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
     said: list[tuple[str, str]] = [("", "")] * space.world_size

@@ -64,5 +64,5 @@ def _exchange(incoming: list[Tensor], outgoing: list[Tensor], space: Workspace) 
         received, torch.cat([one.flatten() for one in outgoing]),
         [one.numel() for one in incoming], [one.numel() for one in outgoing], group=space.group,
     )  # fmt: skip
-    for one, part in zip(incoming, received.split([one.numel() for one in incoming]), strict=True):
-        one.copy_(part.view_as(one))
+    for one, block in zip(incoming, received.split([one.numel() for one in incoming]), strict=True):
+        one.copy_(block.view_as(one))

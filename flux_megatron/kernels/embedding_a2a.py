@@ -193,8 +193,9 @@ def tile_of(D: int, bags: int, device: str) -> Tile:
 
 @lru_cache(maxsize=256)
 def _launcher(
-    sizes: tuple[int, ...], tables: tuple[int, ...], rank: int, mean: bool, tile: Tile, device
-) -> Launcher:
+    sizes: tuple[int, ...], tables: tuple[int, ...], rank: int, mean: bool, dtype: torch.dtype,
+    tile: Tile, device: torch.device,
+) -> Launcher:  # fmt: skip
     rows, samples, slice_samples, D = sizes
     world_size = len(tables)
     blocks = cdiv(samples, slice_samples) * cdiv(slice_samples, tile.block_m)
@@ -222,7 +223,8 @@ def embedding_a2a(
     samples = (offsets.numel() - 1) // weight.shape[0] // len(tables)
     rows, D = weight.shape[1:]
     y = weight.new_empty(samples, sum(tables), D)
-    run = _launcher((rows, samples, slice_samples, D), tables, rank, mean, tile, weight.device)
+    sizes = (rows, samples, slice_samples, D)
+    run = _launcher(sizes, tables, rank, mean, weight.dtype, tile, weight.device)
     run(
         (
             weight, indices, offsets, y, received, received_pointers, first_tables,

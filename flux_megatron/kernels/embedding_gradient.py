@@ -8,7 +8,7 @@ busy: entries are also summed in chunks of CHUNK where a chunk has one row only.
 chunk_sums_kernel    the sum of each chunk that lies within one row
 row_sums_kernel      of each row: entries before its first whole chunk, chunks, entries behind
 
-Both wait [R] for the gradients of every rank, which the copy engine brings. A library call, the
+Both wait [G] for the gradients of every rank, which the copy engine brings. A library call, the
 sort, runs before them meanwhile.
 """
 
@@ -38,7 +38,7 @@ def wait_gradients(
     deadline = deadline_after(timeout_ns)
     for step in range(1, WORLD_SIZE):
         source = (rank + step) % WORLD_SIZE
-        wait_rows(pad, source, 0, samples - 1, slice_samples, epoch, deadline, status)  # wait [R]
+        wait_rows(pad, source, 0, samples - 1, slice_samples, epoch, deadline, status)  # wait [G]
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -107,8 +107,8 @@ def row_sums_kernel(
 
 @lru_cache(maxsize=256)
 def _launcher(
-    kernel, blocks: int, sizes: tuple[int, ...], world_size: int, scaled: bool, chunk: int,
-    tile: Tile, device,
+    kernel, blocks: int, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], world_size: int,
+    scaled: bool, chunk: int, tile: Tile, device: torch.device,
 ) -> Launcher:  # fmt: skip
     (sms,) = launch.persistent_grid(device, cdiv(blocks, CTAS_PER_SM))
     interpreted = device.type == "cpu"
@@ -134,15 +134,15 @@ def embedding_gradient(
     chunks = keys.numel() // chunk
     sums = torch.empty(max(chunks, 1), D, dtype=torch.float32, device=dw.device)
     weights = entries if scales is None else scales
-    numbers, options = (rank, epoch, timeout_ns), (world_size, scales is not None, chunk)
+    numbers = (rank, epoch, timeout_ns)
+    dtypes = (gradients.dtype, keys.dtype)
+    options = (dtypes, world_size, scales is not None, chunk, tile, dw.device)
     if chunks:
         sizes = (bags, samples, slice_samples, D)
         blocks = 1 << (cdiv(chunks, tile.block_m) - 1).bit_length()  # few grids for any nnz
-        run = _launcher(chunk_sums_kernel, blocks, sizes, *options, tile, dw.device)
+        run = _launcher(chunk_sums_kernel, blocks, sizes, *options)
         run((gradients, keys, entries, weights, sums, pad, status), (*numbers, chunks))
     table_rows = starts.numel() - 1
     sizes = (bags, samples, slice_samples, table_rows, D)
-    run = _launcher(
-        row_sums_kernel, cdiv(table_rows, tile.block_m), sizes, *options, tile, dw.device
-    )
+    run = _launcher(row_sums_kernel, cdiv(table_rows, tile.block_m), sizes, *options)
     run((gradients, starts, entries, weights, sums, dw, pad, status), numbers)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.symm.signals import PART_COUNTERS
+from flux_megatron.symm.signals import PARTIAL_COUNTERS
 
 STEPS_MIN = 8  # of K in a part: the time that it takes to fetch or store one
 # What a part costs besides its steps: with 8 three rounds of parts would win where they took 2 to
@@ -95,7 +95,7 @@ def cuts_of_gather(own: int, world_size: int, shards: int, steps: int, processor
     """
     early = min(shards, world_size) * own
     parts = min(cdiv(processors * 19 // 20, own), steps // STEPS_MIN, PARTS_MAX)  # nearly all
-    if not early or parts < 2 or early + processors > PART_COUNTERS:
+    if not early or parts < 2 or early + processors > PARTIAL_COUNTERS:
         early, parts = 0, 1
     return _best([(early, early, parts)], own * world_size, steps, processors)
 

@@ -18,7 +18,7 @@ from flux_megatron.kernels.hopper_cuts import STEPS_MIN, Cuts, cuts_of_gather, c
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
-from flux_megatron.symm.signals import PART_COUNTERS, WORK_WORDS
+from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 COMM_TILES_MAX = 8  # of a shard: a program remembers in 64 bits what has arrived from 8 ranks
@@ -144,11 +144,11 @@ def ag_gemm(
 
 
 def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
-    """x [M, K] times w ([N, K] or [K, N]), without any communication: the yardstick of a tile."""
+    """x [M, K] times w ([N, K] or [K, N]), without any communication: the baseline of a tile."""
     words = _nothing(x.device)
     return ag_gemm(
         x, x, w, None, pad=words, status=words, part_counters=words,
-        work_counter=words[PART_COUNTERS:], rank=0, epoch=0,
+        work_counter=words[PARTIAL_COUNTERS:], rank=0, epoch=0,
         timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, cut_shards=0,
         copy_own=False,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
 
 @cache
 def _nothing(device: torch.device) -> Tensor:
-    return torch.zeros(PART_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
+    return torch.zeros(PARTIAL_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
 
 
 def processors(device: torch.device) -> int:

@@ -22,8 +22,8 @@ from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.symm.channel import Call, Part
-from flux_megatron.symm.copy_engine import Delivery, Push
+from flux_megatron.symm.channel import Call, Region
+from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -97,13 +97,13 @@ def ag_gemm(
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
-    gather = transfer.start_gather(x, workspace, comm_rows, own_rows="nobody")
+    gather = transfer.start_gather(x, workspace, comm_rows, local_copy="nobody")
     call = gather.call
     with phase("ag_gemm kernel"):
         y = hopper_gemm.ag_gemm(
             x, gather.gathered, w, bias,
             pad=call.pads[call.rank], status=call.status,
-            part_counters=call.channel.part_counters,
+            part_counters=call.channel.partial_counters,
             work_counter=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
@@ -121,11 +121,17 @@ class Route(NamedTuple):
 
     slots: Tensor
     tiles_comm: int
-    deliveries: tuple[Delivery, ...]
+    deliveries: tuple[GatedPush, ...]
 
 
 def _route(
-    part: Part, counters: int, M_shard: int, N: int, dtype: torch.dtype, comm_rows: int, tile: Tile
+    part: Region,
+    counters: int,
+    M_shard: int,
+    N: int,
+    dtype: torch.dtype,
+    comm_rows: int,
+    tile: Tile,
 ) -> Route:
     tiles = tiles_of_shard(M_shard, N, tile)
     wanted = min(COMM_TILES_MAX, cdiv(M_shard, comm_rows) if comm_rows else 1)
@@ -133,7 +139,7 @@ def _route(
     shape = (part.world_size * tiles * tile.block_m, tile.block_n)
     tile_bytes = tile.block_m * tile.block_n * dtype.itemsize
 
-    def delivery(step: int, comm_tile: int) -> Delivery:
+    def delivery(step: int, comm_tile: int) -> GatedPush:
         owner = (part.rank + 1 + step) % part.world_size
         first = comm_tile * tiles_comm
         count = min(tiles_comm, tiles - first)
@@ -144,7 +150,7 @@ def _route(
             size_bytes=count * tile_bytes,
             signal=part.pads[owner][slot(part.rank, comm_tile) :].data_ptr(),  # signal [B]
         )
-        return Delivery(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
+        return GatedPush(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
 
     made = hopper_gemm.last_made(M_shard, N, part.world_size, tiles_comm, tile)
     deliveries = tuple(delivery(*which) for which in sorted(made, key=made.__getitem__))
@@ -180,7 +186,7 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
     size_bytes = world_size * tile_rows * tile.block_n * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     counters = call.channel.tile_counters
-    route: Route = call.part.prepared(
+    route: Route = call.region.prepared(
         _route, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
     )
     parts = None
@@ -192,7 +198,7 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             x, w, parts=route.slots if parts is None else parts, slots=route.slots,
             slot_pointers=call.pointers, pad_pointers=call.pad_pointers,
             pad=call.pads[call.rank], status=call.status,
-            counters=counters, part_counters=call.channel.part_counters,
+            counters=counters, part_counters=call.channel.partial_counters,
             work_counter=call.channel.work_counter, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             tiles_comm=route.tiles_comm, layout=layout, tile=tile,
@@ -201,5 +207,5 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):
-            engine.deliver(route.deliveries, parts.data_ptr(), call.epoch)
+            engine.push_gated(route.deliveries, parts.data_ptr(), call.epoch)
     return Scatter(workspace, call, y, parts)

@@ -1,8 +1,8 @@
-"""The first wait of a process that ran out of time: written by a kernel, read by the host.
+"""The first wait of a process that ran out of time: a kernel writes it, the host reads it.
 
-One record a device, for all channels of all groups: after the first, every wait gives up soon, in
-whatever call it is, and results are not to be trusted. It lies in pinned memory, so the host reads
-it at any time, also while kernels run.
+A device has one record, for all channels of all groups. After the first late wait every other wait
+gives up soon, in whatever call it is, and results are not to be trusted. The record lies in pinned
+memory, so the host can read it while kernels run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flux_megatron.symm import signals
 
 
 class Status:
-    """`words`, int32 [STATUS_WORDS], is what waits are given."""
+    """The record of a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -28,11 +28,11 @@ class Status:
         self._late = ""
 
     def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
-        """Waits for slots of `pad` are those of `waiter`; `awaited` tells what a slot announces."""
+        """Name the waits for slots of `pad`: who waits, and what the slot of a number announces."""
         self._pads[pad.data_ptr()] = (waiter, awaited)
 
     def late(self) -> str:
-        """Who waited for what, or nothing."""
+        """Who waited for what, and how long; "" while no wait is late."""
         if self._record[signals.STATUS_TRIPPED] and not self._late:
             low, high, slot, expected, seen = (
                 self._record[word]

@@ -14,14 +14,18 @@ in turns, eager and replayed from CUDA graphs.
 | fused | ours | ours |
 
 The library is given its indices for concatenated tables, and the bag of each entry, for nothing.
+
+A fault of the device is printed by its rank with case, candidate and stage (eager, capture,
+replay). `--only-dtype`, `--candidates` and `--no-graphs` narrow it down.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import gpu_run
@@ -37,6 +41,7 @@ from flux_megatron.tuning.timing import race
 
 SECONDS = 110
 EPOCHS = 20
+NAMES = ("lookup", "library", "fused")
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,12 @@ CASES = (
     Case(16384, 256, 20), Case(8192, 64, 50, BF16), Case(16384, 128, 20, BF16),
     Case(8192, 64, 50, hot=0.1),
 )  # fmt: skip
-CHECKED = (Case(2048, 16, 20, rows=1000), Case(1022, 7, 9, BF16, rows=501, D=100),
-           Case(2048, 6, 20, rows=300, hot=0.5))  # fmt: skip
-SMALL = (Case(8, 4, 3, rows=9, D=8, hot=0.5),)
+# the second one has the sizes of the first: nothing made for fp32 may serve bf16
+CHECKED = (
+    Case(2048, 16, 20, rows=1000), Case(2048, 16, 20, BF16, rows=1000),
+    Case(1022, 7, 9, BF16, rows=501, D=100), Case(2048, 6, 20, rows=300, hot=0.5),
+)  # fmt: skip
+SMALL = (Case(8, 4, 3, rows=9, D=8, hot=0.5), Case(8, 4, 3, BF16, rows=9, D=8, hot=0.5))
 
 
 class Work:
@@ -116,8 +124,8 @@ class Work:
         dist.all_to_all_single(
             incoming, outgoing.view(-1), self.received, self.sent, group=self.group
         )
-        parts = zip(incoming.split(self.received), self.tables, strict=True)
-        return torch.cat([part.view(-1, n, case.D) for part, n in parts], 1)
+        blocks = zip(incoming.split(self.received), self.tables, strict=True)
+        return torch.cat([block.view(-1, n, case.D) for block, n in blocks], 1)
 
     def lookup_backward(self, gradients: Tensor | None = None) -> Tensor:
         case, local = self.case, len(self.weight)
@@ -130,10 +138,10 @@ class Work:
         return dw.view_as(self.weight)
 
     def library_backward(self) -> Tensor:
-        parts = [part.reshape(-1) for part in self.dy.split(self.tables, 1)]
+        outgoing = [block.reshape(-1) for block in self.dy.split(self.tables, 1)]
         incoming = self.dy.new_empty(sum(self.sent))
         dist.all_to_all_single(
-            incoming, torch.cat(parts), self.sent, self.received, group=self.group
+            incoming, torch.cat(outgoing), self.sent, self.received, group=self.group
         )
         gradients = incoming.view(self.case.batch, -1, self.case.D).transpose(0, 1)
         return self.lookup_backward(gradients.reshape(-1, self.case.D))
@@ -151,13 +159,15 @@ class Work:
         )  # fmt: skip
 
 
-def wrong(case: Case, run: gpu_run.Run, epochs: int) -> str:
-    """The first result that is not the library's, or nothing. Half of the calls are replays."""
+def wrong(case: Case, run: gpu_run.Run, epochs: int, graphs: bool) -> str:
+    """The first result that is not the library's, or nothing. With `graphs` half of the calls are
+    replays.
+    """
     work, seen = Work(case, run), []
-    calls: tuple[Callable, Callable] = (work.fused, work.fused_backward)
+    calls: tuple[Callable, ...] = (work.fused, work.fused_backward)
     for epoch in range(epochs):
-        if run.device.type == "cuda" and epoch == epochs // 2:
-            calls = captured(work.fused, run.device), captured(work.fused_backward, run.device)
+        if graphs and epoch == epochs // 2:
+            calls = tuple(captured(call, run, f"{case} {call.__name__}") for call in calls)
         work.fill()
         if run.device.type == "cuda" and epoch % run.group.size() == run.group.rank():
             torch.cuda._sleep(2_000_000)
@@ -170,60 +180,89 @@ def wrong(case: Case, run: gpu_run.Run, epochs: int) -> str:
     return ""
 
 
-def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+@contextmanager
+def stage(run: gpu_run.Run, title: str) -> Iterator[None]:
+    """Ends when the device has done it. A failure is printed here: after a fault of the device no
+    collective could report it.
+    """
+    try:
+        yield
+        if run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)
+    except Exception as error:
+        print(f"rank {run.group.rank()}: {title}: {type(error).__name__}: {error}", flush=True)
+        raise
+
+
+def captured(call: Callable[[], object], run: gpu_run.Run, title: str) -> Callable[[], object]:
     """Replays of a graph of the call, which keeps what the call made."""
     graph = torch.cuda.CUDAGraph()
-    call()
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with stage(run, f"{title}, eager"):
+        call()
+    with (
+        stage(run, f"{title}, capture"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         kept = call()
 
     def replay() -> object:
         graph.replay()
         return kept
 
+    with stage(run, f"{title}, replay"):
+        replay()
     return replay
 
 
-def candidates(work: Work, direction: str, graphs: bool) -> dict[str, Callable[[], object]]:
-    names = ("lookup", "library", "fused")
+def candidates(
+    work: Work, direction: str, names: Sequence[str], graphs: bool
+) -> dict[str, Callable[[], object]]:
     suffix = "" if direction == "forward" else "_backward"
     calls = {name: getattr(work, name + suffix) for name in names}
-    if not graphs:
-        return calls
     made = {}
     for name, call in calls.items():
+        title = f"{work.case} {direction} {name}"
+        if not graphs:
+            with stage(work.run, title):
+                call()
+            continue
 
-        def capture(name: str = name, call: Callable[[], object] = call) -> None:
-            made[f"{name} in a graph"] = captured(call, work.run.device)
+        def capture(name: str = name, call: Callable = call, title: str = title) -> None:
+            made[f"{name} in a graph"] = captured(call, work.run, title)
 
         if failure := work.run.failure(capture):
-            work.run.say(f"{work.case} {direction}: {name} cannot be captured: {failure}")
+            work.run.say(f"{title} cannot be captured: {failure}")
             made.pop(f"{name} in a graph", None)
     return calls | made
 
 
-def measure(case: Case, run: gpu_run.Run, rounds: int) -> None:
-    work = Work(case, run)
-    work.fill()
+def measure(
+    case: Case, run: gpu_run.Run, rounds: int, names: Sequence[str], graphs: bool
+) -> None:  # fmt: skip
+    with stage(run, f"{case} operands"):
+        work = Work(case, run)
+        work.fill()
+    about = replace(run.about, dtype=str(case.dtype).removeprefix("torch."))
+    rows = replace(run, about=about)  # what it says of the run comes last in a row
     for direction in ("forward", "backward"):
-        calls = candidates(work, direction, graphs=run.device.type == "cuda")
+        calls = candidates(work, direction, names, graphs)
         found = race(calls, group=run.group, device=run.device, rounds=rounds, warmup=2)
+        baselines = [name for name in found.times_us if name.startswith("library")]
         texts = []
         for name in found.times_us:
-            times_us = found.times_us[name]
-            best = "library in a graph" if "library in a graph" in found.times_us else "library"
-            speedup = found.median_us(best) / found.median_us(name)
-            texts.append(f"{name} {found.median_us(name):.0f} us ({speedup:.2f}x)")
-            run.row(
+            median_us, speedup = found.median_us(name), None
+            if baselines:  # the last one: in a graph, if there are any
+                speedup = round(found.median_us(baselines[-1]) / median_us, 3)
+            texts.append(f"{name} {median_us:.0f} us ({speedup}x)")
+            rows.row(
                 "embedding_a2a", direction=direction, candidate=name,
-                **{**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")},
-                median_us=round(found.median_us(name), 1), times_us=[round(t, 1) for t in times_us],
-                speedup_over_library=round(speedup, 3),
+                **asdict(case), median_us=round(median_us, 1),
+                times_us=[round(t, 1) for t in found.times_us[name]],
+                speedup_over_library=speedup,
             )  # fmt: skip
         run.say(f"{case} {direction}: " + ", ".join(texts))
-        for name, said in found.failures.items():
-            run.say(f"{case} {direction} {name}: {said}")
+        for name, failure in found.failures.items():
+            run.say(f"{case} {direction} {name}: {failure}")
 
 
 def main(arguments: list[str]) -> None:
@@ -232,22 +271,30 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only-dtype", choices=("float32", "bfloat16"), default="")
+    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--no-graphs", action="store_true")
     options = parser.parse_args(arguments)
     if (options.device == "cuda") != torch.cuda.is_available():
         parser.error(f"--device {options.device} given, this machine has other ones")
     run = gpu_run.start(options.out, options.commit, SECONDS, torch.float32)
     small = options.device == "cpu"
-    for case in SMALL if small else CHECKED:
-        if complaint := wrong(case, run, 3 if small else EPOCHS):
-            print(f"rank {run.group.rank()}: {complaint}", flush=True)
-        if run.slowest(torch.tensor(float(bool(complaint)))):
+    graphs = not (small or options.no_graphs)
+
+    def wanted(cases: Sequence[Case]) -> list[Case]:
+        return [case for case in cases if str(case.dtype).endswith(options.only_dtype)]
+
+    for case in wanted(SMALL if small else CHECKED):
+        if error := wrong(case, run, 3 if small else EPOCHS, graphs):
+            print(f"rank {run.group.rank()}: {error}", flush=True)
+        if run.slowest(torch.tensor(float(bool(error)))):
             gpu_run.finish(run, 1)
         run.say(f"{case}: exact")
-    for case in SMALL if small else CASES:
+    for case in wanted(SMALL if small else CASES):
         if not run.time_left():
             run.say(f"no time left for {case}")
             continue
-        measure(case, run, options.rounds)
+        measure(case, run, options.rounds, options.candidates, graphs)
         release()  # symmetric memory of the next size
         if not small:
             torch.cuda.empty_cache()

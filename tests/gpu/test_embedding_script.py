@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import embedding_a2a as script
@@ -22,17 +23,17 @@ def _run(out: Path | None = None) -> gpu_run.Run:
 
 
 def measured(rank: int, out: Path) -> str:
-    (case,) = script.SMALL
-    script.measure(case, _run(out), rounds=2)
-    return script.wrong(case, _run(), 2)
+    for case in script.SMALL:
+        script.measure(case, _run(out), 2, script.NAMES, graphs=False)
+    return "".join(script.wrong(case, _run(), 2, graphs=False) for case in script.SMALL)
 
 
 def test_rows_of_all_candidates(tmp_path):
     out = tmp_path / "rows.jsonl"
     assert run_ranks(measured, 2, out) == ["", ""]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    seen = {(row["direction"], row["candidate"]) for row in rows}
-    assert seen == {(d, c) for d in ("forward", "backward") for c in ("lookup", "library", "fused")}
+    seen = [(row["dtype"], row["direction"], row["candidate"]) for row in rows]
+    assert seen == [*product(("float32", "bfloat16"), ("forward", "backward"), script.NAMES)]
 
 
 def broken(rank: int) -> str:
@@ -42,9 +43,9 @@ def broken(rank: int) -> str:
         return pooled(*given) / 2
 
     operation.fused_bags.forward = halved
-    return script.wrong(script.SMALL[0], _run(), 1)
+    return script.wrong(script.SMALL[0], _run(), 1, graphs=False)
 
 
-def test_a_wrong_result_is_told():
+def test_a_wrong_result_is_reported():
     for said in run_ranks(broken, 2):
         assert "elements are wrong" in said

@@ -35,11 +35,11 @@ _TYPES = {
 _PAYLOAD = ("weight", "y", "received", "gradients", "dw")
 
 
-def _launchers(D: int, mean: bool) -> Iterator[tuple[str, Launcher]]:
+def _launchers(D: int, mean: bool, dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
     tile = embedding_a2a.tile_of(D, SAMPLES, "cuda")
     sizes = (ROWS, SAMPLES, SLICE, D)
-    yield "forward", embedding_a2a._launcher(sizes, TABLES, 0, mean, tile, _CUDA)
-    make = partial(embedding_gradient._launcher, world_size=2, scaled=mean,
+    yield "forward", embedding_a2a._launcher(sizes, TABLES, 0, mean, dtype, tile, _CUDA)
+    make = partial(embedding_gradient._launcher, dtypes=(dtype,), world_size=2, scaled=mean,
                    chunk=embedding_gradient.CHUNK, tile=tile, device=_CUDA)  # fmt: skip
     bags = SAMPLES * 64
     gradient = embedding_gradient
@@ -73,7 +73,7 @@ def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype) -> dict:
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     for D, mean, dtype in ((128, False, torch.float32), (128, False, torch.bfloat16),
                            (100, True, torch.float32)):  # fmt: skip
-        for name, launcher in _launchers(D, mean):
+        for name, launcher in _launchers(D, mean, dtype):
             title = f"{name} {str(dtype).removeprefix('torch.')} D={D}"
             for architecture in (80, 90) if D == 128 else (90,):
                 yield f"sm_{architecture} {title}", partial(compiled, launcher, architecture, dtype)

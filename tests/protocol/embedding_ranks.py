@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from protocol_cases import WrongResult
 from torch import Tensor
-from virtual_product import Machine, Product
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron import reference
@@ -28,7 +28,7 @@ class BagsCase:
     block: int = 2  # bags of a tile
     calls: int = 3
     captured: bool = False  # two calls of three are replays of a graph
-    programs: int = 3
+    ctas: int = 3
 
     def __str__(self) -> str:
         return (
@@ -57,7 +57,7 @@ class Operands:
         all_tables = sum(case.tables)
         self.dy = [[integers(case.samples, all_tables, D) for _ in case.tables] for _ in calls]
 
-    def truth(self, call: int) -> dict[str, list[Tensor]]:
+    def expected(self, call: int) -> dict[str, list[Tensor]]:
         weights = [w.clone().requires_grad_() for w in self.weight[call]]
         y = reference.embedding_all_to_all(weights, self.indices, self.offsets)
         torch.autograd.backward(y, self.dy[call])
@@ -68,12 +68,12 @@ class Operands:
 
 
 class Host:
-    """One rank's program. `results` maps (step, call) to a tensor."""
+    """One rank's host program. `results` maps (step, call) to a tensor."""
 
     def __init__(self, case: BagsCase, operands: Operands, machine: Machine, rank: int) -> None:
         self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
         self.results: dict[tuple[str, int], Tensor] = {}
-        self.bags = machine.product.bags.Bags(
+        self.bags = machine.package.bags.Bags(
             case.tables, rank, ROWS, D, case.samples * len(case.tables), "sum", torch.float32
         )
         self.weight = torch.empty_like(operands.weight[0][rank])
@@ -96,7 +96,7 @@ class Host:
                 self.results[what, call] = torch.empty_like(result).copy_(result)
 
     def _step(self) -> dict[str, Tensor]:
-        fused, space = self.machine.product.fused_bags, self.machine.workspaces[self.rank]
+        fused, space = self.machine.package.fused_bags, self.machine.workspaces[self.rank]
         bags = self.operands.indices[self.rank], self.operands.offsets[self.rank], self.bags
         slices, results = self.case.slice_samples, {}
         if "forward" in self.case.steps:
@@ -107,20 +107,20 @@ class Host:
         return results
 
 
-def run(case: BagsCase, product: Product, schedule: Schedule) -> Scheduler:
-    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the truth."""
+def run(case: BagsCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
+    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
     operands = Operands(case)
-    channels = (product.fused_bags.CHANNEL,)
-    machine = Machine(product, len(case.tables), case.programs, channels)
+    channels = (package.fused_bags.CHANNEL,)
+    machine = Machine(package, len(case.tables), case.ctas, channels)
     hosts = [Host(case, operands, machine, rank) for rank in range(len(case.tables))]
-    tile = product.problem.Tile(case.block, 4, num_warps=4)
-    with mock.patch.object(product.fused_bags.pooling, "tile_of", return_value=tile):
+    tile = package.problem.Tile(case.block, 4, num_warps=4)
+    with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
         scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
     for call in range(case.calls):
-        truth = operands.truth(call)
+        expected = operands.expected(call)
         for host in hosts:
             for step in case.steps:
-                wrong = int((host.results[step, call] != truth[step][host.rank]).sum())
+                wrong = int((host.results[step, call] != expected[step][host.rank]).sum())
                 if wrong:
                     where = f"{step} of call {call} on rank {host.rank}"
                     raise WrongResult(f"{where}: {wrong} elements are wrong")

@@ -13,7 +13,7 @@ from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import Mutant, hunks
 from protocol_cases import WrongResult
-from virtual_product import Product, mutated
+from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -24,7 +24,7 @@ CASES = {
     "both": BagsCase(),
     "three ranks": BagsCase(tables=(1, 2, 1), samples=2, slice_samples=1),
     "captured": BagsCase(samples=3, calls=5, captured=True),
-    "one slice": BagsCase(("forward",), samples=4, slice_samples=4, block=4, programs=1),
+    "one slice": BagsCase(("forward",), samples=4, slice_samples=4, block=4, ctas=1),
 }
 EMBEDDING_MUTANTS = [
     Mutant(title, CASES[case], mutation)
@@ -34,14 +34,14 @@ EMBEDDING_MUTANTS = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_exact(case):
-    product = Product("flux_megatron")
+    package = PackageCopy("flux_megatron")
     for schedule in STANDARD if case in ("forward", "backward") else STANDARD[::3]:
-        run(CASES[case], product, schedule)
+        run(CASES[case], package, schedule)
 
 
-def is_caught(mutant: Mutant, product: Product, schedule: Schedule) -> bool:
+def is_caught(mutant: Mutant, package: PackageCopy, schedule: Schedule) -> bool:
     try:
-        run(mutant.case, product, schedule)
+        run(mutant.case, package, schedule)
     except (Deadlock, OutOfBounds, WrongResult):
         return True
     return False
@@ -49,5 +49,5 @@ def is_caught(mutant: Mutant, product: Product, schedule: Schedule) -> bool:
 
 @pytest.mark.parametrize("mutant", EMBEDDING_MUTANTS, ids=str)
 def test_mutant_is_caught(mutant, tmp_path):
-    with mutated(mutant.mutation, tmp_path) as product:
-        assert any(is_caught(mutant, product, schedule) for schedule in STANDARD), mutant.name
+    with mutated(mutant.mutation, tmp_path) as package:
+        assert any(is_caught(mutant, package, schedule) for schedule in STANDARD), mutant.name

@@ -22,7 +22,7 @@ from flux_megatron.kernels import (
 )
 from flux_megatron.kernels.hopper_cuts import Cuts, cuts_of_gather, cuts_of_scatter
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.symm.signals import PART_COUNTERS
+from flux_megatron.symm.signals import PARTIAL_COUNTERS
 
 PROGRAMS = 132
 SHAPES = [  # tiles of a shard: rows, columns
@@ -149,7 +149,7 @@ def test_every_part_that_is_left_has_a_place_of_its_own():
         assert all(0 <= place < cuts.partials for place in places)
         counters = {(tile, cut) for tile, *_, parts, cut in items if parts > 1}
         assert len({tile for tile, _ in counters}) == len({cut for _, cut in counters})
-        assert all(cut < PART_COUNTERS for _, cut in counters)
+        assert all(cut < PARTIAL_COUNTERS for _, cut in counters)
 
 
 def _waits_for_later_ones(items: list[tuple[int, ...]]) -> list[int]:

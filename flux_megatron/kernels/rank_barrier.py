@@ -1,8 +1,8 @@
-"""How a captured call begins: no rank goes on before all have come.
+"""The rank barrier at the beginning of a captured call: no rank goes on before all have entered.
 
-A replay repeats the number of its call, so the signals of the replay before it would be taken for
-its own. Therefore each rank resets its slots first, and its entry tells the others that they may
-raise them again. One program, which signals before it waits.
+A replay repeats the number of its call, so signals of the replay before it would look like its own.
+Therefore each rank resets its slots first. Its entry then permits the others to raise them again.
+One CTA signals, then waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flux_megatron.problem import Tile
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def meet_ranks_kernel(
+def rank_barrier_kernel(
     pad, pad_pointers, entries, status, rank, timeout_ns: tl.int64,
     WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,11 +49,11 @@ def _launcher(world_size: int, device: torch.device) -> Launcher:
     slots = world_size * MAX_COMM_TILES.value
     one_warp = Tile(num_warps=1, num_stages=1)
     return Launcher(
-        meet_ranks_kernel, (1,), one_warp, WORLD_SIZE=world_size, BLOCK=next_power_of_2(slots)
+        rank_barrier_kernel, (1,), one_warp, WORLD_SIZE=world_size, BLOCK=next_power_of_2(slots)
     )
 
 
-def meet_ranks(
+def rank_barrier(
     *, pad: Tensor, pad_pointers: Tensor, entries: Tensor, status: Tensor,
     rank: int, world_size: int, timeout_ns: int,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""TransformerEngine's userbuffers, what Megatron's --tp-comm-overlap switches on.
+"""TransformerEngine's userbuffers, which Megatron's --tp-comm-overlap enables.
 
 The calls are those that te.Linear makes in bf16, without its bookkeeping on the host.
 """
@@ -18,15 +18,15 @@ from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.forward import Forward
 
-# Buffers by the name of the GEMM. proj_fprop, a pipeline by default, is made a ring here, so that
-# one initialisation has both kinds of reduce-scatter.
+# Buffers by the name of the GEMM. proj_fprop, by default a pipeline, is a ring here, so one
+# initialisation has both kinds of reduce-scatter.
 AG_RING, RS_RING, RS_PIPELINE = "fc1_fprop", "proj_fprop", "fc2_fprop"
 BULK_AG, BULK_RS = "fc1_dgrad", "fc1_wgrad"
 DGRAD_AG_RING = "fc2_dgrad"
 
 
 class TransformerEngine:
-    """Its buffers have one shape: they are made anew whenever M or the hidden size changes."""
+    """Its buffers have one shape: a change of M or of the hidden size makes new ones."""
 
     name = "te"
 
@@ -102,7 +102,7 @@ def _kinds() -> Any:
 
 
 def _fill(buffer: Any, shard: Tensor, group: Any) -> Tensor:
-    """The gathered rows of `shard`, which the next GEMM on this buffer will have gathered."""
+    """The rows of `shard` in the buffer, which the next GEMM on this buffer gathers."""
     gathered, _ = _base().fill_userbuffers_buffer_for_all_gather(buffer, shard, None, group)
     return gathered
 
@@ -134,7 +134,7 @@ def _gemm_rs(e: Forward, name: str) -> Call:
 
 
 def _wgrad(e: Backward, dy: Tensor, x: Tensor, **options: Any) -> None:
-    """main_grad += dy^T x, maybe beside an unrelated communication."""
+    """main_grad += dy^T x, with another communication beside it if given."""
     _gemm()(
         x, dy, layout="NT", out=e.main_grad, out_dtype=e.main_grad.dtype, accumulate=True,
         grad=True, **options,
@@ -142,7 +142,7 @@ def _wgrad(e: Backward, dy: Tensor, x: Tensor, **options: Any) -> None:
 
 
 def _column_backward(e: Backward) -> Call:
-    """x gathered under dgrad, dx scattered under wgrad, both by userbuffers ("bulk")."""
+    """Gather x beside dgrad, scatter dx beside wgrad, both by userbuffers ("bulk")."""
     gemm, kinds, base = _gemm(), _kinds(), _base()
     x, w = e.x.detach(), e.w.detach()
 
@@ -160,7 +160,7 @@ def _column_backward(e: Backward) -> Call:
 
 
 def _row_backward(e: Backward) -> Call:
-    """dy gathered under dgrad; wgrad reads it from the buffer."""
+    """Gather dy beside dgrad; wgrad reads it from the buffer."""
     gemm, kinds, base = _gemm(), _kinds(), _base()
     x, w = e.x.detach(), e.w.detach()
 

@@ -1,20 +1,26 @@
-"""Iterations from what Megatron-LM prints, in the releases core_v0.14.0 to core_v0.19.0.
+"""Iterations from the logs of both programs, Megatron-LM and `flux-megatron train`.
 
-Its last rank prints one line every --log-interval iterations (`training_log`):
+Megatron-LM, core_v0.14.0 to core_v0.19.0: its last rank prints one line every --log-interval
+iterations (`training_log`):
 
      [2026-11-21 18:00:00.123456] iteration        2/      50 | consumed samples:  ... | elapsed ...
 
 Two things differ between releases. To 0.15 the time has no fraction of a second, and a line is the
 mean since the line before it. From 0.16 on the time has one; a process also prints its very first
 iteration, and the line after that is a mean over this first one too, its loss like its time.
+
+`flux-megatron train`: metrics.jsonl, a row for each step. A resumed training drops the rows that it
+does again, so repeated steps are not seen here; each row has the first step of its process.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from flux_megatron.results.iterations import Iteration, ResultsError, Series, join, split
@@ -42,7 +48,7 @@ class Line:
     nan: int
 
 
-def read(folder: Path, global_batch: int) -> Series:
+def of_megatron(folder: Path, global_batch: int) -> Series:
     """The series of all logs below `folder`, of all ranks and attempts; each line counts once.
 
     `ResultsError` for a line that is not Megatron's, or is of another `global_batch`. Where there
@@ -113,3 +119,30 @@ def _iterations(lines: Sequence[Line]) -> list[Iteration]:
         found.append(Iteration(line.number, since, line.seconds, line.loss, skipped, nan))
         since = line.number + 1
     return found
+
+
+def of_train(folder: Path) -> Series:
+    """`ResultsError` for a row that is none; an empty series where there are no rows."""
+    found, torn = _rows(folder / "metrics.jsonl")
+    attempts = groupby(found, key=lambda row: row[0])
+    return join([[iteration for _, iteration in attempt] for _, attempt in attempts], torn)
+
+
+def _rows(file: Path) -> tuple[list[tuple[int, Iteration]], int]:
+    """The rows of a file, each with its process's first step, and whether the last line is torn."""
+    if not file.exists():
+        return [], 0
+    found: list[tuple[int, Iteration]] = []
+    lines = file.read_text().splitlines(keepends=True)
+    for at, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            return found, 1
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+            iteration = Iteration(step, step, float(row["seconds"]), row["loss"])
+            found.append((int(row.get("first_step", 1)), iteration))
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"not a row of step, loss and seconds ({error!r}): {line.strip()[:200]!r}"
+            raise ResultsError(f"{file}:{at}: {what}") from None
+    return found, 0

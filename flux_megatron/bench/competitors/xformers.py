@@ -10,11 +10,12 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.targets import PEERS
+from flux_megatron.bench.targets import COMPETITORS
 
 
 class Xformers:
-    """Its backward forms the weight's gradient in the operands' dtype and adds it nowhere.
+    """Its backward forms the weight's gradient in the dtype of the operands and does not accumulate
+    it.
 
     That is less work than the other candidates do; it is left so.
     """
@@ -22,7 +23,7 @@ class Xformers:
     name = "xformers"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in PEERS[pattern] else ()
+        return (self.name,) if self.name in COMPETITORS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if util.find_spec("xformers") is None:

@@ -9,18 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.bench.backward import Backward
-from flux_megatron.bench.candidates import Call, add_product
+from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.targets import PEERS
+from flux_megatron.bench.targets import COMPETITORS
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 
 class AsyncTp:
-    """Its operators have no backward: this is theirs joined as its users join them."""
+    """Its operators have no backward: this joins forward and backward as its users do."""
 
     name = "async_tp"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in PEERS[pattern] else ()
+        return (self.name,) if self.name in COMPETITORS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -62,7 +63,7 @@ def _column_backward(e: Backward) -> Call:
         gather = dist.all_gather_into_tensor(e.gathered, x, group=e.group, async_op=True)
         dx = fused(e.dy, w, "sum", 0, name)
         gather.wait()
-        add_product(e.main_grad, e.dy, e.gathered)
+        accumulate_wgrad_by_torch(e.main_grad, e.dy, e.gathered)
         return dx, e.main_grad
 
     return call
@@ -74,7 +75,7 @@ def _row_backward(e: Backward) -> Call:
 
     def call() -> tuple[Tensor, Tensor]:
         gathered, (dx,) = fused(e.dy, [w], 0, name, return_A=True)
-        add_product(e.main_grad, gathered, x)
+        accumulate_wgrad_by_torch(e.main_grad, gathered, x)
         return dx, e.main_grad
 
     return call

@@ -1,4 +1,4 @@
-"""What is wrong with an experiment: which file, which key, which rule."""
+"""What is wrong with an experiment or a launch."""
 
 from __future__ import annotations
 
@@ -29,3 +29,7 @@ class ExperimentError(ValueError):
         super().__init__("\n".join(map(str, self.errors)))
         first = self.errors[0]
         self.file, self.key, self.rule = first.file, first.key, first.rule
+
+
+class LaunchError(ValueError):
+    """Why an experiment cannot be launched so, or here."""

@@ -1,9 +1,9 @@
-"""The product's own channels, transfers, strategies and kernels, on virtual ranks in one process.
+"""The channels, transfers, strategies and kernels of the package, on virtual ranks in one process.
 
-`Product` is the package as it is, `mutated` a copy with one change. `Machine` replaces what needs
-processes and devices: the allocation of symmetric memory, the barrier, the agreement, the copy
-engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is read
-before it has arrived shows in the result.
+`PackageCopy` is the package as it is, `mutated` a copy with one change. `Machine` replaces what
+needs processes and devices: the allocation of symmetric memory, the barrier, the agreement, the
+copy engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is
+read before it has arrived shows in the result.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ SOURCE = Path(flux_megatron.__file__).parent
 _COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.signals", "symm.workspace",
-    "kernels.launch", "kernels.primitives",
+    "symm.signals", "symm.word_channel", "symm.workspace",
+    "kernels.launch", "kernels.primitives", "kernels.word_primitives",
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
+    "overlap.low_latency",
 )  # fmt: skip
 
 
@@ -60,8 +61,8 @@ class Mutation:
         return source
 
 
-class Product:
-    """The modules of one copy of the package, by their last name, as in `product.transfer`."""
+class PackageCopy:
+    """The modules of one copy of the package, by their last name, as in `package.transfer`."""
 
     def __init__(self, package: str) -> None:
         importlib.import_module("flux_megatron.kernels")
@@ -71,9 +72,9 @@ class Product:
 
 
 @contextmanager
-def mutated(mutation: Mutation, folder: Path) -> Iterator[Product]:
+def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
     """A copy of the package with one change, in `folder`, because the interpreter reads sources."""
-    package = "mutated_product"
+    package = "mutated_package"
     for path in [path for pattern in _COPIED for path in SOURCE.glob(pattern)]:
         relative = path.relative_to(SOURCE)
         source = path.read_text()
@@ -87,14 +88,14 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[Product]:
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         importlib.invalidate_caches()
         try:
-            yield Product(package)
+            yield PackageCopy(package)
         finally:
             for name in [n for n in sys.modules if n.split(".")[0] == package]:
                 del sys.modules[name]
 
 
 class _Group:
-    """What a process group tells the product."""
+    """The part of a process group that the package uses."""
 
     group_name = "virtual"
 
@@ -109,7 +110,7 @@ class _Group:
 
 
 class _Agreement:
-    """All virtual ranks run one program, so they agree."""
+    """All virtual ranks make the same calls, so they agree."""
 
     broken = ""
 
@@ -122,11 +123,11 @@ class _Agreement:
         return ""
 
 
-def _copy_stream(product: Product, machine: Machine):
-    """The product's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
-    engine = product.cpu_backend.CpuCopyEngine()
+def _copy_stream(package: PackageCopy, machine: Machine):
+    """The package's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
+    engine = package.cpu_backend.CpuCopyEngine()
 
-    class CopyStream(product.copy_engine.CopyEngine):
+    class CopyStream(package.copy_engine.CopyEngine):
         def current(self) -> int:
             return STREAMS.index(machine.scheduler.current_stream)
 
@@ -169,14 +170,14 @@ def _copy_stream(product: Product, machine: Machine):
 
 
 class Machine:
-    """`world_size` virtual ranks with a workspace each; `run` schedules one host program a rank."""
+    """`world_size` virtual ranks with a workspace each; `run` schedules one host a rank."""
 
     def __init__(
-        self, product: Product, world_size: int, programs: int,
+        self, package: PackageCopy, world_size: int, ctas: int,
         channels: Sequence[str] = ("gather", "scatter"),
     ) -> None:  # fmt: skip
-        self.product, self.world_size = product, world_size
-        self._programs = programs  # of a persistent kernel
+        self.package, self.world_size = package, world_size
+        self._ctas = ctas  # at most, of a persistent kernel
         self._groups = [_Group(rank, world_size) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
@@ -186,10 +187,10 @@ class Machine:
         self.workspaces: list = []
         with self._replacing():
             for group in self._groups:
-                space = product.workspace.Workspace(group, torch.device("cpu"))
-                space.engine = _copy_stream(product, self)
+                space = package.workspace.Workspace(group, torch.device("cpu"))
+                space.engine = _copy_stream(package, self)
                 for name in channels:
-                    space.channels[name] = product.channel.Channel(
+                    space.channels[name] = package.channel.Channel(
                         group, space.device, space._status
                     )
                 self.workspaces.append(space)
@@ -207,7 +208,7 @@ class Machine:
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
-        p = self.product
+        p = self.package
         workspace = {
             "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
@@ -220,6 +221,7 @@ class Machine:
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             # so that small problems have tiles to cut
             mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
             p.hopper_kernels.launched_on(self._gluon()),
@@ -227,9 +229,9 @@ class Machine:
             yield
 
     def _gluon(self) -> Gluon:
-        signals = self.product.signals
-        told = partial(signals.told, world_size=self.world_size)
-        return Gluon(self.scheduler, self._regions, (told, signals.reached))
+        signals = self.package.signals
+        describe_slot = partial(signals.describe_slot, world_size=self.world_size)
+        return Gluon(self.scheduler, self._regions, (describe_slot, signals.reached))
 
     def _allocate(self, size_bytes: int, group: _Group, device: torch.device):
         rank = group.rank()
@@ -247,7 +249,7 @@ class Machine:
         shards = self._allocated[number]
         assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
         pointers = torch.tensor([shard.data_ptr() for shard in shards])
-        return self.product.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
+        return self.package.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
 
     def _barrier(self, rank: int) -> None:
         if self.scheduler is None:  # while the workspaces are made, one rank after another
@@ -260,14 +262,25 @@ class Machine:
         )
 
     def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
-        return (min(self._programs, tiles),)
+        return (min(self._ctas, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
         checker = self.scheduler.running.checker
         checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
         cell = ctypes.c_int32.from_address(address)
-        awaited = self.product.signals.told(slot, self.world_size)
+        awaited = self.package.signals.describe_slot(slot, self.world_size)
         self.scheduler.wait(
-            lambda: self.product.signals.reached(cell.value, epoch),
+            lambda: self.package.signals.reached(cell.value, epoch),
             f"{awaited}, epoch {epoch} (slot holds {cell.value})",
+        )
+
+    def _host_wait_words(
+        self, addresses: list[int], source: int, epoch: int, deadline: int
+    ) -> None:
+        checker = self.scheduler.running.checker
+        checker.check_addresses("wait", np.array(addresses, dtype=np.uint64), 8)
+        missing = self.package.word_primitives.missing_word
+        self.scheduler.wait(
+            lambda: missing(addresses, epoch) is None,
+            f"words of rank {source}, epoch {epoch} (a word has {missing(addresses, epoch)})",
         )
