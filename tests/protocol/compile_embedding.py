@@ -71,12 +71,14 @@ def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype) -> dict:
 
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
-    for D, mean, dtype in ((128, False, torch.float32), (128, False, torch.bfloat16),
-                           (100, True, torch.float32)):  # fmt: skip
+    """Each dtype, GPU, mode and kind of D once, not all of their combinations."""
+    for architecture, D, mean, dtype in (
+        (90, 128, False, torch.float32), (80, 128, False, torch.bfloat16),
+        (90, 100, True, torch.bfloat16),
+    ):  # fmt: skip
         for name, launcher in _launchers(D, mean, dtype):
-            title = f"{name} {str(dtype).removeprefix('torch.')} D={D}"
-            for architecture in (80, 90) if D == 128 else (90,):
-                yield f"sm_{architecture} {title}", partial(compiled, launcher, architecture, dtype)
+            title = f"sm_{architecture} {name} {SHORT[dtype]} D={D}"
+            yield title, partial(compiled, launcher, architecture, dtype)
 
 
 if __name__ == "__main__":
