@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors, settings
 from flux_megatron.embedding import fused_bags, sequential_bags
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
-from flux_megatron.kernels.embedding_a2a import supports
+from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm.workspace import Workspace, capturing, workspace
@@ -150,7 +150,8 @@ def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> Modul
     wanted = settings.get().strategy if strategy == "auto" else strategy
     reason = None
     if wanted in ("auto", "fused"):
-        reason = space.unavailable or supports(bags.dtype, space.device)
+        dtype = str(bags.dtype).removeprefix("torch.")
+        reason = space.unavailable or launch.supports_tensors(dtype, space.device.type)
     elif wanted != "sequential":
         reason = f"{wanted} is not built for {NAME}"
     plain = reason is not None or wanted == "sequential" or space.world_size == 1

@@ -41,18 +41,6 @@ CTAS_PER_SM = 3  # loads of many bags in flight hide the latency of each
 ROWS_AT_ONCE = 2  # of one bag, in flight together
 
 
-def supports(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels cannot run in this process, or None."""
-    if (name := str(dtype).removeprefix("torch.")) not in launch.DTYPES:
-        return f"dtype {name} is none of {', '.join(launch.DTYPES)}"
-    interpreted = triton.knobs.runtime.interpret
-    if device.type == "cpu" and not interpreted:
-        return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
-    if device.type != "cpu" and interpreted:
-        return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
-    return None
-
-
 @triton.jit
 def add_rows(
     acc, values, indices, scales, begins, ends, rows, cols, D,

@@ -253,7 +253,7 @@ def measure(
             median_us, speedup = found.median_us(name), None
             if baselines:  # the last one: in a graph, if there are any
                 speedup = round(found.median_us(baselines[-1]) / median_us, 3)
-            texts.append(f"{name} {median_us:.0f} us ({speedup}x)")
+            texts.append(f"{name} {median_us:.0f} us" + f" ({speedup}x)" * bool(baselines))
             rows.row(
                 "embedding_a2a", direction=direction, candidate=name,
                 **asdict(case), median_us=round(median_us, 1),
