@@ -110,9 +110,9 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard. `transport`
-    names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `cut_shards`
-    says of how many shards it cuts tiles along K: in AG of the first, in RS of the last but own.
-    `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
+    names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
+    says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
+    ones. `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
     """
 
     strategy: str
@@ -120,16 +120,16 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
-    cut_shards: int = 0
+    split_k_shards: int = 0
     two_phase: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if min(self.comm_rows, self.splits, self.cut_shards) < 0:
+        if min(self.comm_rows, self.splits, self.split_k_shards) < 0:
             raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits}, cut_shards {self.cut_shards} "
-                "given, 0 or more expected"
+                f"comm_rows {self.comm_rows}, splits {self.splits}, "
+                f"split_k_shards {self.split_k_shards} given, 0 or more expected"
             )
 
     def dumps(self) -> str:

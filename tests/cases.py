@@ -46,8 +46,8 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
     narrow = Tile(128, 128, 64, group_m=16, num_stages=5, tma=True)
     wide = Tile(128, 256, 64, group_m=8, num_stages=3, tma=True)
     plans = [
-        Plan("hopper", rows, tile, transport=transport, cut_shards=cut_shards)
-        for rows, tile, transport, cut_shards in (
+        Plan("hopper", rows, tile, transport=transport, split_k_shards=split_k_shards)
+        for rows, tile, transport, split_k_shards in (
             (0, wide, "copy_engine", 0), (64, narrow, "copy_engine", 1),
             (40, wide, "sm", 0), (0, narrow, "sm", 1), (24, wide, "copy_engine", world_size),
         )

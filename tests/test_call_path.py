@@ -47,11 +47,15 @@ KERNELS = {
     ("fused", "gemm_rs"): {"gemm_rs", "reduce_received"},
 }
 if ON_HOPPER:
-    KERNELS |= {("hopper", pattern): {"hopper_gemm"} for pattern in ("ag_gemm", "gemm_rs")}
-# These hand no operand on: how any kernel is launched, what divides, counts, names and records.
+    KERNELS |= {("hopper", pattern): {f"hopper_{pattern}"} for pattern in ("ag_gemm", "gemm_rs")}
+# These hand no operand on: how any kernel is launched, what describes, divides, counts, names and
+# records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
-BESIDE = {"kernels/launch", "kernels/sizes", "overlap/phase", "overlap/report", "overlap/wait_log"}
+BESIDE = {
+    "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
+    "overlap/phase", "overlap/report", "overlap/wait_log",
+}  # fmt: skip
 
 
 def chain_of(frame: FrameType | None) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ PLANS = {
 }
 HOPPER = {
     "hopper": Plan("hopper", comm_rows=64, tile=TILE),
-    "hopper, split-K": Plan("hopper", tile=TILE, cut_shards=1),
+    "hopper, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
     "hopper by SM": Plan("hopper", comm_rows=40, tile=TILE, transport="sm"),
 }
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from flux_megatron import errors, ops
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.copy_engine import CopyEngine

@@ -90,14 +90,14 @@ class Forward:
     def _local_kernel(self) -> tuple[Call | None, str]:
         """Our GEMM without communication, or the reason why it cannot run."""
         try:
-            from flux_megatron.kernels import hopper_gemm
+            from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm
         except ImportError as error:
             return None, str(error)
         x, w, layout = self.gathered, self.w, self.case.layout
         alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
-        return lambda: (hopper_gemm.gemm(x, w, layout),), ""
+        return lambda: (hopper_ag_gemm.gemm(x, w, layout),), ""
 
     def _ours(self) -> Iterator[Candidate]:
         pattern = Pattern(self.case.pattern)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     begin_draw,
@@ -33,6 +32,7 @@ from flux_megatron.kernels.primitives import (
     wait_rows,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.embedding_a2a import CTAS_PER_SM, ROWS_AT_ONCE, add_rows
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 CHUNK = 256  # entries

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     begin_draw,
@@ -31,6 +30,7 @@ from flux_megatron.kernels.primitives import (
     signal_release_sys,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 
 

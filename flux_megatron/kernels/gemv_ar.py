@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -32,6 +31,7 @@ from flux_megatron.kernels.primitives import (
     settle,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.word_primitives import (
     fence_sys,
     pack_words,

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher, persistent_grid
+from flux_megatron.kernels.launch import persistent_grid
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

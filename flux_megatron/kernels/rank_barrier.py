@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     count_relaxed_gpu,
@@ -23,6 +22,7 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 

@@ -113,7 +113,7 @@ def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
 
 def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool) -> Kind:
     gathers = common["piece"] in ("ag_gemm", "row backward")
-    least = hopper.hopper_gemm.STEPS_MIN * (world_size - 1) * hopper.TILE.block_k
+    least = hopper.hopper_gemm.K_TILES_MIN * (world_size - 1) * hopper.TILE.block_k
     most = 1 if small else draw.choice([1, 1, 1, 3])
     kind = Kind(
         **common,

@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from flux_megatron.kernels import embedding_a2a, embedding_gradient, launch
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 SAMPLES, SLICE, ROWS, TABLES = 4096, 512, 100_000, (32, 32)

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flux_megatron.kernels import norm
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}

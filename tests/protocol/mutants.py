@@ -46,13 +46,13 @@ CASES = {
     "backward": Case("backward"),
     "hopper ag": Case("ag", "hopper", rows=(16, 32, 32)),
     "hopper ag, split-K": Case(
-        "ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, cut_shards=1, comm_rows=0
+        "ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1, comm_rows=0
     ),
     "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=64, ctas=5),
     "hopper rs": Case("rs", "hopper"),
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
-    "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, cut_shards=1),
+    "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),

@@ -42,7 +42,7 @@ class Case:
     two_streams: bool = False  # of the caller, in turn
     # of `hopper`
     transport: str = "copy_engine"
-    cut_shards: int = 0
+    split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
     two_phase: bool = False  # of `low_latency`
 
@@ -52,7 +52,7 @@ class Case:
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
         options += " two streams" * self.two_streams + " two phases" * self.two_phase
         if self.strategy == "hopper":
-            options += f" by {self.transport}" + f" cut {self.cut_shards}" * bool(self.cut_shards)
+            options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -87,7 +87,7 @@ class Host:
         tile = package.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
         self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
-            transport=case.transport, cut_shards=case.cut_shards, two_phase=case.two_phase,
+            transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]

@@ -37,9 +37,11 @@ _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
-    "kernels.hopper_ag_gemm",
-    "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
+    "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
+    "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
+    "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
+    "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
+    "kernels.hopper_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency",
@@ -222,8 +224,8 @@ class Machine:
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
-            # so that small problems have tiles to cut
-            mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
+            # so that small problems have tiles to split
+            mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
