@@ -19,6 +19,7 @@ _PLACES = {
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "embedding_all_to_all": ("flux_megatron.embedding.operation", "embedding_all_to_all"),
     "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
@@ -35,6 +36,7 @@ __all__ = [
     "all_gather_gemm",
     "check",
     "confirm_step",
+    "embedding_all_to_all",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from flux_megatron.embedding.operation import embedding_all_to_all
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
     from flux_megatron.ops import (

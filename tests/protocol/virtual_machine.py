@@ -33,7 +33,7 @@ import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
+_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
@@ -44,6 +44,7 @@ _MODULES = (
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
     "kernels.hopper_gemm", "kernels.signalled_gemm", "kernels.hopper_signalled_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency", "overlap.signalled",
 )  # fmt: skip
 
@@ -191,7 +192,10 @@ def _copy_stream(package: PackageCopy, machine: Machine):
 class Machine:
     """`world_size` virtual ranks with a workspace each; `run` schedules one host a rank."""
 
-    def __init__(self, package: PackageCopy, world_size: int, ctas: int) -> None:
+    def __init__(
+        self, package: PackageCopy, world_size: int, ctas: int,
+        channels: Sequence[str] = ("gather", "scatter"),
+    ) -> None:  # fmt: skip
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
         self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
@@ -206,7 +210,7 @@ class Machine:
             for group in self._groups:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
-                for name in (package.transfer.GATHER, package.transfer.SCATTER):
+                for name in channels:
                     space.channels[name] = package.channel.Channel(
                         group, space.device, space._status
                     )
