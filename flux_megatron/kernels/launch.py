@@ -20,12 +20,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def supports(problem: Problem) -> str | None:
     """Why the fused kernels cannot run the problem in this process, or None."""
-    if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype} is none of {', '.join(DTYPES)}"
+    return supports_tensors(problem.dtype, problem.device)
+
+
+def supports_tensors(dtype: str, device: str) -> str | None:
+    """The same for tensors of a dtype, by its name, on a kind of device."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is none of {', '.join(DTYPES)}"
     interpreted = triton.knobs.runtime.interpret
-    if problem.device == "cpu" and not interpreted:
+    if device == "cpu" and not interpreted:
         return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
-    if problem.device != "cpu" and interpreted:
+    if device != "cpu" and interpreted:
         return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
     return None
 
