@@ -119,12 +119,12 @@ def expected(given: Operands, layout: str) -> Iterator[tuple[list[Tensor], ...]]
         yield [one.detach().to(dtype) for one in tensors]
 
 
-def calls(rank: int, name: str, layouts: Sequence[str]) -> dict[str, int]:
+def calls(rank: int, name: str, layouts: Sequence[str], routings: Sequence) -> dict[str, int]:
     group, plan = dist.group.WORLD, PLANS[name]
     flux_megatron.reset_report()
     results = []
     shape = (20, 24) if name == "small tiles" else (8, 16)
-    for number, routing in enumerate(ROUTINGS):
+    for number, routing in enumerate(routings):
         layout = layouts[number % len(layouts)]
         dtype = torch.bfloat16 if number == 2 else torch.float32
         given = operands(routing, group.size(), 3, *shape, dtype, layout, spare=number % 2 * 19)
@@ -147,13 +147,127 @@ def calls(rank: int, name: str, layouts: Sequence[str]) -> dict[str, int]:
     return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", PLANS)
-def test_exact(world_size, name):
-    layouts = ("nt", "nn") if name == "small tiles" else ("nt",)
-    for counted in on_device(calls, world_size, name, layouts):
+def test_exact(name):
+    for counted in on_device(calls, 2, name, ("nt", "nn"), ROUTINGS):
         assert counted == {"sequential" if name == "sequential" else "fused": 2 * len(ROUTINGS)}
 
 
+@pytest.mark.parametrize("name", ["sequential", "small tiles"])
+def test_four_ranks(name):
+    on_device(calls, 4, name, ("nn", "nt"), (uneven, one_rank, idle_source))
+
+
 def test_one_rank():
-    on_device(calls, 1, "small tiles", ("nn",))
+    on_device(calls, 1, "small tiles", ("nn",), (uneven, nothing))
+
+
+def refused(rank: int, name: str, spoil: str) -> list[str]:
+    group, plan = dist.group.WORLD, PLANS[name]
+    given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
+    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
+    capacity = given.capacity
+    if spoil == "capacity":
+        capacity -= 1
+    elif rank == 1:
+        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}[spoil]
+    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
+    said = []
+    for _ in range(2):  # and every call after it
+        with pytest.raises(errors.CapacityExceeded) as caught:
+            ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
+            flux_megatron.synchronize()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("capacity", "rank 1 receives 24 rows, capacity for at most 23 given"),
+        ("too many", "the counts of rank 1 name 14 rows, 12 expected"),
+        ("negative", "the counts of rank 1 name 8 rows, 12 expected"),
+        ("wrapped", "the counts of rank 1 name 21474836"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fused", "sequential"])
+def test_rows_that_do_not_fit_are_refused_by_all_ranks(name, spoil, message):
+    for said in on_device(refused, 2, name, spoil, fresh=True):
+        assert all(message in text for text in said), said
+
+
+def wrong(rank: int, change: dict, message: str) -> None:
+    made = {
+        "x": torch.ones(6, 4, device=DEVICE), "w": torch.ones(3, 8, 4, device=DEVICE),
+        "counts": torch.ones(2, 3, dtype=torch.int32, device=DEVICE), "capacity": 16,
+    } | change  # fmt: skip
+    x, w, counts = (made.pop(name).to(DEVICE) for name in ("x", "w", "counts"))
+    with pytest.raises(ValueError, match=message):
+        ops.a2a_gemm(x, w, counts, dist.group.WORLD, **made)
+
+
+BAD = [
+    ({"counts": torch.ones(2, 3, dtype=torch.int64)}, r"\[2, 3\] int64 given, \[2, 3\] int32"),
+    ({"counts": torch.ones(3, 3, dtype=torch.int32)}, r"\[3, 3\] int32 given, \[2, 3\] int32"),
+    ({"capacity": 5}, "6 rows and capacity 5 given"),
+    ({"layout": "nn"}, "equal K expected for layout 'nn'"),
+    ({"w": torch.ones(8, 4)}, "one for each expert expected"),
+    ({"plan": Plan("hopper")}, "strategy 'hopper' given"),
+]
+
+
+def all_wrong(rank: int) -> None:
+    for change, message in BAD:
+        wrong(rank, change, message)
+
+
+def test_wrong_arguments_are_refused():
+    on_device(all_wrong, 2)
+
+
+def other_capacity(rank: int) -> str:
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
+    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(errors.ProblemMismatch) as caught:
+        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_told():
+    for said in on_device(other_capacity, 2):
+        assert "capacity 16" in said
+        assert "capacity 17" in said
+
+
+def fallen_back(rank: int) -> list[str]:
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
+    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
+    y, _ = ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=7)
+    assert_exact(y, torch.cat([torch.full((6, 8), 4.0), torch.zeros(1, 8)]))
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_a_strategy_that_is_not_built_falls_back_and_says_so():
+    environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
+    for reasons in on_device(fallen_back, 2, environment=environment):
+        assert reasons == ["pipelined is not built for a2a_gemm"]
+
+
+def test_operators_have_the_shapes_of_their_results():
+    with FakeTensorMode():
+        x, w = torch.empty(6, 4), torch.empty(3, 4, 8)
+        counts = torch.empty(2, 3, dtype=torch.int32)
+        y, received, rows = ops._a2a_gemm(x, w, counts, 9, "no group is asked", "nn", "", True)
+        back = ops._gemm_a2a(x, w, counts, 5, "no group is asked", "nn", "")
+    assert (y.shape, received.shape, rows.shape) == ((9, 8), (2, 3), (9, 4))
+    assert back.shape == (5, 8)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 70), (33, 0, 0)])
+def test_weight_gradient_kernel(sizes):
+    made = torch.Generator().manual_seed(0)
+    a, b = (small_integers((sum(sizes) + 9, n), torch.float32, made).to(DEVICE) for n in (20, 70))
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    a[sum(sizes) :] = float("nan")  # rows of no expert
+    right = [x.t() @ y for x, y in zip(*(t[: sum(sizes)].split(sizes) for t in (a, b)), strict=True)]
+    assert_exact(expert_wgrad(a, b, ends), torch.stack(right))

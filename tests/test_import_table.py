@@ -68,12 +68,14 @@ TABLE = {
         " tuning.environment",
         "torch",
     ),
+    # operations whose rows are counted on the device: what `dispatch` and `overlap` do for the others
+    "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn patching.installed overlap.report symm.step",
+        "errors settings ops nn expert_parallel patching.installed overlap.report symm.step",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),

@@ -55,9 +55,9 @@ def a2a_gemm(
             x, w, routes, **_about(call), capacity=capacity, layout=layout, tile=plan.tile,
             comm_rows=plan.comm_rows, keep=keep,
         )  # fmt: skip
-    rows = x.new_empty(0, K)
+    rows = x.new_empty(capacity if keep else 0, K)
     if keep:
-        rows = _received(call, counts, (capacity, K), x.dtype).clone()
+        rows.copy_(_received(call, counts, rows))
     space.end(call)
     return y, received, rows
 
@@ -109,9 +109,8 @@ def _about(call: Call) -> dict:
     }
 
 
-def _received(call: Call, counts: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _received(call: Call, counts: Tensor, like: Tensor) -> Tensor:
     """The rows of this rank's part."""
     header = header_bytes(*counts.shape)
-    size_bytes = header + shape[0] * shape[1] * dtype.itemsize
-    part = call.view(call.rank, (size_bytes,), torch.uint8)
-    return part[header:].view(dtype).view(shape)
+    part = call.view(call.rank, (header + like.nbytes,), torch.uint8)
+    return part[header:].view(like.dtype).view(like.shape)

@@ -85,7 +85,7 @@ def push_rows(
         row = (tile - tl.load(tiles + group)) * ROWS
         first = tl.load(field(routes, SEND_ROW, groups) + group) + row
         there = tl.load(field(routes, SEND_REMOTE_ROW, groups) + group) + row
-        buffer = tl.multiple_of(tl.load(pointers + owner) + HEADER, 16).to(x.dtype)
+        buffer = tl.multiple_of((tl.load(pointers + owner) + HEADER).to(x.dtype), 16)
         count = tl.load(counts + group) - row
         source = x + first.to(tl.int64) * K
         copy_rows(source, buffer + there.to(tl.int64) * K, count, K, ROWS, COLUMNS)
@@ -121,7 +121,7 @@ def a2a_gemm_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tl.load(word(routes, RECV_TILES, groups)) * tiles_n
     empty = tl.cdiv(capacity - rows_here, BLOCK_M) * tiles_n
-    received = tl.multiple_of(tl.load(pointers + rank) + HEADER, 16).to(x.dtype)
+    received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(x.dtype), 16)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + empty:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored

@@ -96,7 +96,7 @@ def gemm_a2a_kernel(
     tiles = tl.load(word(routes, RECV_TILES, groups)) * tiles_n
     own_copies = tl.load(word(routes, OWN_SEND_TILES, groups))
     copies = tl.load(word(routes, SEND_TILES, groups)) - own_copies
-    received = tl.multiple_of(tl.load(pointers + rank) + HEADER, 16).to(y.dtype)
+    received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(y.dtype), 16)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + copies:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
@@ -119,7 +119,7 @@ def gemm_a2a_kernel(
             owner = (rank + step) % WORLD_SIZE
             out = y
             if step != 0:
-                out = tl.multiple_of(tl.load(pointers + owner) + HEADER, 16).to(y.dtype)
+                out = tl.multiple_of((tl.load(pointers + owner) + HEADER).to(y.dtype), 16)
             store_tile(out + place, acc, row, col, count, N, BLOCK_M, BLOCK_N, TMA)
             if TMA:
                 complete_tma_stores()

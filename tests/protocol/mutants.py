@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from expert_cases import ExpertCase
 from protocol_cases import Case
 from virtual_product import Mutation
 
@@ -56,13 +57,19 @@ CASES = {
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
     "backward, 3 ranks": Case("backward", **_THREE),
+    "a2a": ExpertCase("dispatch"),
+    "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),
+    "a2a, experts that share a signal": ExpertCase("dispatch", experts=4, most=9, slots=3),
+    "back": ExpertCase("combine"),
+    "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
+    "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
 }
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    case: Case
+    case: Case | ExpertCase
     mutation: Mutation
 
     def __str__(self) -> str:

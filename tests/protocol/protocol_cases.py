@@ -45,6 +45,9 @@ class Case:
     cut_shards: int = 0
     block_k: int = 0  # 0: as `block`
 
+    def run(self, product: Product, schedule: Schedule) -> Scheduler:
+        return run(self, product, schedule)
+
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"

@@ -17,7 +17,7 @@ from emulated_memory import Misuse
 from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import MUTANTS, Mutant
-from protocol_cases import WrongResult, run
+from protocol_cases import WrongResult
 from virtual_product import Product, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
@@ -30,7 +30,7 @@ _SHORT = {
 def _outcome(mutant: Mutant, product: Product, schedule: Schedule) -> str:
     """How the schedule caught the mutant, or "". Any other exception is a mistake in the mutant."""
     try:
-        run(mutant.case, product, schedule)
+        mutant.case.run(product, schedule)
     except tuple(_SHORT) as error:
         return _SHORT[type(error)]
     return ""
@@ -56,7 +56,7 @@ def test_names_are_unique():
 def test_unmutated_product_passes(case):
     product = Product("flux_megatron")
     for schedule in STANDARD:
-        run(case, product, schedule)
+        case.run(product, schedule)
 
 
 def print_table() -> None:

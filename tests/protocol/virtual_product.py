@@ -32,11 +32,11 @@ import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py")
+_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "expert_parallel/*.py")
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.workspace",
-    "kernels.launch", "kernels.primitives",
+    "kernels.launch", "kernels.primitives", "kernels.a2a_gemm",
     "kernels.hopper_primitives", "kernels.hopper_scheduler", "kernels.hopper_tile",
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.hopper_cuts", "kernels.hopper_gemm",
@@ -66,6 +66,7 @@ class Product:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
             setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+        self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
         self.hopper_kernels = HopperKernels(self)
 
 
@@ -184,7 +185,10 @@ class Machine:
             for group in self._groups:
                 space = product.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(product, self)
-                for name in (product.transfer.GATHER, product.transfer.SCATTER):
+                for name in (
+                    product.transfer.GATHER, product.transfer.SCATTER,
+                    product.experts.DISPATCH, product.experts.COMBINE,
+                ):  # fmt: skip
                     space.channels[name] = product.channel.Channel(
                         group, space.device, space._status
                     )
@@ -216,6 +220,7 @@ class Machine:
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             # so that small problems have tiles to cut
             mock.patch.multiple(p.hopper_cuts, STEPS_MIN=2, PART_STEPS=0),
             p.hopper_kernels.launched_on(self._gluon()),
