@@ -68,7 +68,7 @@ TABLE = {
         " tuning.environment",
         "torch",
     ),
-    # operations whose rows are counted on the device: what `dispatch` and `overlap` do for the others
+    # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
     "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
     "nn": room("errors ops kernels.norm", "torch"),

@@ -39,6 +39,7 @@ class Strategy(Protocol):
         space: Workspace,
     ) -> Tensor: ...  # fmt: skip
 
+
 # in order of preference; the last is always possible
 STRATEGIES: dict[str, Strategy] = {"fused": fused, "sequential": sequential}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import a2a_gemm as a2a_gemm_kernels
-from flux_megatron.kernels import launch
 from flux_megatron.kernels import gemm_a2a as gemm_a2a_kernels
+from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_routes import exchange_counts, header_bytes
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer

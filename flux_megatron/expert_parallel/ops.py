@@ -39,9 +39,7 @@ def a2a_gemm(
     `SignalTimeout` as for `all_gather_gemm`. Differentiable in x and w.
     """
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, received, _ = _a2a_gemm(
-        x, w, counts, capacity, group.group_name, layout, _words(plan), keep
-    )
+    y, received, _ = _a2a_gemm(x, w, counts, capacity, group.group_name, layout, _words(plan), keep)
     return y, received
 
 
@@ -71,9 +69,7 @@ def _a2a_gemm(
     x: Tensor, w: Tensor, counts: Tensor, capacity: int, group: str, layout: str, plan: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    decision = call.decide(
-        "a2a_gemm", x, w, counts, _group(group), capacity, layout, _plan(plan)
-    )
+    decision = call.decide("a2a_gemm", x, w, counts, _group(group), capacity, layout, _plan(plan))
     decision.count()
     with decision.space.guard():
         return decision.strategy.a2a_gemm(
@@ -91,9 +87,7 @@ def _(x, w, counts, capacity, group, layout, plan, keep):
 def _gemm_a2a(
     x: Tensor, w: Tensor, counts: Tensor, tokens: int, group: str, layout: str, plan: str
 ) -> Tensor:
-    decision = call.decide(
-        "gemm_a2a", x, w, counts, _group(group), x.shape[0], layout, _plan(plan)
-    )
+    decision = call.decide("gemm_a2a", x, w, counts, _group(group), x.shape[0], layout, _plan(plan))
     decision.count()
     with decision.space.guard():
         return decision.strategy.gemm_a2a(

@@ -53,7 +53,9 @@ def gemm_a2a(
     made = _multiplied(x, w, came.sum(0).tolist(), layout)[: int(came.sum())]
     pieces = made.split(came.t().flatten().tolist())  # by (expert, source)
     world_size, experts = came.shape
-    back = torch.cat([pieces[e * world_size + s] for s in range(world_size) for e in range(experts)])
+    back = torch.cat(
+        [pieces[e * world_size + s] for s in range(world_size) for e in range(experts)]
+    )
     return _exchanged(back, came.sum(1), every[rank].sum(1), space)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.models import backends
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -25,13 +26,16 @@ def use() -> None:
     Megatron's all-to-all dispatcher and one MLP an expert.
     """
     moe_layer.MoEAlltoAllTokenDispatcher = FluxTokenDispatcher
-    backends.SequentialMLP = FluxExperts
+    for module in (backends, transformer_engine_spec_provider):
+        module.SequentialMLP = FluxExperts
 
 
-class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Rows stay until the experts' first GEMM; `tokens_per_expert` is int32 [ranks, experts of
     each], the counts of this rank's rows.
     """
+
+    tokens_per_expert: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,7 +67,7 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return tokens_per_expert
 
 
-class FluxExperts(SequentialMLP):  # type: ignore[misc]
+class FluxExperts(SequentialMLP):
     """The same parameters, under the same names, as Megatron's `SequentialMLP`."""
 
     def forward(

@@ -196,7 +196,5 @@ def a2a_gemm(
         world_size, experts, N, x.shape[1], capacity, x.dtype, x.device, layout, tile, comm_rows,
         keep, launch.has_whole_units(x, w), PUSHERS,
     )  # fmt: skip
-    run(
-        (x, w, y, routes, pointers, pad, pad_pointers, status), (rank, epoch, timeout_ns, capacity)
-    )
+    run((x, w, y, routes, pointers, pad, pad_pointers, status), (rank, epoch, timeout_ns, capacity))
     return y

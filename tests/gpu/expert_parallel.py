@@ -28,6 +28,7 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import reference
 from flux_megatron.expert_parallel import ops
+from flux_megatron.kernels import a2a_gemm
 from flux_megatron.tuning.timing import race
 
 LIMIT_S = 115
@@ -138,9 +139,7 @@ class Baseline:
         splits = torch.stack([self.every[rank].sum(1), came.sum(1)]).tolist()  # the host waits
         self.sent, self.received = splits
         experts = torch.arange(came.shape[1], device=came.device).repeat(len(came))
-        of_row = torch.repeat_interleave(
-            experts, came.flatten(), output_size=sum(self.received)
-        )
+        of_row = torch.repeat_interleave(experts, came.flatten(), output_size=sum(self.received))
         self.order = torch.argsort(of_row, stable=True)
         self.back = torch.argsort(self.order)
         self.ends = came.sum(0).cumsum(0).to(torch.int32)
@@ -191,20 +190,26 @@ def candidates(
     arrived = random(sum(known.received), model.hidden)
     hidden = z[: sum(known.received)]
     made = random(sum(known.received), model.hidden)
-    yield "a2a_gemm", {
-        "fused": lambda: ops.a2a_gemm(x, w, counts, run.group, capacity=capacity),
-        "nccl": lambda: known.a2a_gemm(x, w),
-        "nccl + sync": lambda: fetched.a2a_gemm(x, w),
-        "gemm": lambda: grouped(arrived, w, known.ends),
-        "a2a": lambda: known.exchange(x, known.sent, known.received),
-    }
-    yield "gemm_a2a", {
-        "fused": lambda: ops.gemm_a2a(z, v, counts, run.group, tokens=rows),
-        "nccl": lambda: known.gemm_a2a(z, v),
-        "nccl + sync": lambda: fetched.gemm_a2a(z, v),
-        "gemm": lambda: grouped(hidden, v, known.ends),
-        "a2a": lambda: known.exchange(made, known.received, known.sent),
-    }
+    yield (
+        "a2a_gemm",
+        {
+            "fused": lambda: ops.a2a_gemm(x, w, counts, run.group, capacity=capacity),
+            "nccl": lambda: known.a2a_gemm(x, w),
+            "nccl + sync": lambda: fetched.a2a_gemm(x, w),
+            "gemm": lambda: grouped(arrived, w, known.ends),
+            "a2a": lambda: known.exchange(x, known.sent, known.received),
+        },
+    )
+    yield (
+        "gemm_a2a",
+        {
+            "fused": lambda: ops.gemm_a2a(z, v, counts, run.group, tokens=rows),
+            "nccl": lambda: known.gemm_a2a(z, v),
+            "nccl + sync": lambda: fetched.gemm_a2a(z, v),
+            "gemm": lambda: grouped(hidden, v, known.ends),
+            "a2a": lambda: known.exchange(made, known.received, known.sent),
+        },
+    )
 
 
 def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> None:
@@ -214,7 +219,7 @@ def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> No
             return
         found = race(calls, group=run.group, device=run.device, rounds=rounds)
         run.row(
-            "expert_parallel", model=model.name, operation=operation, tokens=tokens, skew=skew,
+            "expert_parallel", pushers=a2a_gemm.PUSHERS, model=model.name, operation=operation, tokens=tokens, skew=skew,
             times_us=found.times_us, failures=found.failures,
         )  # fmt: skip
         ms = {name: found.median_us(name) / 1e3 for name in found.times_us}
@@ -232,13 +237,17 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
     given = parser.parse_args()
+    a2a_gemm.PUSHERS = given.pushers
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "30")
     on_gpu = given.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     run = gpu_run.start(given.out, given.commit, given.seconds, dtype)
-    shapes = ((384, 256, 4, 700, 12), (136, 72, 16, 333, 12)) if on_gpu else ((24, 16, 3, 40, 5),)
+    shapes = (
+        ((1040, 512, 4, 700, 12), (528, 512, 32, 1500, 12)) if on_gpu else ((24, 16, 3, 40, 5),)
+    )
     for shape in shapes:
         if failure := run.failure(lambda shape=shape: verify(run, *shape)):
             run.say(f"wrong: {failure[:2000]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
@@ -18,15 +19,16 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import experts, gpt_block_spec
+from flux_megatron.integration import experts, gpt_block_spec, install
+from flux_megatron.integration.flags import add_flux_arguments, options_from
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
 VOCAB, STEPS = 64, 3
 CASES = {
     "two a token": {"num_moe_experts": 4, "moe_router_topk": 2},
     "swiglu, empty experts": {
-        "num_moe_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True, "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "num_moe_experts": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True,
+        "gated_linear_unit": True, "activation_func": F.silu,
     },
 }  # fmt: skip
 
@@ -36,8 +38,8 @@ def stock() -> Iterator[None]:
     """Its all-to-all takes splits that lie on the CPU as they are there after a copy from a GPU."""
     exchange = token_dispatcher.all_to_all
 
-    def with_lists(group, rows, received, sent):
-        return exchange(group, rows, received.tolist(), sent.tolist())
+    def with_lists(group, rows, received, sent, **more):
+        return exchange(group, rows, received.tolist(), sent.tolist(), **more)
 
     with mock.patch.object(token_dispatcher, "all_to_all", with_lists):
         yield
@@ -110,6 +112,18 @@ def test_losses_are_those_of_the_stock_dispatcher(case, sequence):
     for losses, calls in run_ranks(both, 2, sequence, CASES[case]):
         assert losses[0] != losses[-1]
         assert calls == counted
+
+
+def installed(rank: int) -> None:
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    options = options_from(parser.parse_args(["--flux-overlap", "--flux-experts"]))
+    install.install(options)
+    assert moe_layer.MoEAlltoAllTokenDispatcher is experts.FluxTokenDispatcher
+    assert backends.SequentialMLP is experts.FluxExperts
+
+
+def test_the_flag_puts_them_in_place():
+    run_ranks(installed, 1)
 
 
 def refused(rank: int) -> None:

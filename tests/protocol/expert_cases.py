@@ -72,9 +72,7 @@ class Operands:
         self.w = [integers(case.experts, *shape) for _ in ranks]
         first = self._counts()
         # a graph has the number of rows, but not where they go
-        self.counts = [
-            self._shuffled(first) if case.captured else self._counts() for _ in calls
-        ]
+        self.counts = [self._shuffled(first) if case.captured else self._counts() for _ in calls]
         received = [torch.stack(counts).sum((0, 2)) for counts in self.counts]
         sent = [counts.sum() for every in self.counts for counts in every]
         self.capacity = int(max(*sent, *(most.max() for most in received))) + 5

@@ -17,7 +17,7 @@ from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
 from virtual_product import SOURCE
 
-ROOMS = ("kernels", "overlap", "symm", "tuning", "nn")
+ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn")
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
