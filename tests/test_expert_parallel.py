@@ -5,7 +5,7 @@ counts, and refused by name on every rank where rows do not fit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ PLANS = {
     "sequential": Plan("sequential"),
     "fused": None,
     "small tiles": Plan("fused", 8, SMALL),
+    "TMA": Plan("fused", 8, replace(SMALL, tma=True)),
 }
 
 
@@ -123,7 +124,7 @@ def calls(rank: int, name: str, layouts: Sequence[str], routings: Sequence) -> d
     group, plan = dist.group.WORLD, PLANS[name]
     flux_megatron.reset_report()
     results = []
-    shape = (20, 24) if name == "small tiles" else (8, 16)
+    shape = (20, 24) if name in ("small tiles", "TMA") else (8, 16)
     for number, routing in enumerate(routings):
         layout = layouts[number % len(layouts)]
         dtype = torch.bfloat16 if number == 2 else torch.float32

@@ -41,7 +41,8 @@ from flux_megatron.kernels.expert_routes import (
     header_bytes,
     word,
 )
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
+from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -122,6 +123,7 @@ def a2a_gemm_kernel(
     tiles = tl.load(word(routes, RECV_TILES, groups)) * tiles_n
     empty = tl.cdiv(capacity - rows_here, BLOCK_M) * tiles_n
     received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(x.dtype), 16)
+    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + empty:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
@@ -148,12 +150,10 @@ def a2a_gemm_kernel(
                 if TMA:
                     acquire_for_tma_loads()
                 rows = received + place * K
-            right = w_operand(
-                w + expert.to(tl.int64) * N * K, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
-            )
-            acc = gemm_tile(
-                rows, right, row, col, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
-            )
+            acc = expert_tile(
+                rows, operand, expert, row, col, count, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+            )  # fmt: skip
             # not by TMA, whose completion every CTA would await before its next tile
             out = y + place * N
             store_tile(out, acc, row, col, count, N, BLOCK_M, BLOCK_N, TMA=False)

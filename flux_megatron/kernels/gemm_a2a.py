@@ -40,7 +40,8 @@ from flux_megatron.kernels.expert_routes import (
     header_bytes,
     word,
 )
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
+from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -97,6 +98,7 @@ def gemm_a2a_kernel(
     own_copies = tl.load(word(routes, OWN_SEND_TILES, groups))
     copies = tl.load(word(routes, SEND_TILES, groups)) - own_copies
     received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(y.dtype), 16)
+    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + copies:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
@@ -109,12 +111,10 @@ def gemm_a2a_kernel(
             tiles_m = tl.cdiv(count, BLOCK_M)
             row, col = tile_origin(within, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
             rows = x + tl.load(field(routes, RECV_ROW, groups) + group).to(tl.int64) * K
-            right = w_operand(
-                w + expert.to(tl.int64) * N * K, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
-            )
-            acc = gemm_tile(
-                rows, right, row, col, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
-            )
+            acc = expert_tile(
+                rows, operand, expert, row, col, count, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+            )  # fmt: skip
             place = tl.load(field(routes, RECV_REMOTE_ROW, groups) + group).to(tl.int64) * N
             owner = (rank + step) % WORLD_SIZE
             out = y

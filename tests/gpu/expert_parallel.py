@@ -219,8 +219,8 @@ def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> No
             return
         found = race(calls, group=run.group, device=run.device, rounds=rounds)
         run.row(
-            "expert_parallel", pushers=a2a_gemm.PUSHERS, model=model.name, operation=operation, tokens=tokens, skew=skew,
-            times_us=found.times_us, failures=found.failures,
+            "expert_parallel", model=model.name, operation=operation, tokens=tokens, skew=skew,
+            pushers=a2a_gemm.PUSHERS, times_us=found.times_us, failures=found.failures,
         )  # fmt: skip
         ms = {name: found.median_us(name) / 1e3 for name in found.times_us}
         cells = "  ".join(f"{name} {value:.3f}" for name, value in ms.items())
