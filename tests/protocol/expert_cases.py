@@ -33,12 +33,18 @@ class ExpertCase:
     layout: str = "nt"
     programs: int = 3
     captured: bool = False  # two calls of three are replays of a graph
+    tma: bool = False
     slots: int = 64  # of a rank, so that few experts share signals
 
     def __str__(self) -> str:
         sizes = f"W={self.world_size} {self.experts} experts, up to {self.most} rows"
         shared = f" {self.slots} slots" * (self.experts >= self.slots)
-        return f"{self.host} {sizes} {self.layout}" + " captured" * self.captured + shared
+        return (
+            f"{self.host} {sizes} {self.layout}"
+            + " captured" * self.captured
+            + " tma" * self.tma
+            + shared
+        )
 
     def run(self, product: Product, schedule: Schedule) -> Scheduler:
         """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
@@ -120,7 +126,8 @@ class Host:
         self.space = machine.workspaces[rank]
         self.fused = machine.product.experts
         problem = machine.product.problem
-        self.plan = problem.Plan("fused", COMM_ROWS, problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2))
+        tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
+        self.plan = problem.Plan("fused", COMM_ROWS, tile)
         self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)
         self.results: dict[tuple[str, int], Tensor] = {}
         self._inputs: dict[str, Tensor] = {}

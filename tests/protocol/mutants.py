@@ -60,6 +60,7 @@ CASES = {
     "a2a": ExpertCase("dispatch"),
     "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),
     "a2a, experts that share a signal": ExpertCase("dispatch", experts=4, most=9, slots=3),
+    "a2a by TMA": ExpertCase("dispatch", most=9, tma=True),
     "back": ExpertCase("combine"),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
