@@ -222,6 +222,10 @@ BAD = [
 
 
 def all_wrong(rank: int) -> None:
+    z, v = torch.ones(5, 8, device=DEVICE), torch.ones(3, 4, 8, device=DEVICE)
+    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="6 rows and capacity 5 given"):
+        ops.gemm_a2a(z, v, counts, dist.group.WORLD, tokens=6)
     for change, message in BAD:
         wrong(rank, change, message)
 

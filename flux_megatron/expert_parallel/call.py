@@ -62,16 +62,16 @@ class Decision:
 
 
 def decide(
-    operation: str, x: Tensor, w: Tensor, counts: Tensor, group: ProcessGroup, capacity: int,
-    layout: str, plan: Plan | None,
+    operation: str, x: Tensor, w: Tensor, counts: Tensor, group: ProcessGroup, rows: int,
+    capacity: int, layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its strategy, and ask the other ranks once for each new kind.
 
-    `capacity` is what no rank sends or receives more of.
+    `rows` is what this rank sends, or gets back; `capacity` what no rank sends or receives more of.
     """
     space = workspace(group, x.device)
     space.check()  # before a question that a rank which has failed would not answer
-    if error := _error(x, w, counts, space, capacity, layout, plan):
+    if error := _error(x, w, counts, space, rows, capacity, layout, plan):
         error = f"{operation}: {error}"
         space.agreement.refuse(error)
         raise ValueError(error)
@@ -108,7 +108,7 @@ def _choose(
 
 
 def _error(
-    x: Tensor, w: Tensor, counts: Tensor, space: Workspace, capacity: int, layout: str,
+    x: Tensor, w: Tensor, counts: Tensor, space: Workspace, rows: int, capacity: int, layout: str,
     plan: Plan | None,
 ) -> str | None:  # fmt: skip
     """What is wrong with the arguments of this rank: what was given and what was expected."""
@@ -131,8 +131,8 @@ def _error(
         return f"x {_sizes(x)} and w {_sizes(w)} given, equal K expected for layout {layout!r}"
     if 0 in w.shape:
         return f"w {_sizes(w)} given, no empty dimension expected"
-    if not 0 < capacity < 2**31 or x.shape[0] > capacity:
-        return f"{x.shape[0]} rows and capacity {capacity} given, at most capacity rows expected"
+    if not 0 < capacity < 2**31 or not 0 <= rows <= capacity:
+        return f"{rows} rows and capacity {capacity} given, at most capacity rows expected"
     return None
 
 

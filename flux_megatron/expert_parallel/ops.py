@@ -69,7 +69,9 @@ def _a2a_gemm(
     x: Tensor, w: Tensor, counts: Tensor, capacity: int, group: str, layout: str, plan: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    decision = call.decide("a2a_gemm", x, w, counts, _group(group), capacity, layout, _plan(plan))
+    decision = call.decide(
+        "a2a_gemm", x, w, counts, _group(group), len(x), capacity, layout, _plan(plan)
+    )
     decision.count()
     with decision.space.guard():
         return decision.strategy.a2a_gemm(
@@ -87,7 +89,9 @@ def _(x, w, counts, capacity, group, layout, plan, keep):
 def _gemm_a2a(
     x: Tensor, w: Tensor, counts: Tensor, tokens: int, group: str, layout: str, plan: str
 ) -> Tensor:
-    decision = call.decide("gemm_a2a", x, w, counts, _group(group), x.shape[0], layout, _plan(plan))
+    decision = call.decide(
+        "gemm_a2a", x, w, counts, _group(group), tokens, len(x), layout, _plan(plan)
+    )
     decision.count()
     with decision.space.guard():
         return decision.strategy.gemm_a2a(
