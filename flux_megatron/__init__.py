@@ -21,6 +21,7 @@ _PLACES = {
     "gemm_a2a": ("flux_megatron.expert_parallel.ops", "gemm_a2a"),
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "report": ("flux_megatron.overlap.report", "report"),
@@ -40,6 +41,7 @@ __all__ = [
     "gemm_a2a",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "gemv_all_reduce",
     "report",
     "reset_report",
     "synchronize",
@@ -49,7 +51,12 @@ if TYPE_CHECKING:
     from flux_megatron.expert_parallel.ops import a2a_gemm, gemm_a2a
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
-    from flux_megatron.ops import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+    from flux_megatron.ops import (
+        all_gather_gemm,
+        gemm_all_reduce,
+        gemm_reduce_scatter,
+        gemv_all_reduce,
+    )
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step import confirm_step, synchronize

@@ -178,7 +178,7 @@ def bench(
     pattern: Annotated[str, typer.Option(help="Patterns")] = "ag_gemm,gemm_rs,backward,gemm",
     M: Annotated[str, typer.Option("--M", help="Rows")] = "64,128,256,512,1024,2048,4096,8192",
     out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
-    candidates: Annotated[str, typer.Option(help="Only these and the yardsticks")] = "",
+    candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
     beside: Annotated[
         bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")

@@ -1,7 +1,7 @@
 """From a call to its plan: the checks that every call passes before any rank could hang.
 
-A call is checked on its rank, gets a plan, and is confirmed with the other ranks once for each new
-kind of call; after that it costs a look-up and a line in the log of calls.
+The first call of each kind is checked on its rank, gets a plan, and is confirmed with the other
+ranks. Each later one costs a look-up and an entry in the log of calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Decision:
     plan: Plan
     workspace: Workspace
     fallback: str | None
-    words: str
+    description: str
 
     def count(self) -> None:
         if self.fallback is None:
@@ -51,33 +51,35 @@ class Decision:
 
     @cached_property
     def _exposed_us(self) -> float | None:
-        """The cost model's estimate, where it has facts of this machine."""
+        """The cost model's estimate; None without facts of this machine."""
         where = environment.of(self.workspace.device)
         facts = hardware.find(where.gpu, where.link)
         return None if facts is None else operator_cost.exposed_us(self.problem, self.plan, facts)
 
     def gather_plan(self) -> Plan:
-        """How x is gathered beside this GEMM+RS in a column layer's backward; noted as a call."""
-        plan, words = self._gather
-        self.workspace.note(words)
+        """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
+        calls gets an entry.
+        """
+        plan, description = self._gather
+        self.workspace.note(description)
         return plan
 
     @cached_property
     def _gather(self) -> tuple[Plan, str]:
-        return registry.gather_plan(self.problem, self.plan), f"gather beside {self.words}"
+        return registry.gather_plan(self.problem, self.plan), f"gather beside {self.description}"
 
 
 def decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
     layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
-    """Check the call, choose its plan, and ask the other ranks once for each new kind of call."""
+    """Check the call, choose its plan, and confirm each new kind of call with the other ranks."""
     space = workspace(group, x.device)
-    space.check()  # before a question that a rank which has failed would not answer
+    space.check()  # before a question: a rank that has failed would not answer
     if space.settings is not settings.get():
         space.settings = settings.get()
         space.checked.clear()
-    # all that the checks look at
+    # everything that the checks read
     key = (
         pattern, layout, plan, x.shape, x.dtype, x.device, x.is_contiguous(),
         w.shape, w.dtype, w.device, w.is_contiguous(),
@@ -87,7 +89,7 @@ def decide(
     if decision is None:
         decision = _decide(pattern, x, w, bias, layout, plan, space)
         space.checked[key] = decision
-    space.note(decision.words)
+    space.note(decision.description)
     return decision
 
 
@@ -97,7 +99,7 @@ def _decide(
 ) -> Decision:  # fmt: skip
     if error := _error(pattern, x, w, bias, space, layout, plan):
         refuse(f"{pattern}: {error}", space.group, x.device)
-    # nothing in which ranks may differ: they would ask a different number of times
+    # nothing in which ranks may differ: they would ask different numbers of questions
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
     if key not in space.decisions:
         space.decisions[key] = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
@@ -105,14 +107,14 @@ def _decide(
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
-    """Raise `ValueError`, and let the other ranks know why this one does not take part."""
+    """Raise `ValueError`, and report the reason to the other ranks."""
     workspace(group, device).agreement.refuse(error)
     raise ValueError(error)
 
 
 def guard(group: ProcessGroup, device: torch.device) -> Guard:
-    """For calls in pieces: `with guard(group, device)`, an error within that leaves one of them
-    open breaks the group off, and every rank is told.
+    """For calls in pieces: `with guard(group, device): ...` breaks the group off, on every rank, if
+    an error leaves one of them open.
     """
     return workspace(group, device).guard()
 
@@ -133,17 +135,17 @@ def _new_decision(
     elif reason := registry.refusal(problem, plan.strategy, space.unavailable):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
-    words = f"{problem} with {plan.dumps()}"
-    space.agreement.confirm(words)
+    description = f"{problem} with {plan.dumps()}"
+    space.agreement.confirm(description)
     strategy = registry.strategy(problem, plan.strategy)
-    return Decision(problem, strategy, plan, space, fallback, words)
+    return Decision(problem, strategy, plan, space, fallback, description)
 
 
 def _error(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
     layout: str, plan: Plan | None,
 ) -> str | None:  # fmt: skip
-    """What is wrong with the arguments of this rank: what was given and what was expected."""
+    """The error in this rank's arguments, with the given and the expected value, or None."""
     world_size = space.group.size()
     if layout not in LAYOUTS:
         return f"layout {layout!r} given, one of {LAYOUTS} expected"

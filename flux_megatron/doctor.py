@@ -186,13 +186,13 @@ def _shared_memory(wanted: Wanted) -> Iterator[Finding]:
 
 
 def _megatron(wanted: Wanted) -> Iterator[Finding]:
-    from flux_megatron.launch import parser_signature, preparation
+    from flux_megatron.launch import parser_signature
 
     releases = parser_signature.releases()
     known = [name.removeprefix("core_v") for name in releases if name.startswith("core_v")]
     if wanted.checkout is not None:
         subject, there = "Megatron-LM", (wanted.checkout / "pretrain_gpt.py").is_file()
-        version = preparation.version(wanted.checkout) if there else None
+        version = parser_signature.version(wanted.checkout) if there else None
         text, remedy = f"{version} in {wanted.checkout}", "is the checkout on a shared file system?"
     else:
         subject, version = "megatron-core", _version("megatron-core")

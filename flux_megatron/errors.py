@@ -25,7 +25,7 @@ class SignalTimeout(FluxError, TimeoutError):
 
 
 class GroupBroken(FluxError):
-    """A rank failed in the middle of a call, so its group's buffers hold anything. The message has
+    """A rank failed in the middle of a call, so its group's buffers are undefined. The message has
     the first error of all ranks: fix that; then restart all.
     """
 
@@ -41,4 +41,4 @@ class FallbackRefused(FluxError):
 
 
 class WorkspaceError(FluxError):
-    """Symmetric memory could not be had or was used out of order."""
+    """Symmetric memory could not be allocated, or calls used it out of order."""

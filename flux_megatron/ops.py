@@ -1,7 +1,7 @@
 """The public operations.
 
-`all_gather_gemm` and `gemm_reduce_scatter` are torch custom operators, so torch.compile keeps them
-whole. They are not differentiable by themselves: `nn.functions` joins them to their duals. The
+`all_gather_gemm`, `gemm_reduce_scatter` and `gemm_all_reduce` are torch custom operators, which
+torch.compile keeps whole. They are not differentiable: `nn.functions` joins each to its dual. The
 functions below them are the same operations in pieces, for the schedules of backward.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
+from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
@@ -25,6 +26,7 @@ __all__ = [
     "all_gather_gemm",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "gemv_all_reduce",
     "group_named",
     "guard",
     "note_fallback",
@@ -43,7 +45,7 @@ def all_gather_gemm(
     x: Tensor, w: Tensor, group: ProcessGroup, *,
     bias: Tensor | None = None, layout: str = "nt", plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
-    """AG+GEMM (FLUX, section 4.2): the gathering of x hidden behind the GEMM.
+    """AG+GEMM (FLUX, section 4.2): the all-gather of x hidden behind the GEMM.
 
         y = torch.cat([x of rank 0, ..., x of rank R-1]) @ w.t() + bias  # "nn": w, not w.t()
 
@@ -55,12 +57,12 @@ def all_gather_gemm(
     | result | [M, N / R] |
 
     Dense, contiguous, one dtype, one device. `ValueError` names what was given and expected;
-    `ProblemMismatch`, on every rank, if the ranks bring different problems; `SignalTimeout` if a
-    rank does not come.
+    `ProblemMismatch`, on every rank, if the ranks' problems differ; `SignalTimeout` if a rank makes
+    no call.
     """
     if _eager(x, w):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
-    return _all_gather_gemm(x, w, bias, group.group_name, layout, _words(plan))
+    return _all_gather_gemm(x, w, bias, group.group_name, layout, _text(plan))
 
 
 def gemm_reduce_scatter(
@@ -81,7 +83,7 @@ def gemm_reduce_scatter(
     """
     if _eager(x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan)
-    return _gemm_reduce_scatter(x, w, group.group_name, layout, _words(plan))
+    return _gemm_reduce_scatter(x, w, group.group_name, layout, _text(plan))
 
 
 def gemm_all_reduce(
@@ -97,23 +99,43 @@ def gemm_all_reduce(
     | w | [N, K / R], or [K / R, N] for "nn" |
     | result | [M, N], the same on every rank |
 
-    Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. Where M is no multiple
-    of R nothing overlaps.
+    Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. If M is no multiple of R
+    the call falls back to `sequential`.
     """
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
-    return _gemm_all_reduce(x, w, group.group_name, layout, _words(plan))
+    return _gemm_all_reduce(x, w, group.group_name, layout, _text(plan))
+
+
+def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
+    """GEMM+AR of the few rows of a decoding step; differentiable.
+
+        y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
+
+    Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 64, `ValueError` for more. It
+    gets the plan of that: one kernel (`low_latency`) where ranks share symmetric memory and nothing
+    was measured to be faster. Then every rank has the same bits, in every run. dy is the same on
+    all ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
+    """
+    if x.dim() == 2 and x.shape[0] > MOST_ROWS:
+        error = f"gemv_all_reduce: {x.shape[0]} rows given, {MOST_ROWS} at most expected"
+        refuse(error, group, x.device)
+    if _eager(x, w):
+        return run_gemm_ar(x, w, group, layout=layout)
+    return _gemv_all_reduce(x, w, group.group_name, layout)
 
 
 def _eager(x: Tensor, w: Tensor) -> bool:
-    """Whether nobody traces or differentiates: operators cost the host more than functions."""
+    """Whether nothing traces or differentiates the call: then a function is cheaper for the host
+    than an operator.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group of this `group_name`, which operators take in its place."""
+    """The group of this `group_name`, which operators take instead of the group."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -151,13 +173,40 @@ def _(x, w, group, layout, plan):
     return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
 
 
-def _words(plan: Plan | None) -> str:
+@torch.library.custom_op("flux_megatron::gemv_all_reduce", mutates_args=())
+def _gemv_all_reduce(x: Tensor, w: Tensor, group: str, layout: str) -> Tensor:
+    return run_gemm_ar(x, w, group_named(group), layout=layout)
+
+
+@_gemv_all_reduce.register_fake
+def _(x, w, group, layout):
+    return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+
+def _keep_operands(ctx, inputs, output) -> None:
+    x, w, _, ctx.layout = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+
+
+def _local_gradients(ctx, dy: Tensor):
+    x, w = ctx.saved_tensors
+    nt = ctx.layout == "nt"
+    dx = None if w is None else dy @ (w if nt else w.t())
+    dw = None if x is None else (dy.t() @ x if nt else x.t() @ dy)
+    return dx, dw, None, None
+
+
+_gemv_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
+
+
+def _text(plan: Plan | None) -> str:
     return plan.dumps() if plan else ""
 
 
-# The JSON encoder is nothing that Dynamo can trace. This is what `assume_constant_result` of
-# torch.compiler does, which loads Dynamo first: 2 of the 7 s that a rank's imports take.
-_words._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Dynamo cannot trace the JSON encoder. This line does what `assume_constant_result` of
+# torch.compiler does, without importing Dynamo: 2 of the 7 s that a rank's imports take.
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
@@ -165,7 +214,7 @@ def _plan(text: str) -> Plan | None:
     return Plan.loads(text) if text else None
 
 
-# what computes a pattern
+# the operation of each pattern
 OPERATIONS: dict[Pattern, Callable[..., Tensor]] = {
     Pattern.AG_GEMM: all_gather_gemm,
     Pattern.GEMM_RS: gemm_reduce_scatter,
@@ -177,8 +226,8 @@ def run_ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *,
     layout: str = "nt", plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`all_gather_gemm` that also lends the gathered rows [M, K] to `consume`, whose reads it
-    waits for.
+    """`all_gather_gemm` for callers that need the gathered rows [M, K] too: `consume` borrows them
+    and enqueues its reads before it returns.
     """
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.count()
@@ -190,7 +239,7 @@ def run_ag_gemm(
 def run_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
-    """`gemm_reduce_scatter` without the operator of torch around it."""
+    """`gemm_reduce_scatter` without torch's operator."""
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
     space = decision.workspace
@@ -201,7 +250,7 @@ def run_gemm_rs(
 def run_gemm_ar(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
-    """`gemm_all_reduce` without the operator of torch around it."""
+    """`gemm_all_reduce` without torch's operator."""
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.count()
     space = decision.workspace
@@ -210,8 +259,8 @@ def run_gemm_ar(
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
-    """Gather x as `run_ag_gemm(x, w, ...)` does, in the background: an object with `complete` and
-    `close`.
+    """Gather x as `run_ag_gemm(x, w, ...)` does, in the background. The result's `complete` gives
+    the rows [M, K], borrowed until its `close`.
     """
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     with decision.workspace.guard():
@@ -219,10 +268,10 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
-    """The first half of a column layer's backward: the objects of `start_gather(x, w)` and of
+    """The first half of a column layer's backward: the results of `start_gather(x, w)` and of
     `start_gemm_rs(dy, w, layout="nn")`, under one plan.
 
-    x [M / R, K] is gathered by the strategy that was measured, or chosen, for the GEMM+RS.
+    The strategy of the GEMM+RS also gathers x [M / R, K].
     """
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.count()
@@ -235,8 +284,8 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
 def start_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ):
-    """`gemm_reduce_scatter` in two steps: an object whose `finish` gives the result; other work
-    fits in between.
+    """`gemm_reduce_scatter` in two steps: the `finish` of what this returns gives the result. The
+    caller may enqueue other work in between.
     """
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()

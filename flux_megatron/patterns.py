@@ -1,7 +1,8 @@
-"""What can be computed: a GEMM y[M, N] = x[M, K] @ w, and what travels between R ranks around it.
+"""The patterns: a GEMM y[M, N] = x[M, K] @ w, and the communication among R ranks around it.
 
-One description of each pattern. What chooses, measures, predicts or checks reads it and names none;
-only the functions that compute a pattern do: in `ops`, in the strategies, in the layers.
+Each pattern has one description. Code that chooses, measures, predicts or checks reads it and names
+no pattern. Only functions that compute a pattern name it: in `ops`, in the strategies, in the
+layers.
 
 | pattern | x on each rank | w on each rank ("nt") | y on each rank |
 | --- | --- | --- | --- |
@@ -18,12 +19,12 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class PatternSpec:
-    """`gathers`: the rows of x are divided over the ranks, each needs all of them and has columns
-    of y. `reduces`: K is divided, and y is a sum over the ranks. `scatters`: the rows of y are
-    divided.
+    """`gathers`: each rank has a shard of the rows of x, needs all of them, and computes columns of
+    y. `reduces`: K is divided, and y is a sum over the ranks. `scatters`: each rank gets a shard of
+    the rows of y.
 
-    `dual` is the pattern of dgrad, by name: what is gathered in one is scattered in the other. ""
-    where dgrad needs no communication.
+    `dual` is the name of dgrad's pattern: it scatters what this one gathers, and the reverse. "" if
+    dgrad needs no communication.
     """
 
     title: str
@@ -34,8 +35,8 @@ class PatternSpec:
 
     @property
     def trips(self) -> int:
-        """How often the matrix crosses the links: a sum that all ranks need is scattered, then
-        gathered.
+        """How often the matrix crosses the links: an all-reduce is a reduce-scatter, then an
+        all-gather.
         """
         return 2 if self.reduces and not self.scatters else 1
 

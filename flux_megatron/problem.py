@@ -1,6 +1,6 @@
-"""On what a pattern is computed (`Problem`), and how (`Plan`).
+"""The sizes and types that a pattern is computed on (`Problem`), and how it is computed (`Plan`).
 
-No torch: configs and models use it too.
+It imports no torch: configs and cost models use it too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
 
 @dataclass(frozen=True)
 class Problem:
-    """All that the choice of a plan may depend on.
+    """Everything that the choice of a plan may depend on.
 
     `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a
     layer's weight in fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's
-    name without the prefix. `beside` says that other kernels share the GPU while the call runs.
+    name without the prefix. With `beside` other kernels share the GPU while the call runs.
     """
 
     pattern: Pattern
@@ -37,7 +37,7 @@ class Problem:
         pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
         layout: str, device: str, beside: bool = False,
     ) -> Problem:  # fmt: skip
-        """The problem of which one rank has x [rows, K_local] and w [N_local, K_local]."""
+        """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local]."""
         spec = pattern.spec
         M = rows * world_size if spec.gathers else rows
         N = N_local * world_size if spec.gathers else N_local
@@ -72,12 +72,12 @@ class Problem:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is one half of a layer's backward, of which the whole is timed."""
+        """Whether it is one half of a layer's backward; the tuner times the whole backward."""
         return self.layout == "nn" and bool(self.spec.dual)
 
     @property
     def dual(self) -> Problem:
-        """dgrad of the same layer, whose weight it reads as it lies."""
+        """dgrad of the same layer, which reads the weight in its layout."""
         layout = "nn" if self.layout == "nt" else "nt"
         return replace(self, pattern=self.pattern.dual, N=self.K, K=self.N, layout=layout)
 
@@ -90,7 +90,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel cuts the local GEMM. Sizes are powers of two, in elements."""
+    """How one kernel tiles the local GEMM. Sizes are powers of two, in elements."""
 
     block_m: int = 128
     block_n: int = 128
@@ -109,9 +109,10 @@ class Plan:
     """A strategy and its numbers.
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
-    shard. `splits` is how many library GEMMs `pipelined` makes, 0 for one a shard. `transport`
-    says who moves the results of `hopper`: "copy_engine" or "sm", the SMs. `cut_shards`
-    says of how many shards it cuts tiles along K: in AG of the first, in RS of the last but own.
+    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard. `transport`
+    names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
+    says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
+    ones. `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
     """
 
     strategy: str
@@ -119,15 +120,16 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
-    cut_shards: int = 0
+    split_k_shards: int = 0
+    two_phase: bool = False
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if min(self.comm_rows, self.splits, self.cut_shards) < 0:
+        if min(self.comm_rows, self.splits, self.split_k_shards) < 0:
             raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits}, cut_shards {self.cut_shards} "
-                "given, 0 or more expected"
+                f"comm_rows {self.comm_rows}, splits {self.splits}, "
+                f"split_k_shards {self.split_k_shards} given, 0 or more expected"
             )
 
     def dumps(self) -> str:

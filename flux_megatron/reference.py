@@ -1,8 +1,8 @@
-"""The reference: every pattern over a list of shards, and the norms, in plain torch, in one process
-and without collectives.
+"""The reference: every pattern over a list of shards, wgrad, and the norms, in plain torch, in one
+process and without collectives.
 
 Tests, benchmarks and docs compare with these functions. `x[r], w[r]` belong to rank r, so does
-entry r of the result. Products are formed in fp32 (fp64 for fp64 operands) and rounded once to the
+entry r of the result. GEMMs are computed in fp32 (fp64 for fp64 operands) and rounded once to the
 operands' type per rank, as a rank's local GEMM does; sums over ranks are fp32 in rank order,
 rounded once. The norms compute in fp32 (fp64 for fp64 operands) and round once; their gradients are
 autograd's.
@@ -10,10 +10,13 @@ autograd's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
+
+from flux_megatron.patterns import Pattern
 
 
 def matmul(x: Tensor, w: Tensor, layout: str = "nt") -> Tensor:
@@ -38,11 +41,10 @@ def all_gather_gemm(
 
 
 def _sum_in_rank_order(x: Sequence[Tensor], w: Sequence[Tensor], layout: str) -> Tensor:
-    partials = [matmul(a, b, layout) for a, b in zip(x, w, strict=True)]
-    total = torch.zeros_like(partials[0])
-    for partial in partials:
-        total += partial.to(x[0].dtype).to(total.dtype)
-    return total.to(x[0].dtype)
+    dtype = x[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    partials = (matmul(a, b, layout).to(dtype).to(wide) for a, b in zip(x, w, strict=True))
+    return reduce(torch.add, partials).to(dtype)
 
 
 def gemm_reduce_scatter(
@@ -105,6 +107,19 @@ def gemm_a2a(
         torch.cat([pieces[source, rank, e] for rank in range(R) for e in range(E)])
         for source in range(R)
     ]
+
+
+# what each pattern computes: (x, w, layout) -> y
+PATTERNS: Mapping[Pattern, Callable[..., list[Tensor]]] = {
+    Pattern.AG_GEMM: all_gather_gemm,
+    Pattern.GEMM_RS: gemm_reduce_scatter,
+    Pattern.GEMM_AR: gemm_all_reduce,
+}
+
+
+def wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """dw [N, K] = dy^T x for all rows of dy [M, N] and x [M, K]; in fp32 or wider, not rounded."""
+    return matmul(dy.t(), x, "nn")
 
 
 def layer_norm(

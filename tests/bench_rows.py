@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from flux_megatron.bench import targets
-from flux_megatron.bench.efficiency import yardsticks
-from flux_megatron.bench.records import LIBRARY, OURS, PEER, Provenance, Row
+from flux_megatron.bench.efficiency import baselines
+from flux_megatron.bench.records import COMPETITOR, LIBRARY, OURS, Provenance, Row
 from flux_megatron.bench.suites import Case
 
 H200 = Provenance(
@@ -36,7 +36,7 @@ def rows_of(
     case: Case, medians_us: Mapping[str, float], provenance: Provenance = H200, rounds: int = 12
 ) -> list[Row]:
     """One row a candidate; all right, host time of `auto` 50 us."""
-    against = yardsticks(medians_us)
+    against = baselines(medians_us)
     return [
         row_of(
             case,
@@ -60,8 +60,8 @@ def rows_of(
 def row_of(case: Case, name: str, provenance: Provenance = H200, **values: Any) -> Row:
     """A row without times unless they are given."""
     role = OURS if name in ("auto", "ours_gemm") else LIBRARY
-    if name in targets.PEERS[case.pattern]:
-        role = PEER
+    if name in targets.COMPETITORS[case.pattern]:
+        role = COMPETITOR
     nothing = dict.fromkeys(field.name for field in fields(Row))
     empty: dict[str, list[float]] = {"errors": [], "allowed": [], "times_us": []}
     given = {

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
+from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 
 
@@ -45,8 +46,8 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
     narrow = Tile(128, 128, 64, group_m=16, num_stages=5, tma=True)
     wide = Tile(128, 256, 64, group_m=8, num_stages=3, tma=True)
     plans = [
-        Plan("hopper", rows, tile, transport=transport, cut_shards=cut_shards)
-        for rows, tile, transport, cut_shards in (
+        Plan("hopper", rows, tile, transport=transport, split_k_shards=split_k_shards)
+        for rows, tile, transport, split_k_shards in (
             (0, wide, "copy_engine", 0), (64, narrow, "copy_engine", 1),
             (40, wide, "sm", 0), (0, narrow, "sm", 1), (24, wide, "copy_engine", world_size),
         )
@@ -90,9 +91,17 @@ def operands(case: Case, world_size: int) -> Operands:
     columns = [shard.t() if case.layout == "nt" else shard for shard in w]
     if gathers:
         assert_sums_exact(torch.cat(x), torch.cat(columns, 1), extra=1)
-        return Operands(x, w, bias, reference.all_gather_gemm(x, w, case.layout, bias))
-    assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
-    return Operands(x, w, None, reference.gemm_reduce_scatter(x, w, case.layout))
+    else:
+        assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
+    return Operands(x, w, bias, expected(case, x, w, bias))
+
+
+def expected(
+    case: Case, x: list[Tensor], w: list[Tensor], bias: list[Tensor] | None
+) -> list[Tensor]:
+    """What the reference gives each rank."""
+    options = {"bias": bias} if bias else {}
+    return reference.PATTERNS[Pattern(case.pattern)](x, w, case.layout, **options)
 
 
 def call(case: Case, given: Operands, group: ProcessGroup) -> Tensor:

@@ -52,15 +52,15 @@ def assert_exact(got: Tensor, expected: Tensor, what: str = "") -> None:
         )
 
 
-def largest_error(got: Tensor, truth: Tensor) -> float:
-    """The largest difference from the fp64 truth; NaN if there is one."""
-    return (got.detach().cpu().double() - truth).abs().max().item()
+def largest_error(got: Tensor, reference: Tensor) -> float:
+    """The largest difference from the fp64 reference; NaN if there is one."""
+    return (got.detach().cpu().double() - reference).abs().max().item()
 
 
-def assert_as_close_as(got: Tensor, baseline: Tensor, truth: Tensor, what: str = "") -> None:
-    """The error of `got` against `truth` (fp64) is at most twice that of `baseline`."""
-    assert got.shape == truth.shape, f"{what}: shape {got.shape}, expected {truth.shape}"
+def assert_as_close_as(got: Tensor, baseline: Tensor, reference: Tensor, what: str = "") -> None:
+    """The error of `got` against `reference` (fp64) is at most twice that of `baseline`."""
+    assert got.shape == reference.shape, f"{what}: shape {got.shape}, expected {reference.shape}"
     assert got.dtype == baseline.dtype, f"{what}: dtype {got.dtype}, expected {baseline.dtype}"
-    error, allowed = largest_error(got, truth), 2 * largest_error(baseline, truth)
+    error, allowed = largest_error(got, reference), 2 * largest_error(baseline, reference)
     # not "error > allowed": NaN must fail
     assert error <= allowed, f"{what}: error {error:.3g}, at most {allowed:.3g} allowed"

@@ -1,4 +1,4 @@
-"""`arguments.tsv` has each argument of each recorded parser of Megatron-LM, and tells the truth."""
+"""`arguments.tsv` has the right verdict on each argument of each recorded Megatron-LM parser."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_our_own_experiments_ask_for_nothing_that_is_refused(name):
 
 
 @pytest.mark.parametrize("line", ["--new\tharmless", "--new\tfine\tdata", "--seed\tharmless\tdata"])
-def test_a_line_that_is_no_row_is_told(tmp_path, monkeypatch, line):
+def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
     file = tmp_path / "arguments.tsv"
     file.write_text(f"option\tclass\tbecause\n--seed\tharmless\tdata\n{line}\n")
     monkeypatch.setattr(arguments, "FILE", file)

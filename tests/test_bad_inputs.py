@@ -1,4 +1,4 @@
-"""Calls that cannot work: every rank is told why, none hangs, and the next call works."""
+"""Calls that cannot work: every rank gets the reason, none hangs, and the next call works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device=DEVICE)
 
 
-def told(*shape: int, dtype: str = "float32", device: str = DEVICE) -> str:
+def text(*shape: int, dtype: str = "float32", device: str = DEVICE) -> str:
     device = f"{device}:{torch.cuda.current_device()}" if device == "cuda" else device
     return f"{list(shape)} {dtype} on {device}"
 
@@ -37,7 +37,7 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
     calls: dict[str, tuple[Callable, list[str]]] = {
         "rows": (
             lambda: SCATTER(tensor(7, 4), w, group),
-            [f"x {told(7, 4)} given", "divisible by the group's 2 ranks expected"],
+            [f"x {text(7, 4)} given", "divisible by the group's 2 ranks expected"],
         ),
         "first dimension": (
             lambda: row_parallel_linear(tensor(3, 2, 4), w, group=group),
@@ -45,15 +45,15 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
         ),
         "bias shape": (
             lambda: GATHER(tensor(6, 4), w, group, bias=tensor(4)),
-            [f"bias {told(4)} given", "[5] torch.float32 expected"],
+            [f"bias {text(4)} given", "[5] torch.float32 expected"],
         ),
         "bias dtype": (
             lambda: GATHER(tensor(6, 4), w, group, bias=tensor(5, dtype=half)),
-            [f"bias {told(5, dtype='float16')} given", "[5] torch.float32 expected"],
+            [f"bias {text(5, dtype='float16')} given", "[5] torch.float32 expected"],
         ),
         "weight of a layer": (
             lambda: column_parallel_linear(tensor(3, 2, 6), w, None, group=group),
-            [f"x {told(6, 6)} and w {told(5, 4)} given", "equal K expected for layout 'nt'"],
+            [f"x {text(6, 6)} and w {text(5, 4)} given", "equal K expected for layout 'nt'"],
         ),
     }
     for op in (GATHER, SCATTER):
@@ -63,13 +63,13 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
             for name, given, options, words in [
                 ("integers", (integers, w.int()), {}, ["int32", "one floating-point dtype"]),
                 ("two dtypes", (x, w.half()), {},
-                 [f"x {told(6, 4)} and w {told(5, 4, dtype='float16')} given", "one floating"]),
+                 [f"x {text(6, 4)} and w {text(5, 4, dtype='float16')} given", "one floating"]),
                 ("K", (tensor(6, 3), w), {},
-                 [f"x {told(6, 3)} and w {told(5, 4)} given", "equal K"]),
+                 [f"x {text(6, 3)} and w {text(5, 4)} given", "equal K"]),
                 ("K of nn", (x, w), {"layout": "nn"}, ["equal K expected for layout 'nn'"]),
-                ("one dimension", (tensor(4), w), {}, [f"x {told(4)}", "two matrices expected"]),
+                ("one dimension", (tensor(4), w), {}, [f"x {text(4)}", "two matrices expected"]),
                 ("three dimensions", (tensor(2, 3, 4), w), {}, ["two matrices expected"]),
-                ("no rows", (tensor(0, 4), w), {}, [f"x {told(0, 4)}", "no empty dimension"]),
+                ("no rows", (tensor(0, 4), w), {}, [f"x {text(0, 4)}", "no empty dimension"]),
                 ("no columns", (x, tensor(0, 4)), {}, ["no empty dimension expected"]),
                 ("strides of x", (tensor(4, 6).t(), w), {},
                  ["strides x (1, 6), w (4, 1) given", "contiguous rows expected"]),
@@ -97,7 +97,7 @@ def all_are_bad(rank: int) -> None:
         check(Case(pattern, 7, 2, 3))
 
 
-def test_every_rank_is_told_and_the_group_still_works():
+def test_every_rank_gets_the_error_and_the_group_still_works():
     on_device(all_are_bad, 2)
 
 
@@ -148,7 +148,7 @@ def different_problems(rank: int) -> tuple[str, float]:
     return answer
 
 
-def test_different_shapes_are_told_to_every_rank():
+def test_different_shapes_are_reported_to_every_rank():
     for said, seconds in on_device(different_problems, 3, environment=SHORT):
         for rank in range(3):
             assert f"rank {rank}: ag_gemm M=18 N=15 K={4 + rank} nt float32 over 3 ranks" in said
@@ -163,7 +163,7 @@ def different_operations(rank: int) -> str:
     return said
 
 
-def test_different_operations_are_told_to_every_rank():
+def test_different_operations_are_reported_to_every_rank():
     for said in on_device(different_operations, 2, environment=SHORT):
         assert "rank 0: ag_gemm" in said
         assert "rank 1: gemm_rs" in said
@@ -181,7 +181,7 @@ def known_calls_in_another_order(rank: int) -> str:
     return seconds_until(error, lambda: GATHER(x, tensor(5, 4), group))[0]
 
 
-def test_known_calls_in_another_order_are_told_to_every_rank():
+def test_known_calls_in_another_order_are_reported_to_every_rank():
     for rank, text in enumerate(
         on_device(known_calls_in_another_order, 2, environment=SHORT | FUSED)
     ):
@@ -214,7 +214,7 @@ def one_refuses(rank: int, bad: dict, plan: Plan | None) -> tuple[str, float]:
     ],
     ids=["shape", "dtype", "layout", "plan"],
 )
-def test_the_others_are_told_why_one_refuses(bad, plan, reason):
+def test_the_reason_of_a_refusal_is_reported_to_the_others(bad, plan, reason):
     answers = on_device(one_refuses, 3, bad, plan, environment=SHORT)
     for rank, (said, seconds) in enumerate(answers):
         assert reason in said

@@ -19,13 +19,17 @@ def case_of(pattern="ag_gemm", op="fc1", M=8192):
 
 
 def outcomes(rows, case, connections="unset"):
-    """Verdicts of one case by what they are about: "bound", "host time", or a peer; of its rows
-    beside others "beside E" and "beside slower".
+    """Verdicts of one case by what they are about: "bound", "host time", or a competitor; of its
+    rows beside others "beside E" and "beside slower".
     """
     found = {}
     for verdict in check(rows):
         if (verdict.case, verdict.connections) == (case, connections):
-            about = [peer for peer in targets.PEERS[case.pattern] if verdict.target.endswith(peer)]
+            about = [
+                competitor
+                for competitor in targets.COMPETITORS[case.pattern]
+                if verdict.target.endswith(competitor)
+            ]
             about += ["host time"] if "host time" in verdict.target else []
             if " beside, " in verdict.target:
                 about = ["beside slower" if "never slower" in verdict.target else "beside E"]
@@ -267,10 +271,10 @@ def everything(pattern_times):
 
 
 def test_the_command_succeeds_only_when_everything_is_met(tmp_path):
-    peers = {name: 200.0 for names in targets.PEERS.values() for name in names}
+    competitors = {name: 200.0 for names in targets.COMPETITORS.values() for name in names}
     times = {"gemm": 100.0, "serial": 150.0, "serial_again": 150.0, "megatron": 140.0}
     ours = {"auto": 101.0, "ours_gemm": 100.0}
-    rows = everything(dict.fromkeys(suites.PATTERNS, times | ours | peers))
+    rows = everything(dict.fromkeys(suites.PATTERNS, times | ours | competitors))
     file = tmp_path / "rows.jsonl"
     records.append(file, rows)
     assert CliRunner().invoke(app, ["bench", "check", str(file)]).exit_code == 0

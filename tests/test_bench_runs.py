@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from flux_megatron.bench import page, plots, provenance, records, runner, suites, targets
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Candidate, with_strategy
+from flux_megatron.bench.competitors.transformer_engine import TransformerEngine
+from flux_megatron.bench.competitors.xformers import Xformers
 from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import Options
-from flux_megatron.bench.peers.transformer_engine import TransformerEngine
-from flux_megatron.bench.peers.xformers import Xformers
 from flux_megatron.bench.verify import examine
 from flux_megatron.cli import app
 
@@ -147,7 +147,7 @@ def test_every_candidate_of_every_case_has_a_row(measured):
         expected = {"gemm", "ours_gemm", "gemm_again"}
         if pattern != "gemm":
             expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
-            expected |= {*targets.PEERS[pattern]}
+            expected |= {*targets.COMPETITORS[pattern]}
         assert expected <= group.keys()
         for row in group.values():
             assert row.status in (records.OK, records.MISSING, records.UNSUPPORTED), row
@@ -171,7 +171,7 @@ def test_rows_tell_where_they_come_from(measured):
 
 
 @interpreted
-def test_chosen_candidates_and_their_yardsticks(tmp_path):
+def test_chosen_candidates_and_their_baselines(tmp_path):
     file = tmp_path / "rows.jsonl"
     run_ranks(_run, 2, options(file, patterns=("ag_gemm",), candidates=("pipelined",)))
     names = {row.candidate for row in records.load(file)}
@@ -244,7 +244,7 @@ def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):
 
 
 def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
-    from flux_megatron.bench.peers import transformer_engine
+    from flux_megatron.bench.competitors import transformer_engine
 
     monkeypatch.setattr(transformer_engine.util, "find_spec", lambda name: object())
     monkeypatch.setattr(transformer_engine, "import_module", lambda name: object())
@@ -256,8 +256,8 @@ def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
 
 def test_a_missing_peer_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for peer in (Xformers(), TransformerEngine()):
-        assert "not installed" in peer.unavailable()
+    for competitor in (Xformers(), TransformerEngine()):
+        assert "not installed" in competitor.unavailable()
 
 
 def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):

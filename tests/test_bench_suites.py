@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from flux_megatron.bench import suites, targets
-from flux_megatron.bench.efficiency import Yardsticks, percentile, yardsticks
+from flux_megatron.bench.competitors import all_competitors
+from flux_megatron.bench.efficiency import Baselines, baselines, percentile
 from flux_megatron.bench.options import Options
-from flux_megatron.bench.peers import all_peers
 
 # layer: N and K of one rank's GEMM at TP 4, and how the weight lies
 LOCAL = {
@@ -130,24 +130,24 @@ def test_cases_of_one_suite_and_M_come_together():
 
 
 def test_efficiency():
-    against = yardsticks({"gemm": 3024.0, "serial": 3526.0})
-    assert against == Yardsticks(3024.0, 3526.0)
+    against = baselines({"gemm": 3024.0, "serial": 3526.0})
+    assert against == Baselines(3024.0, 3526.0)
     assert against.efficiency(3024.0) == 1
     assert against.efficiency(3526.0) == 0
     assert against.efficiency(3080.0) == pytest.approx(0.888, abs=1e-3)
     assert against.efficiency(4028.0) == -1
 
 
-def test_our_faster_gemm_moves_both_yardsticks():
-    against = yardsticks({"gemm": 100.0, "serial": 150.0, "ours_gemm": 90.0})
-    assert against == Yardsticks(90.0, 140.0)
+def test_our_faster_gemm_moves_both_baselines():
+    against = baselines({"gemm": 100.0, "serial": 150.0, "ours_gemm": 90.0})
+    assert against == Baselines(90.0, 140.0)
     assert against.efficiency(100.0) == pytest.approx(0.8)
-    assert yardsticks({"gemm": 100.0, "serial": 150.0, "ours_gemm": 110.0}).gemm == 100.0
+    assert baselines({"gemm": 100.0, "serial": 150.0, "ours_gemm": 110.0}).gemm == 100.0
 
 
 def test_no_efficiency_where_there_is_nothing_to_hide():
-    assert yardsticks({"gemm": 100.0, "serial": 100.0}).efficiency(90.0) is None
-    assert yardsticks({"gemm": 100.0}) is None
+    assert baselines({"gemm": 100.0, "serial": 100.0}).efficiency(90.0) is None
+    assert baselines({"gemm": 100.0}) is None
 
 
 def test_percentile():
@@ -158,8 +158,8 @@ def test_percentile():
 
 @pytest.mark.parametrize("pattern", suites.PATTERNS)
 def test_targets_know_every_peer_and_every_size(pattern):
-    names = [name for peer in all_peers() for name in peer.names(pattern)]
-    assert sorted(names) == sorted(targets.PEERS[pattern])
+    names = [name for competitor in all_competitors() for name in competitor.names(pattern)]
+    assert sorted(names) == sorted(targets.COMPETITORS[pattern])
     for M in suites.ALL_M:
         alone, *_ = targets.targets_of(pattern, M)
         assert (alone.pattern, alone.beside) == (pattern, False)

@@ -37,25 +37,25 @@ def fails(*given: torch.Tensor) -> None:
     raise ZeroDivisionError("no wgrad today")
 
 
-def _layers(rank: int, part: str) -> Callable[[], None]:
+def _layers(rank: int, kind: str) -> Callable[[], None]:
     """A call of which only rank 1 fails, in the middle."""
     group = dist.group.WORLD
     x, w = (torch.ones(s, device=DEVICE, requires_grad=True) for s in ((6, 4), (8, 4)))
-    if part == "consume":
+    if kind == "consume":
         consume = fails if rank else (lambda rows: None)
         return lambda: ops.run_ag_gemm(x.detach(), w.detach(), None, group, consume=consume)
     wgrad = fails if rank else None
-    layer = row_parallel_linear if part == "row" else column_parallel_linear
-    if part == "frozen column":  # a gather alone
+    layer = row_parallel_linear if kind == "row" else column_parallel_linear
+    if kind == "frozen column":  # a gather alone
         x = x.detach()
-    given = (x, w) if part == "row" else (x, w, None)
+    given = (x, w) if kind == "row" else (x, w, None)
     y = layer(*given, group=group, wgrad=wgrad)
     return lambda: y.sum().backward()
 
 
-def one_fails(rank: int, part: str) -> list[str]:
+def one_fails(rank: int, kind: str) -> list[str]:
     group = dist.group.WORLD
-    middle = _layers(rank, part)
+    middle = _layers(rank, kind)
     engine = copy_engine(torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
     dist.barrier()
     if rank == 1:
@@ -68,21 +68,21 @@ def one_fails(rank: int, part: str) -> list[str]:
         middle()
         dist.barrier()
     known, new = Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)
-    said = [refused(errors.GroupBroken, lambda case=case: check(case)) for case in (new, known)]
+    message = [refused(errors.GroupBroken, lambda case=case: check(case)) for case in (new, known)]
     with pytest.raises(errors.GroupBroken):
         flux_megatron.confirm_step()
     assert len(workspace(group, torch.empty(0, device=DEVICE).device).open_calls()) == rank * (
-        2 if part == "column" else 1
+        2 if kind == "column" else 1
     )
     other = dist.new_group([0, 1])
     check(known, other)  # another group is as it was
-    return said
+    return message
 
 
-@pytest.mark.parametrize("part", ["consume", "column", "frozen column", "row"])
-def test_an_error_in_the_middle_is_told_to_every_rank(part):
-    for said in on_device(one_fails, 2, part, environment=SHORT):
-        for text in said:
+@pytest.mark.parametrize("kind", ["consume", "column", "frozen column", "row"])
+def test_an_error_in_the_middle_is_reported_to_every_rank(kind):
+    for message in on_device(one_fails, 2, kind, environment=SHORT):
+        for text in message:
             assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
             assert text.endswith("ZeroDivisionError: no wgrad today")
 
@@ -102,9 +102,9 @@ def both_fail(rank: int) -> str:
     return refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
 
 
-def test_the_first_error_is_told():
-    for said in on_device(both_fail, 2, environment=SHORT):
-        assert said.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
+def test_the_first_error_is_reported():
+    for message in on_device(both_fail, 2, environment=SHORT):
+        assert message.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
 
 
 def one_waits(rank: int) -> str:
@@ -135,8 +135,8 @@ def one_waits(rank: int) -> str:
 
 
 def test_a_missing_signal_is_explained_by_the_failure():
-    for said in on_device(one_waits, 2, environment=SHORT):
-        assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in said
+    for message in on_device(one_waits, 2, environment=SHORT):
+        assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
 
 
 def errors_before_a_call(rank: int) -> None:
@@ -183,11 +183,13 @@ def runs_ahead(rank: int) -> tuple[str, float]:
     texts = {str(caught.value)}
     for group in groups:
         texts.add(refused(errors.SignalTimeout, lambda group=group: check(cases[0], group)))
-    assert len({text.partition(" (")[0] for text in texts}) == 1, "the first is told, not others"
+    assert len({text.partition(" (")[0] for text in texts}) == 1, (
+        "only the first late wait is reported"
+    )
     return str(caught.value), seconds
 
 
 def test_after_one_wait_ran_out_of_time_no_other_waits():
-    (said, seconds), _ = on_device(runs_ahead, 2, environment=SHORT)
-    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in said
+    (message, seconds), _ = on_device(runs_ahead, 2, environment=SHORT)
+    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in message
     assert 5.9 < seconds < 10, "twelve calls wait as long as one"

@@ -1,4 +1,6 @@
-"""The suite's two assertions tell right from wrong: a shard missing, a bias twice, a stale tile."""
+"""The suite's two assertions distinguish right from wrong: a shard missing, a bias twice, a stale
+tile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ R, M_SHARD, N, K = 4, 24, 40, 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def partials(dtype: torch.dtype, exact: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def operands(dtype: torch.dtype, exact: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(5)
 
     def operand(*shape: int) -> Tensor:
@@ -29,14 +31,14 @@ def partials(dtype: torch.dtype, exact: bool) -> tuple[list[Tensor], list[Tensor
     return x, w, operand(N)
 
 
-def wrong_answers(parts: list[Tensor], bias: Tensor) -> dict[str, Tensor]:
-    total = torch.stack(parts).sum(0)
+def wrong_answers(partials: list[Tensor], bias: Tensor) -> dict[str, Tensor]:
+    total = torch.stack(partials).sum(0)
     stale = total.clone()
-    stale[:16, :16] = parts[0][:16, :16] + parts[1][:16, :16]
+    stale[:16, :16] = partials[0][:16, :16] + partials[1][:16, :16]
     poisoned = total.clone()
     poisoned[3, 4] = float("nan")
     return {
-        "one shard missing": torch.stack(parts[1:]).sum(0) + bias,
+        "one shard missing": torch.stack(partials[1:]).sum(0) + bias,
         "bias on every rank": total + R * bias,
         "one stale tile": stale + bias,
         "shards in another order": (total + bias).roll(M_SHARD, 0),
@@ -46,26 +48,26 @@ def wrong_answers(parts: list[Tensor], bias: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_tells_right_from_wrong(dtype):
-    x, w, bias = partials(dtype, exact=True)
+    x, w, bias = operands(dtype, exact=True)
     assert_sums_exact(torch.cat(x, 1), torch.cat(w, 1).t(), extra=1)
-    parts = [a.double() @ b.double().t() for a, b in zip(x, w, strict=True)]
-    expected = (torch.stack(parts).sum(0) + bias.double()).to(dtype)
-    assert_exact(sum(parts).to(dtype) + bias, expected)
-    for name, answer in wrong_answers(parts, bias.double()).items():
+    partials = [a.double() @ b.double().t() for a, b in zip(x, w, strict=True)]
+    expected = (torch.stack(partials).sum(0) + bias.double()).to(dtype)
+    assert_exact(sum(partials).to(dtype) + bias, expected)
+    for name, answer in wrong_answers(partials, bias.double()).items():
         with pytest.raises(AssertionError, match="elements differ"):
             assert_exact(answer.to(dtype), expected, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_close_tells_right_from_wrong(dtype):
-    x, w, bias = partials(dtype, exact=False)
-    truth = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True)) + bias.double()
-    parts = [a @ b.t() for a, b in zip(x, w, strict=True)]
-    baseline = sum(parts) + bias
-    assert_as_close_as(baseline, baseline, truth)
-    for name, answer in wrong_answers(parts, bias).items():
+    x, w, bias = operands(dtype, exact=False)
+    reference = sum(a.double() @ b.double().t() for a, b in zip(x, w, strict=True)) + bias.double()
+    partials = [a @ b.t() for a, b in zip(x, w, strict=True)]
+    baseline = sum(partials) + bias
+    assert_as_close_as(baseline, baseline, reference)
+    for name, answer in wrong_answers(partials, bias).items():
         with pytest.raises(AssertionError, match="error"):
-            assert_as_close_as(answer, baseline, truth, name)
+            assert_as_close_as(answer, baseline, reference, name)
 
 
 def test_exact_checks_shape_and_dtype():

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from flux_megatron.symm.copy_engine import CopyEngine, Delivery, Push
+from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
 STREAM, CALLERS = 7, 5
-DELIVERIES = tuple(
-    Delivery(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
+GATED_PUSHES = tuple(
+    GatedPush(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
     for n in range(3)
 )
 
@@ -86,27 +86,27 @@ def done(engine: CudaCopyEngine) -> list[tuple]:
 
 
 @pytest.mark.parametrize("epoch", [1, 2**31, 2**32 + 5])
-def test_deliveries_wait_push_signal_and_clear_their_counters(engine, epoch):
+def test_gated_pushes_wait_push_signal_and_clear_their_counters(engine, epoch):
     """What the engine gives the driver in few calls is what any engine does in many."""
     for _ in range(2):  # the second time what was kept of the first is used
         done(engine).clear()
-        engine.deliver(DELIVERIES, 50, epoch)
+        engine.push_gated(GATED_PUSHES, 50, epoch)
         together = [*done(engine)]
         done(engine).clear()
-        CopyEngine.deliver(engine, DELIVERIES, 50, epoch)
+        CopyEngine.push_gated(engine, GATED_PUSHES, 50, epoch)
         assert together == done(engine)
     word = epoch % 2**32
     expected = [
         one
-        for delivery in DELIVERIES
+        for gated in GATED_PUSHES
         for one in (
-            ("wait", delivery.counter, delivery.tiles, STREAM),
-            ("copy", delivery.push.destination, 50 + delivery.push.offset,
-             delivery.push.size_bytes, STREAM),
-            ("write", delivery.push.signal, word, STREAM),
+            ("wait", gated.counter, gated.tiles, STREAM),
+            ("copy", gated.push.destination, 50 + gated.push.offset,
+             gated.push.size_bytes, STREAM),
+            ("write", gated.push.signal, word, STREAM),
         )
     ]  # fmt: skip
-    cleared = [("write", delivery.counter, 0, STREAM) for delivery in DELIVERIES]
+    cleared = [("write", gated.counter, 0, STREAM) for gated in GATED_PUSHES]
     assert together == expected + cleared
 
 
@@ -122,4 +122,4 @@ def test_a_refusal_of_the_driver_is_an_error(engine):
         mock.patch.object(engine._driver, "cuStreamBatchMemOp", return_value=(1,)),
         pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"),
     ):
-        engine.deliver(DELIVERIES, 50, 1)
+        engine.push_gated(GATED_PUSHES, 50, 1)

@@ -66,7 +66,7 @@ def test_missing_gpus_stop_a_run(monkeypatch):
     assert "4 expected" not in run("--gpus", "2")
 
 
-def test_gpus_that_cannot_reach_each_other_are_told(monkeypatch):
+def test_gpus_that_cannot_reach_each_other_are_reported(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one + other != 3)
     first = next(module._links(3))
@@ -122,7 +122,7 @@ def test_failing_probe_does_not_silence_the_others(monkeypatch):
     assert (failed.status, failed.text) == ("note", "not examined: OSError('no such device')")
 
 
-def test_ranks_that_cannot_open_each_others_memory_are_told(monkeypatch):
+def test_ranks_that_cannot_open_each_others_memory_are_reported(monkeypatch):
     """Each in a container of its own, for example."""
     monkeypatch.setattr(module.os, "getpid", lambda: 2**22 + 1)
     finding = found("shared memory", Wanted(gpus=0))

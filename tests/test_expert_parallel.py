@@ -173,7 +173,7 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
     elif rank == 1:
         counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}[spoil]
     x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
-    said = []
+    reported = []
 
     def called() -> None:
         ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
@@ -182,8 +182,8 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
     for _ in range(2):  # and every call after it
         with pytest.raises(errors.CapacityExceeded) as caught:
             called()
-        said.append(str(caught.value))
-    return said
+        reported.append(str(caught.value))
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
 )
 @pytest.mark.parametrize("name", ["fused", "sequential"])
 def test_rows_that_do_not_fit_are_refused_by_all_ranks(name, spoil, message):
-    for said in on_device(refused, 2, name, spoil, fresh=True):
-        assert all(message in text for text in said), said
+    for reported in on_device(refused, 2, name, spoil, fresh=True):
+        assert all(message in text for text in reported), reported
 
 
 def wrong(rank: int, change: dict, message: str) -> None:
@@ -242,10 +242,10 @@ def other_capacity(rank: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_are_told():
-    for said in on_device(other_capacity, 2):
-        assert "capacity 16" in said
-        assert "capacity 17" in said
+def test_disagreement_of_ranks_is_reported():
+    for reported in on_device(other_capacity, 2):
+        assert "capacity 16" in reported
+        assert "capacity 17" in reported
 
 
 def fallen_back(rank: int) -> list[str]:
@@ -256,7 +256,7 @@ def fallen_back(rank: int) -> list[str]:
     return [reason for _, reason in flux_megatron.report().fallbacks]
 
 
-def test_a_strategy_that_is_not_built_falls_back_and_says_so():
+def test_a_strategy_that_is_not_built_falls_back_and_is_reported():
     environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
     for reasons in on_device(fallen_back, 2, environment=environment):
         assert reasons == ["pipelined is not built for a2a_gemm"]

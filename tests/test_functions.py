@@ -1,4 +1,4 @@
-"""Linear layers under sequence parallelism: exact against autograd of the unsharded problem."""
+"""Linear layers under sequence parallelism: exact against the reference and its autograd."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ranks import DEVICE, FUSED, be_late, here, on_device
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors
+from flux_megatron import errors, reference
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,7 +31,7 @@ LAYERS = ["column", "row", "local"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on all ranks: integer operands, and the truth as autograd gives it in fp64."""
+    """One layer on all ranks: integer operands, and the reference with its gradients in fp64."""
 
     kind: str
     dtype: torch.dtype
@@ -48,7 +49,7 @@ def layer(
     kind: str, world_size: int, dtype: torch.dtype,
     rows: tuple[int, ...], N: int, K: int, bias: bool,
 ) -> Layer:  # fmt: skip
-    """x, w, bias, dy and the truth, each as a list over ranks; the same on every rank that asks."""
+    """x, w, bias, dy and the results, as lists over ranks; the same on every rank that asks."""
     generator = torch.Generator().manual_seed(N * K + len(rows))
 
     def shards(*shape: int) -> list[Tensor]:
@@ -65,22 +66,19 @@ def layer(
 
 
 def solve(made: Layer) -> None:
-    """The unsharded problem by autograd; asserts that every sum in it is exact."""
-    R = len(made.x)
+    """The reference and its gradients by autograd; asserts that every sum in them is exact."""
     x, w, dy = (
         [t.double().requires_grad_() for t in shards] for shards in (made.x, made.w, made.dy)
     )
     b = [t.double().requires_grad_() for t in made.bias or []]
     if made.kind == "column":
-        gathered = torch.cat(x)
-        y = [gathered @ w[r].t() + (b[r] if b else 0) for r in range(R)]
+        y = reference.all_gather_gemm(x, w, bias=b or None)
         assert_layer_exact(torch.cat(made.x), torch.cat(made.w), torch.cat(made.dy, -1))
     elif made.kind == "row":
-        total = torch.stack([x[r] @ w[r].t() for r in range(R)]).sum(0)
-        y = list(total.chunk(R))
+        y = reference.gemm_reduce_scatter(x, w)
         assert_layer_exact(torch.cat(made.x, -1), torch.cat(made.w, 1), torch.cat(made.dy))
     else:
-        y = [x[r] @ w[r].t() + (b[r] if b else 0) for r in range(R)]
+        y = [reference.matmul(x[r], w[r]) + (b[r] if b else 0) for r in range(len(x))]
         for one in zip(made.x, made.w, made.dy, strict=True):
             assert_layer_exact(*one)
     torch.autograd.backward(y, [t.detach() for t in dy])
@@ -126,11 +124,11 @@ def check(made: Layer, rank: int, needs: str = "xwb", **options) -> None:
         assert not needs, what
         return
     y.backward(made.dy[rank].to(DEVICE))
-    for name, tensor, truth in (("x", x, made.dx), ("w", w, made.dw), ("b", bias, made.db)):
+    for name, tensor, expected in (("x", x, made.dx), ("w", w, made.dw), ("b", bias, made.db)):
         if tensor is None:
             continue
         if name in needs:
-            assert_exact(tensor.grad, truth[rank], f"d{name} of {what}")
+            assert_exact(tensor.grad, expected[rank], f"d{name} of {what}")
         else:
             assert tensor.grad is None, f"d{name} of {what}"
 
@@ -280,7 +278,7 @@ def some_rank_is_frozen(rank: int) -> None:
         backward_and_another()
 
 
-def test_a_gather_on_one_rank_only_is_told():
+def test_a_gather_on_one_rank_only_is_reported():
     on_device(some_rank_is_frozen, 2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 
 
@@ -299,7 +297,7 @@ def custom_wgrad(rank: int) -> None:
 
         def accumulate(weight: Tensor, dy: Tensor, x: Tensor, w=w, main_grad=main_grad) -> None:
             assert weight.data_ptr() == w.data_ptr()
-            main_grad.addmm_(dy.t(), x)
+            accumulate_wgrad_by_torch(main_grad, dy, x)
 
         options = {"save_gathered": True} if save_gathered else {}
         y = apply(made, x, w, bias, wgrad=accumulate, **options)
@@ -403,9 +401,8 @@ def mlp(rank: int, late: int) -> None:
     columns = [[w.clone().requires_grad_() for w in shards] for shards in weights]
     y = whole
     for w1, w2 in (columns[:2], columns[2:]):
-        y = y + torch.stack([(y @ a.t()).relu() @ b.t() for a, b in zip(w1, w2, strict=True)]).sum(
-            0
-        )
+        hidden = [h.relu() for h in reference.all_gather_gemm([y], w1)]
+        y = y + reference.gemm_all_reduce(hidden, w2)[0]
     y.sum().backward()
     mine = x[rank].float().to(DEVICE).requires_grad_()
     own = [shards[rank].float().to(DEVICE).requires_grad_() for shards in weights]

@@ -47,12 +47,12 @@ def calls(rank: int, plan: Plan) -> dict[str, int]:
             for dtype in (torch.float32, torch.bfloat16):
                 for layout in ("nt", "nn"):
                     M = M_shard * group.size()
-                    xs, ws, truth = operands(M, N, K_local, group.size(), dtype, layout)
+                    xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
                     x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
                     y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
-                    results.append((y, truth[rank], f"{turn} {M_shard} {N} {dtype} {layout}"))
-    for y, truth, what in results:  # all of them now: later calls leave results alone
-        assert_exact(y, truth, what)
+                    results.append((y, expected[rank], f"{turn} {M_shard} {N} {dtype} {layout}"))
+    for y, expected, what in results:  # all of them now: later calls leave results alone
+        assert_exact(y, expected, what)
     return {name: count for (_, name), count in flux_megatron.report().calls.items()}
 
 

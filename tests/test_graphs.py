@@ -29,7 +29,7 @@ PLANS = {
 }
 HOPPER = {
     "hopper": Plan("hopper", comm_rows=64, tile=TILE),
-    "hopper, split-K": Plan("hopper", tile=TILE, cut_shards=1),
+    "hopper, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
     "hopper by SM": Plan("hopper", comm_rows=40, tile=TILE, transport="sm"),
 }
 
@@ -73,8 +73,8 @@ class Captured:
 def same(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
     torch.cuda.synchronize()
     flux_megatron.check()
-    for result, truth in zip(results, expected, strict=True):
-        assert_exact(result, truth, what)
+    for result, right in zip(results, expected, strict=True):
+        assert_exact(result, right, what)
 
 
 def replays(rank: int, plan: Plan) -> None:

@@ -51,7 +51,8 @@ TABLE = {
         "train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
-    "reference": room("errors problem", "torch"),
+    "reference": room("errors patterns problem", "torch"),
+    "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
     "symm": room("errors problem settings", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
@@ -59,7 +60,7 @@ TABLE = {
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs
     "tuning": room(
-        "errors patterns problem settings perf symm kernels.sizes overlap",
+        "errors patterns problem settings perf symm kernels.sizes overlap wgrad",
         "torch",
         lazily="cuda triton",
     ),
@@ -71,11 +72,11 @@ TABLE = {
     # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
     "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
-    "nn": room("errors ops kernels.norm", "torch"),
+    "nn": room("errors ops wgrad kernels.norm", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn expert_parallel patching.installed overlap.report symm.step",
+        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),

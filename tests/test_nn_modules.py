@@ -41,7 +41,7 @@ def integer_linear(bias: bool, dtype: torch.dtype, seed: int = 0) -> nn.Linear:
 
 
 def shard(layer: ParallelLinear, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of a parameter: output features of a column layer, else input features."""
+    """This rank's shard of a parameter: output features of a column layer, else input features."""
     row = isinstance(layer, RowParallelLinear)
     if row and name == "bias":
         return whole
@@ -66,8 +66,8 @@ def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     return x, small_integers((TOKENS, BATCH, OUT), dtype, generator)
 
 
-def part(layer: ParallelLinear, whole: Tensor, which: str) -> Tensor:
-    """This rank's part of x or y: tokens outside of a pair of layers, features between."""
+def local(layer: ParallelLinear, whole: Tensor, which: str) -> Tensor:
+    """This rank's shard of x or y: tokens outside of a pair of layers, features between."""
     outside = isinstance(layer, ColumnParallelLinear) == (which == "x")
     return whole.chunk(layer.world_size, 0 if outside else -1)[layer.rank]
 
@@ -90,17 +90,17 @@ def check(
     expected = whole(expected_x)
     expected.backward(dy.double())
 
-    own = part(layer, x, "x").clone().to(DEVICE).requires_grad_()
+    x_local = local(layer, x, "x").clone().to(DEVICE).requires_grad_()
     layer.zero_grad()
-    y = layer(own) if run is None else run(own)
+    y = layer(x_local) if run is None else run(x_local)
     what = f"{layer} {dtype}"
-    assert_exact(y, part(layer, expected, "y").to(dtype), f"y of {what}")
-    y.backward(part(layer, dy, "y").to(DEVICE))
-    assert_exact(own.grad, part(layer, expected_x.grad, "x").to(dtype), f"dx of {what}")
+    assert_exact(y, local(layer, expected, "y").to(dtype), f"y of {what}")
+    y.backward(local(layer, dy, "y").to(DEVICE))
+    assert_exact(x_local.grad, local(layer, expected_x.grad, "x").to(dtype), f"dx of {what}")
     for name, parameter in layer.named_parameters():
-        truth = shard(layer, name, getattr(whole, name).grad).to(parameter.dtype)
+        gradient = shard(layer, name, getattr(whole, name).grad).to(parameter.dtype)
         if parameter.requires_grad:
-            assert_exact(parameter.grad, truth, f"d{name} of {what}")
+            assert_exact(parameter.grad, gradient, f"d{name} of {what}")
         else:
             assert parameter.grad is None, f"d{name} of {what}"
 
@@ -117,7 +117,7 @@ def test_exact_forward_and_backward(world_size, strategy):
 
 
 def block_with_a_scale(rank: int) -> None:
-    """Column into row, and a parameter that all ranks hold whole, each on its own tokens."""
+    """Column into row, and a parameter that all ranks hold whole, each on its x_local tokens."""
     R = dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     up, down = integer_linear(False, torch.float64), nn.Linear(OUT, IN, dtype=torch.float64)
@@ -135,8 +135,8 @@ def block_with_a_scale(rank: int) -> None:
         for name, parameter in row.named_parameters():
             parameter.copy_(shard(row, name, getattr(down, name)))
     own_scale = scale.detach().float().to(DEVICE).requires_grad_()
-    own = x.chunk(R)[rank].float().to(DEVICE)
-    y = own + row(column(own * sum_gradient(own_scale)).relu())
+    x_local = x.chunk(R)[rank].float().to(DEVICE)
+    y = x_local + row(column(x_local * sum_gradient(own_scale)).relu())
     assert_exact(y, expected.chunk(R)[rank].float())
     y.sum().backward()  # dy is one element, expanded
     assert_exact(own_scale.grad, scale.grad.float(), "the scale")
@@ -249,11 +249,11 @@ def under_autocast(rank: int) -> None:
         whole = integer_linear(True, torch.bfloat16)
         layer, low = sharded(kind, whole), sharded(kind, whole, dtype=torch.bfloat16)
         check(low, whole, torch.bfloat16)
-        own = part(layer, operands(torch.float32)[0], "x").to(DEVICE)
+        x_local = local(layer, operands(torch.float32)[0], "x").to(DEVICE)
         with torch.autocast(DEVICE, torch.bfloat16):
-            y = layer(own)
-        assert_exact(y, low(own.bfloat16()), str(layer))
-        y.backward(part(layer, dy, "y").to(DEVICE))
+            y = layer(x_local)
+        assert_exact(y, low(x_local.bfloat16()), str(layer))
+        y.backward(local(layer, dy, "y").to(DEVICE))
         for name, parameter in layer.named_parameters():
             assert_exact(parameter.grad, getattr(low, name).grad.float(), name)
 
@@ -265,7 +265,7 @@ def test_autocast():
 def captured(rank: int) -> None:
     """What Dynamo sees: autocast, an input that the operator refuses, a whole parameter."""
     layer = sharded(RowParallelLinear, integer_linear(True, torch.bfloat16))
-    x = part(layer, operands(torch.float32)[0], "x").to(DEVICE)
+    x = local(layer, operands(torch.float32)[0], "x").to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert_exact(compiled(layer, "eager")(x), layer(x))
     with pytest.raises(ValueError, match="equal K expected"):
@@ -346,7 +346,7 @@ def one_is_wrong(rank: int) -> None:
         layer(torch.ones(3, 4 + rank, device=DEVICE))
 
 
-def test_the_others_are_told_that_one_rank_has_another_width():
+def test_another_width_on_one_rank_is_reported_to_the_others():
     on_device(one_is_wrong, 2, environment=FUSED)
 
 

@@ -15,7 +15,7 @@ from flux_megatron.nn import norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["layer_norm", "layer_norm without bias", "rms_norm"]
-# one row; several blocks of narrow rows for each program; columns that fill no block; wide rows
+# one row; several blocks of narrow rows for each CTA; columns that fill no block; wide rows
 SHAPES = [(1, 1), (3, 2, 24), (300, 100), (5, 1000), (2, 3, 8200)]
 EPS = 1e-3
 
@@ -61,7 +61,7 @@ def by_torch(*args) -> list[Tensor]:
         return run(norm, *args)
 
 
-def truth(kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
+def in_fp64(kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
     wide = [leaf.cpu().double() for leaf in leaves]
     return run(reference, kind, wide, dy.cpu().double(), zero_centered)
 
@@ -84,20 +84,20 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_close_to_the_truth_as_torch(kind, shape, dtype, zero_centered):
+def test_as_close_to_the_reference_as_torch(kind, shape, dtype, zero_centered):
     leaves, dy = operands(kind, shape, dtype)
     case = (kind, leaves, dy, zero_centered)
     # Of one column LayerNorm's dx is dy gamma / sqrt(eps) less itself: with a fused multiply-add
     # one of the two is not rounded.
     gamma = leaves[1] + 1.0 if zero_centered else leaves[1]
     cancelled = (dy * gamma).abs().max().item() / EPS**0.5 if shape[-1] == 1 else 0.0
-    check(run(norm, *case), by_torch(*case), truth(*case), cancelled)
+    check(run(norm, *case), by_torch(*case), in_fp64(*case), cancelled)
 
 
 @pytest.mark.parametrize("wrong", ["no mean", "no bias", "no 1", "half the rows", "other eps"])
 def test_a_wrong_norm_is_found(wrong, monkeypatch):
     kind, (leaves, dy) = "layer_norm", operands("layer_norm", (300, 100), torch.float32)
-    theirs, true = by_torch(kind, leaves, dy, True), truth(kind, leaves, dy, True)
+    theirs, true = by_torch(kind, leaves, dy, True), in_fp64(kind, leaves, dy, True)
     if wrong == "no mean":
         got = run(norm, "rms_norm", leaves[:2], dy, True)
     elif wrong == "no bias":
@@ -105,9 +105,9 @@ def test_a_wrong_norm_is_found(wrong, monkeypatch):
     elif wrong == "no 1":
         got = run(norm, kind, leaves, dy, False)
     elif wrong == "half the rows":
-        whole = kernels._sum_parts
+        whole = kernels._sum_partials
         half = lambda shape, *rest: whole(torch.Size((shape[0], 1, shape[2])), *rest)  # noqa: E731
-        monkeypatch.setattr(kernels, "_sum_parts", half)
+        monkeypatch.setattr(kernels, "_sum_partials", half)
         got = run(norm, kind, leaves, dy, True)
     else:
         monkeypatch.setattr(f"{__name__}.EPS", 3e-2)
@@ -124,11 +124,11 @@ def test_residual_kept_in_fp32(kind):
     y, dx, *gradients = run(norm, *case)
     assert (y.dtype, dx.dtype) == (torch.bfloat16, torch.float32)
     assert all(gradient.dtype is torch.bfloat16 for gradient in gradients)
-    check([y, dx, *gradients], by_torch(*case), truth(*case))
+    check([y, dx, *gradients], by_torch(*case), in_fp64(*case))
 
 
 def test_rows_are_taken_as_they_lie():
-    """The keys' part of QKV, as a norm of queries and keys is given it."""
+    """The keys in QKV, as a norm of queries and keys is given it."""
     (qkv, weight), _ = operands("rms_norm", (4, 2, 3 * 32), torch.bfloat16)
     keys = qkv[..., 32:64]
     assert norm._rows(keys).data_ptr() == keys.data_ptr()
@@ -149,10 +149,10 @@ def test_the_same_bits_each_time():
 
 
 def test_parts_of_many_programs_are_summed():
-    parts = torch.arange(2 * 70 * 100, device=DEVICE).view(2, 70, 100).float() % 5
+    partials = torch.arange(2 * 70 * 100, device=DEVICE).view(2, 70, 100).float() % 5
     total = torch.empty(2, 100, dtype=torch.bfloat16, device=DEVICE)
-    kernels._sum_parts(parts.shape, total.dtype, total.device)((parts, total), ())
-    assert_exact(total, parts.sum(1).bfloat16())
+    kernels._sum_partials(partials.shape, total.dtype, total.device)((partials, total), ())
+    assert_exact(total, partials.sum(1).bfloat16())
 
 
 def test_caller_may_modify_the_result():

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER, Case, Operands, call, check, hopper_cases
+from cases import ON_HOPPER, Case, Operands, call, check, expected, hopper_cases
 from closeness import assert_as_close_as
 from ranks import DEVICE, FUSED, be_late, on_device
 
 import flux_megatron
-from flux_megatron import errors, ops, reference
+from flux_megatron import errors, ops
 from flux_megatron.problem import Plan, Tile
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
@@ -159,7 +159,7 @@ def test_strict_mode_refuses_float64_and_nothing_else():
 
 
 def random_operands(case: Case, world_size: int) -> Operands:
-    """Normally distributed; `expected` is the fp64 truth."""
+    """Normally distributed; `expected` is the reference in fp64."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def shards(*shape: int) -> list[torch.Tensor]:
@@ -170,11 +170,7 @@ def random_operands(case: Case, world_size: int) -> Operands:
     w = shards(case.N_local, case.K_local)
     bias = shards(case.N_local) if case.bias else None
     wide = [[t.double() for t in shard] for shard in (x, w, bias or [])]
-    if gathers:
-        expected = reference.all_gather_gemm(wide[0], wide[1], "nt", wide[2] or None)
-    else:
-        expected = reference.gemm_reduce_scatter(wide[0], wide[1])
-    return Operands(x, w, bias, expected)
+    return Operands(x, w, bias, expected(case, *wide))
 
 
 def plain_torch(case: Case, given: Operands, rank: int) -> torch.Tensor:

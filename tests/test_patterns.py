@@ -18,11 +18,6 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 
 M, N, K, R = 24, 16, 40, 2
-TRUTH = {
-    "ag_gemm": reference.all_gather_gemm,
-    "gemm_rs": reference.gemm_reduce_scatter,
-    "gemm_ar": reference.gemm_all_reduce,
-}
 
 
 def problem(pattern: Pattern) -> Problem:
@@ -34,7 +29,7 @@ def test_operands_and_results_have_the_sizes_of_the_description(pattern):
     p = problem(pattern)
     x = [torch.ones(p.x_rows, p.K_local) for _ in range(R)]
     w = [torch.ones(p.N_local, p.K_local) for _ in range(R)]
-    for y in TRUTH[pattern](x, w):
+    for y in reference.PATTERNS[pattern](x, w):
         assert y.shape == (p.M_shard if p.spec.scatters else M, p.N_local)
         assert torch.equal(y, torch.full_like(y, K)), "a sum over K, whole or over the ranks"
 

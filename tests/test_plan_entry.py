@@ -17,7 +17,7 @@ FORMATS = Path(__file__).parent / "plans"
 
 def test_every_format_has_a_file_that_is_still_read(tmp_path):
     """As they were written then; their measurements stay, alone and beside others."""
-    assert [file.stem for file in sorted(FORMATS.iterdir())] == ["format_1", "format_2"]
+    assert [file.stem for file in sorted(FORMATS.iterdir())] == [f"format_{n}" for n in (1, 2, 3)]
     for file in FORMATS.iterdir():
         folder = tmp_path / file.stem / "h200"
         folder.mkdir(parents=True)
@@ -31,6 +31,19 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         assert alone.environment.sources == "format 1: 4a91cd5128db6a1c"
         plan_cache.write_file(folder / file.name, entries)
         assert plan_cache.read_folder(folder) == (entries, [])
+
+
+@pytest.mark.parametrize("written_in", [1, 2])
+def test_split_k_shards_had_another_name(tmp_path, written_in):
+    """In the best plan, in those that were measured, and in those that failed."""
+    plan = replace(ENTRY.plan, split_k_shards=2)
+    measured, failed = plan_entry.Measured(plan, 1.0), plan_entry.Failed(plan, "an error")
+    entry = replace(ENTRY, plan=plan, measured=(measured,), failed=(failed,))
+    text = entry.dumps().replace("split_k_shards", "cut_shards")
+    cache = read(tmp_path, f'{{"format": {written_in}, "entries": [{text}]}}')
+    assert cache.left_out == []
+    (found,) = cache.entries
+    assert (found.plan, found.measured, found.failed) == (plan, (measured,), (failed,))
 
 
 def test_a_file_of_the_present_format_is_what_is_written():
@@ -52,7 +65,7 @@ def changed(*path: str | int, value: object) -> str:
         del inner[path[-1]]
     else:
         inner[path[-1]] = value
-    return f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}'
+    return f'{{"format": 3, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}'
 
 
 def read(folder: Path, text: str):
@@ -60,7 +73,7 @@ def read(folder: Path, text: str):
     file.parent.mkdir()
     file.write_text(text, errors="surrogateescape")
     cache = opened(folder)
-    assert all(complaint.startswith(str(file)) for complaint in cache.left_out)
+    assert all(error.startswith(str(file)) for error in cache.left_out)
     return cache
 
 
@@ -74,9 +87,9 @@ def read(folder: Path, text: str):
         ('{"format": "2", "entries": []}', "left out, a format and a list"),
         ('{"format": true, "entries": []}', "left out, a format and a list"),
         ('{"format": 0, "entries": []}', "left out, a format and a list"),
-        ('{"format": 2, "entries": 3}', "left out, a format and a list"),
-        ('{"format": 3, "entries": [{}]}', "left out, format 3; this version reads 1 to 2"),
-        ('{"format": 2, "entries": [7]}', "entry 0: left out, entry: 7 given, an object"),
+        ('{"format": 3, "entries": 3}', "left out, a format and a list"),
+        ('{"format": 4, "entries": [{}]}', "left out, format 4; this version reads 1 to 3"),
+        ('{"format": 3, "entries": [7]}', "entry 0: left out, entry: 7 given, an object"),
         ('{"format": 1, "entries": [{"problem": 3}]}', r"left out, entry: fields .* expected"),
         (changed("plan", "comm_rows", value="7"), "entry.plan.comm_rows: '7' given, int expected"),
         (changed("plan", "comm_rows", value=True), "entry.plan.comm_rows: True given"),
@@ -93,8 +106,8 @@ def read(folder: Path, text: str):
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
     cache = read(tmp_path, text)
-    (complaint,) = cache.left_out
-    assert re.search(reason, complaint)
+    (error,) = cache.left_out
+    assert re.search(reason, error)
     # the others of the file stay
     assert cache.entries == ([at(64)] if at(64).dumps() in text else [])
 
@@ -118,11 +131,11 @@ def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, pat
     )
     cache = read(tmp_path, both)
     assert cache.entries == [ENTRY, ENTRY]
-    (complaint,) = cache.left_out
-    assert f".{path[-1]} is ignored" in complaint
+    (error,) = cache.left_out
+    assert f".{path[-1]} is ignored" in error
 
 
-@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "cut_shards"])
+@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "split_k_shards"])
 def test_a_field_that_an_earlier_version_did_not_write_is_at_its_default(tmp_path, field):
     cache = read(tmp_path, changed("measured", 1, "plan", field, value=...))
     assert cache.left_out == []
@@ -134,29 +147,27 @@ def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
     raw = json.loads(ENTRY.dumps())
     for plan in (raw["plan"], raw["measured"][0]["plan"]):
         plan["clusters"] = 2
-    cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}]}}')
+    cache = read(tmp_path, f'{{"format": 3, "entries": [{json.dumps(raw)}]}}')
     assert cache.entries == [replace(ENTRY, plan=PLAIN, measured=ENTRY.measured[1:])]
-    (complaint,) = cache.left_out
-    assert "plans with plan.clusters = 2, which this version does not know, are left out" in (
-        complaint
-    )
+    (error,) = cache.left_out
+    assert "plans with plan.clusters = 2, which this version does not know, are left out" in (error)
 
 
 def test_so_is_a_plan_of_a_strategy_that_there_is_not(tmp_path):
     text = changed("measured", 1, "plan", "strategy", value="signalled")
     cache = read(tmp_path, text)
     assert cache.entries == [replace(ENTRY, measured=ENTRY.measured[:1]), at(64)]
-    (complaint,) = cache.left_out
-    assert "plans of strategy 'signalled' are left out" in complaint
+    (error,) = cache.left_out
+    assert "plans of strategy 'signalled' are left out" in error
 
 
 def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
     raw = json.loads(ENTRY.dumps())
     raw |= {"plan": {"strategy": "signalled"}, "measured": []}
-    cache = read(tmp_path, f'{{"format": 2, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
+    cache = read(tmp_path, f'{{"format": 3, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
     assert cache.entries == [at(64)]
-    (complaint,) = cache.left_out
-    assert "entry 0: left out" in complaint
+    (error,) = cache.left_out
+    assert "entry 0: left out" in error
 
 
 def test_a_line_of_the_tuner_is_read_whole():

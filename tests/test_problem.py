@@ -1,4 +1,4 @@
-"""Problems tell local sizes from global ones; plans survive their text."""
+"""Problems distinguish local from global sizes; plans survive their text."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_other_texts_are_no_plans(text):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"transport": "nvlink"}, "'nvlink' given, one of"),
         ({"comm_rows": -1}, "comm_rows -1"),
         ({"splits": -2}, "splits -2"),
     ],
 )
-def test_a_wrong_plan_says_what_is_wrong(fields, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_wrong_plan_says_what_is_wrong(fields, message):
+    with pytest.raises(ValueError, match=message):
         Plan("hopper", **fields)
 
 

@@ -1,4 +1,4 @@
-"""The truth itself, against the unsharded product in fp64 and against loops written out."""
+"""The reference, against the unsharded product in fp64 and against loops written out."""
 
 from __future__ import annotations
 

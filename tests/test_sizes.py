@@ -27,7 +27,7 @@ from flux_megatron.symm.workspace import workspace
 LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2**31 elements
 
 
-class Part:
+class Region:
     """Addresses without memory."""
 
     rank, world_size = 1, 2
@@ -49,15 +49,15 @@ class _Rows(list):
 def test_pushes_of_a_large_shard():
     """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes."""
     M_shard, K = LARGE
-    route = transfer._route(Part(), torch.Size(LARGE), torch.bfloat16, 5000)
+    schedule = transfer._push_schedule(Region(), torch.Size(LARGE), torch.bfloat16, 5000)
     shard_bytes, end = M_shard * K * 2, 0
     assert shard_bytes > 2**32
-    for push in route.pushes:
+    for push in schedule.pushes:
         assert push.offset == end
         assert push.destination == (1 << 40) + shard_bytes + end, "rank 1's rows at rank 0"
         end += push.size_bytes
     assert end == shard_bytes
-    assert route.own_rows == (2 << 40) + shard_bytes
+    assert schedule.local_shard == (2 << 40) + shard_bytes
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def long_log(rank: int, start: int) -> tuple[bool, str]:
             dist.barrier()
     compared = log._compared[1 - rank] > start + 2000
     dist.barrier()
-    log._put("this" if rank else "that")
+    log._write("this" if rank else "that")
     dist.barrier()
     with pytest.raises(errors.ProblemMismatch) as caught:
         log.note("kind 0")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from flux_megatron import errors, ops
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.copy_engine import CopyEngine
@@ -80,14 +80,14 @@ class Recorder:
         return stack
 
 
-def on_streams(rank: int, program: str) -> list[tuple[str, str]]:
+def on_streams(rank: int, scenario: str) -> list[tuple[str, str]]:
     """The pairs of kernels that nothing orders."""
     record = Recorder()
     groups = dist.group.WORLD, dist.new_group([0, 1])
     with record.recording():
-        PROGRAMS[program](record, groups)
+        SCENARIOS[scenario](record, groups)
     kernels = [item for item in record.items if item.name != "push"]
-    assert len({item.stream for item in kernels}) > 1, "the program uses one stream only"
+    assert len({item.stream for item in kernels}) > 1, "the scenario uses one stream only"
     return [
         (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
         for a, b in itertools.combinations(kernels, 2)
@@ -142,12 +142,12 @@ def backward(record: Recorder, groups) -> None:
     ops.gemm_reduce_scatter(x.detach(), w.detach(), groups[0])
 
 
-PROGRAMS = {f.__name__: f for f in (two_groups, two_directions, backward)}
+SCENARIOS = {f.__name__: f for f in (two_groups, two_directions, backward)}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_two_kernels_are_ordered(program):
-    assert run_ranks(on_streams, 2, program) == [[], []]
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_two_kernels_are_ordered(scenario):
+    assert run_ranks(on_streams, 2, scenario) == [[], []]
 
 
 class Streams(CpuCopyEngine):

@@ -234,7 +234,7 @@ def reads_stale(rank: int) -> tuple[bool, bool, bool]:
     gather.close()
     scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
     scatter.finish()
-    return alive, bool(gathered.isnan().all()), bool(scatter.slots.isnan().all())
+    return alive, bool(gathered.isnan().all()), bool(scatter.received.isnan().all())
 
 
 @pytest.mark.parametrize("poison", ["1", "0"])
@@ -372,7 +372,7 @@ def test_a_channel_has_one_open_call():
 
 
 def captures(rank: int) -> None:
-    """Captured calls share a part and an epoch; memory can only be had before."""
+    """Captured calls share a region and an epoch; memory can only be had before."""
     space = workspace(dist.group.WORLD, here())
     eager = [half_of(space, rank, 5000) for _ in range(2)]
     with mock.patch.object(workspace_module, "capturing", return_value=True):
@@ -384,7 +384,7 @@ def captures(rank: int) -> None:
         space.end(call)
     assert len({*captured, *eager}) == 3
     assert call.epoch == signals.CAPTURED_EPOCH
-    assert call.part.entries is not None, "it begins by meeting the other ranks"
+    assert call.region.entries is not None, "it begins with a rank barrier"
     channel = space.channels["gather"]
     assert channel.epoch == 2
     held = channel.size_bytes
@@ -414,10 +414,15 @@ def late_entry(rank: int) -> str:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
 def test_a_rank_that_does_not_come_to_a_captured_call_is_named():
-    told, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
-    assert "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in told
+    message, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+    assert (
+        "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in message
+    )
 
 
-def test_what_a_slot_announces_is_told():
-    assert signals.told(signals.slot(2, 5), 3) == "communication tile 5 of rank 2"
-    assert signals.told(signals.entry_slot(2, 3), 3) == "rank 2 to begin the same captured call"
+def test_what_a_slot_announces_is_described():
+    assert signals.describe_slot(signals.slot(2, 5), 3) == "communication tile 5 of rank 2"
+    assert (
+        signals.describe_slot(signals.entry_slot(2, 3), 3)
+        == "rank 2 to begin the same captured call"
+    )

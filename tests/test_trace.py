@@ -57,7 +57,7 @@ def _names_of(rank, strategy):
 
 
 PASSES = {"fprop", "dgrad", "wgrad"}
-MOVED = {"gather push", "own rows", "wait", "reduce"}
+MOVED = {"gather push", "local shard", "wait", "reduce"}
 NAMES = {
     "fused": PASSES | MOVED | {"ag_gemm kernel", "gemm_rs kernel"},
     "pipelined": PASSES | MOVED | {"gemm chunk", "scatter push"},
@@ -113,7 +113,7 @@ def test_a_late_rank_is_seen_in_the_waits_of_the_other():
     (launch,), (of_late,) = run_ranks(_recorded, 2, "1")
     assert (launch.kernel, launch.lost) == ("ag_gemm", 0)
     assert {wait.source for wait in launch.waits} == {1}
-    assert {wait.program for wait in launch.waits} == {0}
+    assert {wait.cta for wait in launch.waits} == {0}
     waited_s = sum(wait.end_ns - wait.begin_ns for wait in launch.waits) * 1e-9
     assert 0.2 * LATE_S < waited_s < 20 * LATE_S
     assert {wait.source for wait in of_late.waits} == {0}
@@ -171,7 +171,7 @@ GPU_EVENTS = [
 ]
 
 
-def test_what_a_gpu_runs_is_told_apart():
+def test_kinds_of_gpu_work_are_distinguished():
     spans = timeline.read(GPU_EVENTS, phases.PREFIX)
     by_lane = {lane: [s.begin_us for s in spans if s.lane == lane] for lane in timeline.LANES}
     assert by_lane == {
@@ -214,9 +214,9 @@ def test_waits_of_programs():
     assert (WAITS.ctas, WAITS.mean_us) == (2, 2.25)
     steps = [(2, 1), (3, 2), (4, 1), (5, 0), (6, 1), (6.5, 0)]
     assert timeline.waiting_over_time(WAITS) == steps
-    (told,) = Timeline(0, [], [WAITS]).summary()["waits_in_kernels"]
-    assert told["mean_us_by_source"] == {1: 2.0, 2: 0.25}
-    assert told["longest"][0] == {"cta": 0, "tile": 4, "source": 1, "us": 3}
+    (summary,) = Timeline(0, [], [WAITS]).summary()["waits_in_kernels"]
+    assert summary["mean_us_by_source"] == {1: 2.0, 2: 0.25}
+    assert summary["longest"][0] == {"cta": 0, "tile": 4, "source": 1, "us": 3}
 
 
 def test_ranks_are_merged_on_one_clock(tmp_path):
@@ -260,11 +260,11 @@ def test_the_command_traces_its_ranks(tmp_path):
             slack_us = 20_000
             assert call["ts"] - slack_us < wait["ts"]
             assert wait["ts"] + wait["dur"] < call["ts"] + call["dur"] + slack_us
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
-    assert all(rank["time_us"] > rank["compute_us"] > 0 for rank in told["ranks"])
-    assert {k["kernel"] for k in told["ranks"][0]["waits_in_kernels"]} == {
-        "ag_gemm", "reduce_slots",
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+    assert all(rank["time_us"] > rank["compute_us"] > 0 for rank in summary["ranks"])
+    assert {k["kernel"] for k in summary["ranks"][0]["waits_in_kernels"]} == {
+        "ag_gemm", "reduce_received",
     }  # fmt: skip
     assert str(tmp_path) not in (tmp_path / "summary.json").read_text()
 

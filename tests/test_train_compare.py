@@ -51,7 +51,7 @@ def test_a_call_that_did_not_overlap_in_silence_fails(tmp_path):
     assert compare.conclude(out, ("stock",)) == 1
 
 
-def test_a_call_whose_plan_is_sequential_is_told_apart(tmp_path, capsys):
+def test_a_call_whose_plan_is_sequential_is_distinguished(tmp_path, capsys):
     out = finished(tmp_path, chosen=2, flux=LOSSES, stock=LOSSES)
     assert compare.conclude(out, ("stock",)) == 0
     assert run_folder.read_json(out / "compare.json")["chosen_sequential"] == 2

@@ -68,7 +68,9 @@ def test_sequence_length_is_free_without_sequence_parallelism():
 def test_a_strategy_of_a_call_is_one_of_a_run():
     for name in settings.STRATEGIES:
         assert configs.load(DEMO, {"strategy": name}).strategy == name
-    with pytest.raises(ConfigError, match="'hopper', 'fused', 'pipelined' or 'sequential'"):
+    with pytest.raises(
+        ConfigError, match="'hopper', 'fused', 'pipelined', 'low_latency' or 'sequential'"
+    ):
         configs.load(DEMO, {"strategy": "magic"})
 
 

@@ -20,7 +20,7 @@ RUN = {"pipelined": pipelined.ag_gemm, "fused": fused.ag_gemm}
 
 
 @pytest.mark.parametrize("strategy", GEMMS)
-def test_own_rows_are_copied_behind_the_gemms(strategy):
+def test_the_local_shard_is_copied_behind_the_gemms(strategy):
     """In front of them GEMMs would wait for the copy, and the copy for all pushes."""
     for enqueued in run_ranks(_enqueued, 2, strategy):
         gemms = [at for at, what in enumerate(enqueued) if what == "gemm"]

@@ -134,7 +134,7 @@ def one_is_beside(rank: int) -> None:
         ops.all_gather_gemm(x, w, dist.group.WORLD)
 
 
-def test_ranks_that_differ_in_the_setting_are_told(tmp_path):
+def test_ranks_that_differ_in_the_setting_are_reported(tmp_path):
     on_device(one_is_beside, 2, environment={"FLUX_MEGATRON_CACHE": str(tmp_path)})
 
 
@@ -251,7 +251,7 @@ def ranks_disagree(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_ranks_that_disagree_are_told_before_anything_is_measured(tmp_path):
+def test_ranks_that_disagree_are_reported_before_anything_is_measured(tmp_path):
     lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
     on_device(ranks_disagree, 2, environment=lazy | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
 

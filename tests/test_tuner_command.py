@@ -66,7 +66,7 @@ def beside(problem: Problem) -> Problem:
     return replace(problem, beside=True)
 
 
-def test_a_plan_in_a_few_words():
+def test_a_plan_as_a_short_text():
     assert tune.label(Plan("sequential")) == "sequential"
     assert tune.label(Plan("pipelined", comm_rows=512)) == "pipelined comm_rows=512"
     plan = Plan("fused", tile=Tile(block_n=256, tma=True))
@@ -87,8 +87,8 @@ def test_the_command(tmp_path):
     assert first.returncode == 0, first.stderr
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
-    entries, complaints = plan_cache.read_folder(out)
-    assert complaints == []
+    entries, errors = plan_cache.read_folder(out)
+    assert errors == []
     assert len(entries) == 8
     assert f"8 entries in {file}" in first.stdout.replace("\n", "")
     assert first.stdout.count("12 rounds, noise") == 8
@@ -103,8 +103,8 @@ def test_the_command(tmp_path):
     assert second.stdout.count("(known, noise") == 16
     said = " ".join(second.stdout.split())  # titles are wrapped
     assert said.count(", beside others (") == 8
-    both, complaints = plan_cache.read_folder(out)
-    assert complaints == []
+    both, errors = plan_cache.read_folder(out)
+    assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8
 

@@ -1,5 +1,6 @@
-"""Measures our operations beside the libraries they are made of and beside every installed peer.
+"""Measures our operations beside the libraries that they use and beside other overlap libraries.
 
-`suites` says what, `candidates` and `peers` say who, `runner` measures, `records` keeps the rows,
-`check` holds them against `targets`, `plot` and `report` show them. Nothing imports this package.
+`suites` has the cases, `candidates` and `competitors` the participants. `runner` measures,
+`records` reads and writes rows, `check` compares them with `targets`, `plots` and `page` show them.
+Nothing imports this package.
 """

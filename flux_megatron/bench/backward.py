@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.bench.candidates import Candidate, add_product, plan_of_auto, with_strategy
+from flux_megatron import reference
+from flux_megatron.bench import expected
+from flux_megatron.bench.candidates import Candidate, plan_of_auto, with_strategy
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
 from flux_megatron.nn import functions
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Problem
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 
 class Backward:
@@ -54,22 +57,19 @@ class Backward:
         )
 
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
-        add_product(self.main_grad, dy, x)
+        accumulate_wgrad_by_torch(self.main_grad, dy, x)
 
     def reference(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(dx, main_grad) of the operation and of a local candidate, in a wider dtype."""
-        wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
-        dy, x = (t.detach().to(wide) for t in self._dy_and_x())
-        local = dy @ self.w.detach().to(wide)
-        dw = dy.t() @ x
-        if not self.column:
-            return (local, dw), (local, dw)
-        total = local.clone()
-        dist.all_reduce(total, group=self.group)
-        return (total.chunk(self.case.world_size)[self.group.rank()], dw), (local, dw)
+        dy, x = (expected.widened(t) for t in self._dy_and_x())
+        local = reference.matmul(dy, expected.widened(self.w), "nn")
+        dw = reference.wgrad(dy, x)
+        pattern = self._dgrad_problem().pattern
+        dx = expected.of_pattern(pattern, self.dy, self.w, "nn", self.group)
+        return (dx, dw), (local, dw)
 
     def _dy_and_x(self) -> tuple[Tensor, Tensor]:
-        """All rows of both: what wgrad multiplies."""
+        """All rows of both, the operands of wgrad."""
         return (self.dy, self.gathered) if self.column else (self.gathered, self.x.detach())
 
     def candidates(self) -> Iterator[Candidate]:
@@ -85,11 +85,11 @@ class Backward:
     def _gemms(self) -> tuple[Tensor, Tensor]:
         dy, x = self._dy_and_x()
         torch.mm(dy, self.w.detach(), out=self.partial)
-        add_product(self.main_grad, dy, x)
+        accumulate_wgrad_by_torch(self.main_grad, dy, x)
         return self.partial, self.main_grad
 
     def _serial_row(self) -> tuple[Tensor, Tensor]:
-        """Every collective exposed; for the row layer this is what Megatron does."""
+        """All collectives exposed, as in Megatron's row layer."""
         dist.all_gather_into_tensor(self.gathered, self.dy, group=self.group)
         return self._gemms()
 
@@ -97,18 +97,18 @@ class Backward:
         dist.all_gather_into_tensor(self.gathered, self.x.detach(), group=self.group)
         torch.mm(self.dy, self.w.detach(), out=self.partial)
         dist.reduce_scatter_tensor(self.dx, self.partial, group=self.group)
-        add_product(self.main_grad, self.dy, self.gathered)
+        accumulate_wgrad_by_torch(self.main_grad, self.dy, self.gathered)
         return self.dx, self.main_grad
 
     def _megatron_column(self) -> tuple[Tensor, Tensor]:
-        """x gathered under dgrad, dx scattered under wgrad."""
+        """Gather x beside dgrad, scatter dx beside wgrad."""
         gather = dist.all_gather_into_tensor(
             self.gathered, self.x.detach(), group=self.group, async_op=True
         )
         torch.mm(self.dy, self.w.detach(), out=self.partial)
         gather.wait()
         scatter = dist.reduce_scatter_tensor(self.dx, self.partial, group=self.group, async_op=True)
-        add_product(self.main_grad, self.dy, self.gathered)
+        accumulate_wgrad_by_torch(self.main_grad, self.dy, self.gathered)
         scatter.wait()
         return self.dx, self.main_grad
 

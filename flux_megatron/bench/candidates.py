@@ -1,4 +1,4 @@
-"""Who takes part in a case: a name, a call, or the reason why there is none."""
+"""The participants of a case: a name, and a call or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,10 +19,10 @@ Call = Callable[[], tuple[Any, ...]]  # tensors
 
 @dataclass(frozen=True)
 class Candidate:
-    """`call` returns what the case asks for; `reason` says why there is no call.
+    """`call` returns the results of the case; `reason` says why there is no call.
 
-    A `local` candidate only multiplies: nothing travels, and its result is this rank's own GEMM.
-    `plan` gives ours as JSON once it has run.
+    A `local` candidate only multiplies: its result is this rank's GEMM, without communication.
+    `plan` gives the plan of ours as JSON after a call.
     """
 
     name: str
@@ -50,20 +49,9 @@ def with_strategy(strategy: str, function: Callable[..., Any], *args: Any, **opt
 def plan_of_auto(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
 ) -> Callable[[], str]:
-    """What a call of x and w gets when it names no plan, as JSON. Collective when called."""
+    """A function that gives the chosen plan of a call of x and w as JSON. It is collective."""
 
     def plan() -> str:
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()
 
     return lambda: with_strategy("auto", plan)()[0]
-
-
-def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy^T x, summed in the type of main_grad: every candidate's wgrad but peers' own.
-
-    dy [M, N], x [M, K], main_grad [N, K].
-    """
-    if main_grad.dtype == x.dtype:
-        main_grad.addmm_(dy.t(), x)
-    else:
-        torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, main_grad.dtype, out=main_grad)

@@ -6,19 +6,21 @@
 | T / T_gemm | `auto` / `gemm` (dgrad and wgrad alone) is at most the bound |
 | never slower | `auto` <= (1 + noise) x its baseline, `serial` or `megatron` |
 | T_gemm / T | the smaller of `gemm` and `ours_gemm`, over `ours_gemm`, is at least the bound |
-| ahead | `auto` is below the peer; a tie is missed |
+| ahead | `auto` is below the competitor; a tie is missed |
 | host time | the host's time for a call of `auto` is at most the bound |
 
-A name stands for its median time. A peer that fails on a case, or is wrong there, is beaten there.
+A name stands for its median time. A competitor that fails on a case, or is wrong there, counts as
+slower.
 
 Noise: `serial_again` is `serial` once more, so their medians would be equal without noise. Of all
 cases of one run, pattern and kind of target the 95th percentile of |serial_again / serial - 1| is
 taken, and no more than `NOISE_MAX` of it.
 
-Targets beside others are asked of rows that were measured so, all other targets of rows alone.
+Targets beside other kernels count rows that were measured beside them, all other targets rows
+alone.
 
 A case counts by the run that measured it last, and only if that run was on the targets' machine
-with enough rounds. What a run lacks, a peer included, is `missing`.
+with enough rounds. What a run lacks, a competitor included, is `missing`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Groups = Mapping[tuple[str, tuple[str, str, str, int]], Group]
 
 
 class Outcome(NamedTuple):
-    """What the rows say of one target: `value` is what the bound is on, where there is one."""
+    """What the rows show for one target: `value` is the number that the bound limits, if any."""
 
     verdict: str
     got: str
@@ -56,8 +58,8 @@ class Verdict:
 
     def __str__(self) -> str:
         case = f"{self.case.suite} {self.case.op} M={self.case.M}"
-        setting = f"connections {self.connections}"
-        return f"{self.outcome.verdict:7} {setting}, {case}: {self.target}: {self.outcome.got}"
+        where = f"connections {self.connections}, {case}"
+        return f"{self.outcome.verdict:7} {where}: {self.target}: {self.outcome.got}"
 
 
 def check(rows: Iterable[Row], world_size: int = targets.WORLD_SIZE) -> list[Verdict]:
@@ -75,7 +77,7 @@ def check(rows: Iterable[Row], world_size: int = targets.WORLD_SIZE) -> list[Ver
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """How often each target is met, missed and missing, for both settings of connections."""
+    """How often each target is met, missed and missing, for both values of connections."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for verdict in verdicts:
         key = (verdict.connections, verdict.target)
@@ -110,15 +112,15 @@ def _outcomes(
         else:
             yield str(target), bounded(group, target)
     group = _group_of(case, connections, alone)
-    for peer in targets.PEERS[case.pattern]:
-        yield f"{case.pattern}: ahead of {peer}", ahead(group, peer)
+    for competitor in targets.COMPETITORS[case.pattern]:
+        yield f"{case.pattern}: ahead of {competitor}", ahead(group, competitor)
     if case.pattern in targets.WITH_HOST_TIME:
         yield f"{case.pattern}: host time <= {targets.HOST_US_MAX:.0f} us", host_time(group)
 
 
 def _group_of(case: Case, connections: str, groups: Groups) -> Group:
-    """The rows of a case. Products alone are timed in every run of the patterns too, where they
-    have the same names: a run of the pattern `gemm` is not needed.
+    """The rows of a case. Every run of the other patterns times the GEMM alone too, under the same
+    names, so no run of the pattern `gemm` is needed.
     """
     patterns = ("gemm", "ag_gemm", "gemm_rs") if case.pattern == "gemm" else (case.pattern,)
     found = (groups.get((connections, (case.suite, p, case.op, case.M))) for p in patterns)
@@ -167,16 +169,16 @@ def noise(target: Target, group: Group, groups: Groups) -> float:
     return min(percentile(differences, 95), targets.NOISE_MAX) if differences else 0.0
 
 
-def ahead(group: Group, peer: str) -> Outcome:
-    """`auto` against one peer."""
+def ahead(group: Group, competitor: str) -> Outcome:
+    """`auto` against one competitor."""
     if lacking := _lacking(group, "auto"):
         return lacking
-    row = group.get(peer)
+    row = group.get(competitor)
     if row is None or row.status == records.MISSING:
-        return Outcome(MISSING, f"no {peer}")
+        return Outcome(MISSING, f"no {competitor}")
     auto_us = _median_us(group["auto"])
     if row.status != records.OK:
-        return Outcome(MET, f"{auto_us:.1f} us against {peer} {row.status}")
+        return Outcome(MET, f"{auto_us:.1f} us against {competitor} {row.status}")
     ratio = auto_us / _median_us(row)
     got = f"{auto_us:.1f} us against {_median_us(row):.1f}"
     return Outcome(MET if ratio < 1 else MISSED, got, ratio)

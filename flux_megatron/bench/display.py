@@ -1,4 +1,4 @@
-"""What rank 0 shows of a bench run: a progress bar, and a table at the end."""
+"""The display of a bench run on rank 0: a progress bar, and a table at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flux_megatron.bench.options import Options
-from flux_megatron.bench.records import MISSING, OK, PEER, Row
+from flux_megatron.bench.records import COMPETITOR, MISSING, OK, Row
 from flux_megatron.bench.suites import Case
 
 
@@ -42,26 +42,29 @@ class Display:
         self._rows.append(rows)
         self._progress.update(self._task, advance=1, description=str(case))
         for row in rows:
-            of_peer = row.status not in (OK, MISSING) and row.role == PEER
-            if of_peer or (row.status == OK and row.reason):
+            of_competitor = row.status not in (OK, MISSING) and row.role == COMPETITOR
+            if of_competitor or (row.status == OK and row.reason):
                 self._console.print(f"{case}: {row.candidate} {row.status}: {row.reason}")
 
 
 def summary(measured: list[list[Row]]) -> Table:
-    """A line a case: the yardsticks, ours, and the fastest peer, with E in brackets."""
+    """A line a case: the baselines, ours, and the fastest competitor, with E in brackets."""
     table = Table(title="microseconds (E)", title_justify="left")
-    for name in ("case", "M", "gemm", "serial", "auto", "best of ours", "best peer"):
+    for name in ("case", "M", "gemm", "serial", "auto", "best of ours", "best competitor"):
         table.add_column(name, justify="left" if name == "case" else "right")
     for rows in measured:
         by_name = {row.candidate: row for row in rows if row.status == OK}
         ours = [r for r in by_name.values() if r.role == "ours" and r.candidate != "auto"]
-        peers = [row for row in by_name.values() if row.role == PEER]
+        competitors = [row for row in by_name.values() if row.role == COMPETITOR]
         first = rows[0]
         table.add_row(
             f"{first.suite} {first.pattern} {first.op}" + ", beside" * first.beside,
             str(first.M),
             *(_cell(by_name.get(name)) for name in ("gemm", "serial", "auto")),
-            *(_cell(min(some, key=_median, default=None), named=True) for some in (ours, peers)),
+            *(
+                _cell(min(some, key=_median, default=None), named=True)
+                for some in (ours, competitors)
+            ),
         )
     return table
 

@@ -8,32 +8,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Yardsticks:
-    """What every candidate of a row is held against, in microseconds.
+class Baselines:
+    """The two times that every candidate of a row is compared with, in microseconds.
 
-    `gemm` is the faster of the library's GEMMs and ours. `serial` is that plus what the collectives
-    add when they run one after the other with the library's GEMMs: so a faster GEMM of ours moves
-    both, and never widens the distance between them.
+    `gemm` is the faster of the library's GEMM and ours. `serial` adds the time of the collectives
+    that run one after the other with the library's GEMMs. So a faster GEMM of ours moves both
+    times, and their distance stays the same.
     """
 
     gemm: float
     serial: float
 
     def efficiency(self, time_us: float) -> float | None:
-        """E: 1 where communication is free, 0 where nothing is gained, below 0 where it is slower.
+        """E: 1 if all communication is hidden, 0 at the time of `serial`, below 0 if slower.
 
-        None where the collectives cost nothing, so that there is nothing to hide.
+        None if the collectives cost nothing, so there is nothing to hide.
         """
         exposed = self.serial - self.gemm
         return 1 - (time_us - self.gemm) / exposed if exposed > 0 else None
 
 
-def yardsticks(medians_us: Mapping[str, float]) -> Yardsticks | None:
+def baselines(medians_us: Mapping[str, float]) -> Baselines | None:
     """From the medians by candidate; None without `gemm` or `serial`."""
     if "gemm" not in medians_us or "serial" not in medians_us:
         return None
     gemm = min(medians_us["gemm"], medians_us.get("ours_gemm", medians_us["gemm"]))
-    return Yardsticks(gemm, gemm + medians_us["serial"] - medians_us["gemm"])
+    return Baselines(gemm, gemm + medians_us["serial"] - medians_us["gemm"])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops
+from flux_megatron import ops, reference
+from flux_megatron.bench import expected
 from flux_megatron.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
@@ -50,15 +51,12 @@ class Forward:
 
     def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """The result of the operation and that of a local candidate, in a wider dtype."""
-        wide = torch.float64 if self.x.dtype == torch.float32 else torch.float32
-        local = self.gathered.to(wide) @ self.right.to(wide)
-        if not self.case.spec.reduces:
+        x, w, layout = self.gathered, self.w, self.case.layout
+        local = reference.matmul(expected.widened(x), expected.widened(w), layout)
+        if self.case.pattern == "gemm":
             return (local,), (local,)
-        total = local.clone()
-        dist.all_reduce(total, group=self.group)
-        if self.case.spec.scatters:
-            total = total.chunk(self.case.world_size)[self.group.rank()]
-        return (total,), (local,)
+        y = expected.of_pattern(Pattern(self.case.pattern), self.x, w, layout, self.group)
+        return (y,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)
@@ -92,14 +90,14 @@ class Forward:
     def _local_kernel(self) -> tuple[Call | None, str]:
         """Our GEMM without communication, or the reason why it cannot run."""
         try:
-            from flux_megatron.kernels import hopper_gemm
+            from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm
         except ImportError as error:
             return None, str(error)
         x, w, layout = self.gathered, self.w, self.case.layout
         alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
-        return lambda: (hopper_gemm.gemm(x, w, layout),), ""
+        return lambda: (hopper_ag_gemm.gemm(x, w, layout),), ""
 
     def _ours(self) -> Iterator[Candidate]:
         pattern = Pattern(self.case.pattern)

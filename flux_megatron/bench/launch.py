@@ -12,7 +12,7 @@ WORKER = "flux_megatron.bench.worker"
 
 
 class RankOptions(Protocol):
-    """What any worker's options have."""
+    """The fields that every worker's options have."""
 
     @property
     def tp(self) -> int: ...
@@ -24,7 +24,7 @@ class RankOptions(Protocol):
 
 
 def start(options: RankOptions, worker: str = WORKER) -> int:
-    """Run `worker` on ranks of our own, or as one rank under torchrun; the exit code."""
+    """Run `worker` on new ranks, or as one rank under torchrun; returns the exit code."""
     if "RANK" in os.environ:
         import_module(worker).main(options)
         return 0
@@ -42,7 +42,7 @@ def _defaults(options: RankOptions) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": str(max(1, cores // options.tp)),
-        "FLUX_MEGATRON_TIMEOUT_S": "60",  # a rank that does not come must not cost the machine
+        "FLUX_MEGATRON_TIMEOUT_S": "60",  # a missing rank must not hold the machine for long
     }
 
 

@@ -11,5 +11,5 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def folded(summary: str, text: str) -> str:
-    """`text` behind its summary. `markdown` tells mkdocs (`md_in_html`) that it is no HTML."""
+    """`text` behind its summary. `markdown` makes mkdocs (`md_in_html`) render it."""
     return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n\n</details>'

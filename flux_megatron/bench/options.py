@@ -33,11 +33,11 @@ class Options:
 
     @property
     def conditions(self) -> tuple[bool, ...]:
-        """What `Row.beside` is in the rows of a case."""
+        """The values of `Row.beside` in the rows of a case."""
         return (False, True) if self.beside else (False,)
 
     def cases(self) -> list[Case]:
-        """All cases: of one suite and M together, because some peers are prepared for both."""
+        """All cases, by suite and M: some competitors are prepared for both together."""
         return [
             case
             for suite in self.suites

@@ -1,4 +1,4 @@
-"""The page of benchmarks: plots, targets and every row, losses included. Written, never edited."""
+"""The page of benchmarks: plots, targets and every row, losses included. It is generated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _runs(rows: Iterable[Row]) -> str:
 
 
 def _targets(rows: Iterable[Row]) -> str:
-    """A line a target: how many cases meet it, and the worst and best value of each setting."""
+    """A line a target: for each value of connections how many cases meet it, and worst and best."""
     verdicts = check.check(rows)
     lines = []
     for target in dict.fromkeys(verdict.target for verdict in verdicts):
@@ -82,7 +82,7 @@ def _plots(out: Path, plots: Sequence[Path]) -> list[str]:
 
 
 def _tables(rows: Iterable[Row], beside: bool) -> list[str]:
-    """A table for each setting, pattern and suite: a line a case, a column a candidate."""
+    """A table for each connections, pattern and suite: a line a case, a column a candidate."""
     blocks: dict[tuple[str, str, str], list[dict[str, Row]]] = {}
     for (connections, (suite, pattern, _, _)), group in records.latest(rows, beside).items():
         blocks.setdefault((connections, pattern, suite), []).append(group)

@@ -1,4 +1,4 @@
-"""Plots of rows: PNG files, a set for each setting of CUDA_DEVICE_MAX_CONNECTIONS, alone
+"""Plots of rows: PNG files, a set for each value of CUDA_DEVICE_MAX_CONNECTIONS, alone
 and beside others."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flux_megatron.bench import records, suites
 from flux_megatron.bench.records import OK, Row
 from flux_megatron.perf import hardware
 
-OVERLAPPED = ("ag_gemm", "gemm_rs", "backward")  # the patterns in which something travels
+OVERLAPPED = ("ag_gemm", "gemm_rs", "backward")  # the patterns that communicate
 COLOURS = {
     "auto": "#c0392b",
     "megatron": "#7f8c8d",
@@ -26,7 +26,9 @@ Cases = dict[Key, dict[str, Row]]
 
 
 def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Draw the latest run of every case, alone and beside others apart; the files written."""
+    """Draw the latest run of every case, in separate plots alone and beside other kernels; returns
+    the files.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -89,7 +91,7 @@ def efficiency_over_M(cases: Cases) -> Any:
 
 
 def time_split(cases: Cases) -> Any:
-    """T over T_gemm at the largest M: the GEMM, and what is exposed above it."""
+    """T over T_gemm at the largest M: the GEMM, and the exposed time above it."""
     largest = max(M for *_, M in cases)
     layers = [key for key in cases if key[3] == largest]
     names = ["serial", *_names(cases[key] for key in layers)]
@@ -178,7 +180,7 @@ def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
 
 
 def _names(groups: Iterable[dict[str, Row]]) -> list[str]:
-    """Whom a plot shows: ours as a user gets it, Megatron, and every peer that has run."""
+    """The candidates of a plot: `auto`, Megatron, and every competitor that has run."""
     seen = {row.candidate for group in groups for row in group.values() if row.status == OK}
     return [name for name in COLOURS if name in seen]
 
@@ -193,7 +195,7 @@ def _efficiency(row: Row | None) -> float:
 
 
 def _e_axis(axis: Any) -> None:
-    """From -0.5 to 1: what lies below is drawn at the edge."""
+    """From -0.5 to 1: lower values are drawn at the edge."""
     axis.set_ylim(-0.5, 1.05)
     axis.axhline(1, color="k", lw=0.6)
     axis.axhline(0, color="k", lw=0.6, ls=":")
@@ -201,8 +203,8 @@ def _e_axis(axis: Any) -> None:
 
 
 def _flop(row: Row) -> float:
-    products = 2 if row.pattern == "backward" else 1
-    return 2.0 * row.M * row.N_local * row.K_local * products
+    gemms = 2 if row.pattern == "backward" else 1
+    return 2.0 * row.M * row.N_local * row.K_local * gemms
 
 
 def _intensity(row: Row) -> float:

@@ -1,4 +1,4 @@
-"""Where and with what rows are measured."""
+"""The provenance of rows: machine, versions and clocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def describe(
 
 
 def with_clocks(run: Provenance, device: torch.device) -> Provenance:
-    """`run` with this GPU's clock and power as they are now."""
+    """`run` with this GPU's present clock and power."""
     if device.type != "cuda":
         return run
     pynvml = import_module("pynvml")  # of nvidia-ml-py
@@ -80,8 +80,8 @@ def _commit() -> str:
     """The commit of the sources, "+dirty" where they differ from it, "unknown" without git."""
     folder = Path(__file__).parent
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:

@@ -1,6 +1,6 @@
 """Rows of measurements: one JSON object a line, one row a case and candidate. No torch.
 
-A row tells all that its time depends on, and neither a host's name nor a path.
+A row has everything that its time depends on, and neither a host's name nor a path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-LIBRARY, OURS, PEER = "library", "ours", "peer"  # roles of candidates
+LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
 OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported", "missing"
 
 
@@ -47,13 +47,13 @@ class Row:
     """One candidate on one case.
 
     `status` is `ok`, or why there are no times: `wrong` (see `errors` and `allowed`), `failed`,
-    `unsupported` (by a strategy of ours) or `missing` (a peer that is not installed).
+    `unsupported` (by a strategy of ours) or `missing` (a competitor that is not installed).
 
     M, N_local and K_local are the GEMM of one rank, as it is after gathering. `times_us` has the
     slowest rank of every round. `host_us` is the host's time for one call.
 
-    `beside`: all its times, those of the yardsticks too, are of calls beside all-reduces of another
-    communicator. `reason` tells of an `ok` row in how many rounds those ended before the call.
+    `beside`: all its times, those of the baselines too, are of calls beside all-reduces of another
+    communicator. The `reason` of an `ok` row says in how many rounds those ended before the call.
     """
 
     suite: str

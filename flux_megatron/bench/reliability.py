@@ -1,8 +1,8 @@
 """The page of reliability: faults of a job, calls while SMs are held, beside an all-reduce, and in
 racing orders. No torch.
 
-Written from rows, one JSON object a line, told apart by `table`; rows of other tables are left to
-other pages. Of two rows about the same the later one counts.
+It is made from rows, one JSON object a line, selected by their `table`. Of two rows about the same
+case the later one counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write(out: Path, sources: Sequence[Path]) -> None:
     parts = [
         "# Reliability",
         f"`{command}` writes this page from committed rows; do not edit it. "
-        "[faults.md](faults.md) says how each fault is made and what its end must look like.",
+        "[Faults of a job](testing.md#faults-of-a-job) says how each is made and how it must end.",
     ]
     for name, render in TABLES.items():
         if own := [row for row in rows if _table_of(row) == name]:
@@ -138,9 +138,7 @@ def beside(rows: Rows) -> list[str]:
     header = ["call", "TP", "M x N x K, local", "CUDA_DEVICE_MAX_CONNECTIONS", "", *CANDIDATES]
     intro = (
         "Microseconds, and overlap efficiency E in brackets: alone, and beside all-reduces of "
-        "512 MB. These use a second communicator of the same ranks, start first, and still run "
-        "when the call ends. `serial` is the fastest GEMM and NCCL, `megatron` is Megatron's own "
-        "backward. [measuring.md](measuring.md) has the protocol."
+        "512 MB ([protocol and candidates](measuring.md#beside-other-kernels))."
     )
     where = _where([row["provenance"] for row in rows])
     return ["## How fast is a call beside an all-reduce?", where, intro,

@@ -21,17 +21,17 @@ from flux_megatron import settings
 from flux_megatron.bench import provenance, records
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call, Candidate
-from flux_megatron.bench.efficiency import percentile, yardsticks
+from flux_megatron.bench.competitors import Competitor, all_competitors
+from flux_megatron.bench.efficiency import baselines, percentile
 from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import Options
-from flux_megatron.bench.peers import Peer, all_peers
-from flux_megatron.bench.records import PEER, Provenance, Row
+from flux_megatron.bench.records import COMPETITOR, Provenance, Row
 from flux_megatron.bench.suites import Case
 from flux_megatron.bench.verify import Verdict, examine
 from flux_megatron.tuning.timing import Race, host_time_us, race
 
 # in every race: E is the same whoever else takes part
-YARDSTICKS = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
+BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 WITH_HOST_TIME = ("auto", "serial")
 
 
@@ -48,14 +48,14 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
     about = provenance.describe(
         device, group.size(), dtype, options.scale, options.nvls, options.commit
     )
-    peers = {peer: peer.unavailable() for peer in all_peers()}
-    for peer, reason in peers.items():
+    competitors = {competitor: competitor.unavailable() for competitor in all_competitors()}
+    for competitor, reason in competitors.items():
         if reason and group.rank() == 0:
-            warnings.warn(f"{peer.name}: {reason}", stacklevel=2)
+            warnings.warn(f"{competitor.name}: {reason}", stacklevel=2)
     for case in options.cases():
         if _time_is_up(options, started, group, device):
             break
-        for rows in measure(case, options, group, device, dtype, peers, about):
+        for rows in measure(case, options, group, device, dtype, competitors, about):
             if group.rank() == 0:
                 records.append(Path(options.out), rows)
                 show(case, rows)
@@ -63,15 +63,15 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
 
 def measure(
     case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
-    peers: Mapping[Peer, str | None], about: Provenance,
+    competitors: Mapping[Competitor, str | None], about: Provenance,
 ) -> Iterator[list[Row]]:  # fmt: skip
     """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
     kind = Backward if case.pattern == "backward" else Forward
     experiment = kind(case, group, device, dtype)
     chosen = [
         candidate
-        for candidate in [*experiment.candidates(), *_of_peers(experiment, peers)]
-        if not options.candidates or candidate.name in (*YARDSTICKS, *options.candidates)
+        for candidate in [*experiment.candidates(), *_of_competitors(experiment, competitors)]
+        if not options.candidates or candidate.name in (*BASELINES, *options.candidates)
     ]
     for beside in options.conditions:
         with _plans_for(beside):
@@ -114,19 +114,19 @@ def _measure(
     return [replace(row, beside=beside) for row in rows]
 
 
-def _of_peers(
-    experiment: Forward | Backward, peers: Mapping[Peer, str | None]
+def _of_competitors(
+    experiment: Forward | Backward, competitors: Mapping[Competitor, str | None]
 ) -> Iterator[Candidate]:
-    for peer, reason in peers.items():
-        names = peer.names(experiment.case.pattern)
+    for competitor, reason in competitors.items():
+        names = competitor.names(experiment.case.pattern)
         if reason:
-            yield from (Candidate(name, PEER, None, reason) for name in names)
+            yield from (Candidate(name, COMPETITOR, None, reason) for name in names)
             continue
         try:
-            calls = peer.build(experiment) if names else {}
-        except Exception as error:  # told to the other ranks when the candidates are examined
+            calls = competitor.build(experiment) if names else {}
+        except Exception as error:  # `examine` reports it to the other ranks
             calls = {name: _raise(error) for name in names}
-        yield from (Candidate(name, PEER, calls[name]) for name in names)
+        yield from (Candidate(name, COMPETITOR, calls[name]) for name in names)
 
 
 def _raise(error: Exception) -> Call:
@@ -152,7 +152,7 @@ def _rows(
     host_us: Mapping[str, float], plans: Mapping[str, str], about: Provenance,
 ) -> list[Row]:  # fmt: skip
     medians = {name: statistics.median(times) for name, times in raced.times_us.items()}
-    against = yardsticks(medians)
+    against = baselines(medians)
     rows = []
     for candidate in chosen:
         name = candidate.name
@@ -194,7 +194,7 @@ def _rows(
 
 def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, str]:
     if candidate.call is None:
-        status = records.MISSING if candidate.role == PEER else records.UNSUPPORTED
+        status = records.MISSING if candidate.role == COMPETITOR else records.UNSUPPORTED
         return status, candidate.reason
     if verdict.failure:
         return records.FAILED, verdict.failure

@@ -119,7 +119,7 @@ def cases(
     if uneven := [op for op, N, K, _ in layers if N % world_size or K % world_size]:
         raise ValueError(f"{suite}: {uneven} cannot be split over {world_size} ranks")
     if pattern == "gemm":
-        layers = _local_products(SUITES[suite], model, world_size)
+        layers = _local_gemms(SUITES[suite], model, world_size)
     return [
         Case(suite, pattern, op, M, N, K, layout, world_size)
         for M in sorted(set(Ms), reverse=True)
@@ -147,11 +147,11 @@ def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, in
     return [layer for layer in all_of[pattern] if suite.has(layer[0], pattern)]
 
 
-def _local_products(suite: Suite, model: Model, world_size: int) -> list[tuple[str, int, int, str]]:
-    """What one rank multiplies in both patterns, equal products once under their first name."""
-    products: dict[tuple[int, int, str], str] = {}
+def _local_gemms(suite: Suite, model: Model, world_size: int) -> list[tuple[str, int, int, str]]:
+    """One rank's GEMMs in both patterns, each size once under its first name."""
+    gemms: dict[tuple[int, int, str], str] = {}
     for op, N, K, layout in _layers(suite, model, "ag_gemm"):
-        products.setdefault((N // world_size, K, layout), op)
+        gemms.setdefault((N // world_size, K, layout), op)
     for op, N, K, layout in _layers(suite, model, "gemm_rs"):
-        products.setdefault((N, K // world_size, layout), op)
-    return [(op, N, K, layout) for (N, K, layout), op in products.items()]
+        gemms.setdefault((N, K // world_size, layout), op)
+    return [(op, N, K, layout) for (N, K, layout), op in gemms.items()]

@@ -75,7 +75,7 @@ TARGETS = (
 # the candidate that `auto` is never to be slower than
 BASELINE = {"ag_gemm": "serial", "gemm_rs": "serial", "gemm_ar": "serial", "backward": "megatron"}
 # the candidates that `auto` is to be ahead of on every row
-PEERS = {
+COMPETITORS = {
     "ag_gemm": ("async_tp", "te_ring", "xformers"),
     "gemm_rs": ("async_tp", "te_ring", "te_pipeline", "xformers"),
     "backward": ("async_tp", "te", "xformers"),

@@ -1,4 +1,4 @@
-"""Is a candidate's result right? Asked before any timing: a wrong candidate has no time."""
+"""Checks a candidate's result before any timing: a wrong candidate has no time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def examine(
     `serial`; or twice the rounding to the result's own dtype, where that is coarser.
     """
     reference, local_reference = experiment.reference()
-    said = {
+    outcomes = {
         candidate.name: _errors(
             experiment, candidate, local_reference if candidate.local else reference
         )
@@ -51,7 +51,7 @@ def examine(
         if candidate.call is not None
     }
     everybody: list[dict[str, _Outcome]] = [{}] * group.size()
-    dist.all_gather_object(everybody, said, group=group)
+    dist.all_gather_object(everybody, outcomes, group=group)
     plain = {}
     for candidate in candidates:
         if candidate.call is not None and candidate.name in ("gemm", "serial"):
@@ -60,8 +60,8 @@ def examine(
     for candidate in candidates:
         if candidate.call is not None:
             outcome = _merge(everybody, candidate.name)
-            yardstick = plain[candidate.local].errors
-            allowed = [2 * max(pair) for pair in zip(yardstick, outcome.rounding, strict=False)]
+            baseline = plain[candidate.local].errors
+            allowed = [2 * max(pair) for pair in zip(baseline, outcome.rounding, strict=False)]
             verdicts[candidate.name] = Verdict(outcome.failure, outcome.errors, allowed)
     return verdicts
 
@@ -111,7 +111,7 @@ def _distance(result: Tensor, reference: Tensor) -> float:
 
 def _merge(everybody: Sequence[dict[str, _Outcome]], name: str) -> _Outcome:
     """The worst over the ranks."""
-    outcomes = [said[name] for said in everybody]
+    outcomes = [of_rank[name] for of_rank in everybody]
     failures = [f"rank {r}: {o.failure}" for r, o in enumerate(outcomes) if o.failure]
     if failures:
         same = len({o.failure for o in outcomes}) == 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-LIMIT_S = 120  # that a rank may be late in a collective
+LIMIT_S = 120  # the limit of every collective
 
 
 def main(options: Options) -> None:

@@ -81,8 +81,8 @@ def _begin(
     channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, plan: Plan,
     space: Workspace,
 ) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
-    """A call with `capacity` rows of `columns` elements in its part, its routes, and what this rank
-    receives.
+    """A call with `capacity` rows of `columns` elements in its region, its routes, and what this
+    rank receives.
     """
     header = header_bytes(*counts.shape)
     call = transfer.begin(space, channel, header + capacity * columns * x.element_size())
@@ -110,7 +110,7 @@ def _about(call: Call) -> dict:
 
 
 def _received(call: Call, counts: Tensor, like: Tensor) -> Tensor:
-    """The rows of this rank's part."""
+    """The rows of this rank's region."""
     header = header_bytes(*counts.shape)
-    part = call.view(call.rank, (header + like.nbytes,), torch.uint8)
-    return part[header:].view(like.dtype).view(like.shape)
+    region = call.view(call.rank, (header + like.nbytes,), torch.uint8)
+    return region[header:].view(like.dtype).view(like.shape)

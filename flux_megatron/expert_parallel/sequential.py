@@ -63,13 +63,13 @@ def _all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> T
     """int32 [R sources, R owners, E] on the host; `CapacityExceeded`, on all ranks alike."""
     world_size = space.world_size
     mine = torch.cat([counts.flatten(), counts.new_full((1,), rows)])
-    said = mine.new_empty(world_size * mine.numel())
+    gathered = mine.new_empty(world_size * mine.numel())
     with phase("exchange of counts"):
-        dist.all_gather_into_tensor(said, mine, group=space.group)
-    told = said.cpu().view(world_size, -1)
-    every = told[:, :-1].view(world_size, *counts.shape)
+        dist.all_gather_into_tensor(gathered, mine, group=space.group)
+    reported = gathered.cpu().view(world_size, -1)
+    every = reported[:, :-1].view(world_size, *counts.shape)
     for rank in range(world_size):
-        named, there = int(every[rank].sum()), int(told[rank, -1])
+        named, there = int(every[rank].sum()), int(reported[rank, -1])
         if named != there or int(every[rank].min()) < 0:
             _refuse(2 * rank + signals.REFUSED_COUNTS, there, named)
     for rank in range(world_size):

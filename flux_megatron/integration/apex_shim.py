@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.tensor_parallel import layers as stock
 from torch import Tensor
 
-from flux_megatron.integration.main_grad import accumulate_wgrad_by_torch
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 NAME = "fused_weight_gradient_mlp_cuda"
 

@@ -43,7 +43,6 @@ from flux_megatron.kernels.expert_routes import (
 )
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,
@@ -53,6 +52,7 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 PUSHERS = 24  # CTAs that push first: enough for NVLink, few enough for the GEMM
@@ -73,13 +73,13 @@ def push_rows(
     draws = word(routes, MORE_DRAWS, groups)
     own = tl.load(word(routes, OWN_SEND_TILES, groups))
     remote = tl.load(word(routes, SEND_TILES, groups)) - own
-    items = remote
+    work_tiles = remote
     if KEEP:
-        items += own
-    item = end_draw(begin_draw(draws, NUM_WARPS))
-    while item < items:
+        work_tiles += own
+    work_tile = end_draw(begin_draw(draws, NUM_WARPS))
+    while work_tile < work_tiles:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when these rows are stored
-        tile = tl.where(item < remote, item + own, item - remote)
+        tile = tl.where(work_tile < remote, work_tile + own, work_tile - remote)
         group = group_of(tiles, tile, groups, BLOCK_G)
         step, expert = group // EXPERTS, group % EXPERTS
         owner = (rank + WORLD_SIZE - step) % WORLD_SIZE
@@ -94,7 +94,7 @@ def push_rows(
             routes, tiles, counts, pad_pointers, step, expert, owner, rank, epoch, 1,
             ROWS, EXPERTS, WORLD_SIZE, PER_SIGNAL,
         )  # signal [Y]  # fmt: skip
-        item = end_draw(ticket)
+        work_tile = end_draw(ticket)
 
 
 # numbers that change from call to call must not compile a kernel each

@@ -2,11 +2,11 @@
 
     copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A] in slot
                  (s, communication tile)
-    this kernel  takes the tiles of the own shard first, read from x itself, then those of
+    this kernel  takes the tiles of the local shard first, read from x itself, then those of
                  rank+1, rank+2, ...: waits [A], then loads. CTAs draw tiles from a work
                  counter
 
-The gathered buffer need not hold the own shard. Communication tiles and GEMM tiles may have any
+The gathered buffer need not hold the local shard. Communication tiles and GEMM tiles may have any
 sizes.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     begin_draw,
@@ -33,6 +32,7 @@ from flux_megatron.kernels.primitives import (
     wait_rows,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
 
@@ -42,7 +42,7 @@ def supports(problem: Problem) -> str | None:
     return launch.supports(problem)
 
 
-# numbers that change from call to call must not compile a kernel each
+# numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
     x, gathered, w, bias, y, pad, status, waits, work_counter, rank, epoch, timeout_ns: tl.int64,
@@ -78,7 +78,7 @@ def ag_gemm_kernel(
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         out = y + source.to(tl.int64) * M_shard * N
-        # not by TMA, whose completion every CTA would await before its next tile
+        # not by TMA: every CTA would wait for its completion before the next tile
         store_tile(out, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA=False)
         tile = settle(end_draw(ticket), work_counter)
     close_draws(tile, tiles, work_counter)

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     count_acq_rel_gpu,
@@ -34,6 +33,7 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 
@@ -51,7 +51,7 @@ _COUNTS = tl.constexpr(signals.REFUSED_COUNTS)
 
 
 def header_bytes(world_size: int, experts: int) -> int:
-    """Bytes before the rows in a part: from every rank its counts and how many rows it has."""
+    """Bytes before the rows in a region: from every rank its counts and how many rows it has."""
     return cdiv(world_size * (world_size * experts + 1) * 4, 256) * 256
 
 
@@ -81,11 +81,11 @@ def word(routes, number: tl.constexpr, groups):
 
 
 @triton.jit
-def group_of(tiles, item, groups, BLOCK_G: tl.constexpr):
-    """The group of the `item`-th tile; `tiles` is a field of first tiles."""
+def group_of(tiles, tile, groups, BLOCK_G: tl.constexpr):
+    """The group of the `tile`-th tile; `tiles` is a field of first tiles."""
     lanes = tl.arange(0, BLOCK_G)
     first = tl.load(tiles + lanes, mask=lanes < groups, other=2147483647)
-    return tl.sum((first <= item).to(tl.int32), 0) - 1
+    return tl.sum((first <= tile).to(tl.int32), 0) - 1
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels.gemm_tile import multiply_add, tile_origin
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 

@@ -42,7 +42,6 @@ from flux_megatron.kernels.expert_routes import (
 )
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     begin_draw,
@@ -52,6 +51,7 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 COPY_COLUMNS = 512
@@ -59,14 +59,14 @@ COPY_COLUMNS = 512
 
 @triton.jit
 def _collect(
-    y, routes, received, pad, status, item, rank, epoch, deadline, N,
+    y, routes, received, pad, status, work_tile, rank, epoch, deadline, N,
     WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Copy the `item`-th rows that come from another rank, when they are there."""
+    """Copy the `work_tile`-th rows that come from another rank, when they are there."""
     groups: tl.constexpr = WORLD_SIZE * EXPERTS
     tiles = field(routes, SEND_TILE, groups)
-    tile = item + tl.load(word(routes, OWN_SEND_TILES, groups))
+    tile = work_tile + tl.load(word(routes, OWN_SEND_TILES, groups))
     group = group_of(tiles, tile, groups, BLOCK_G)
     step, expert = group // EXPERTS, group % EXPERTS
     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
@@ -103,11 +103,11 @@ def gemm_a2a_kernel(
     while tile < tiles + copies:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
         if tile < tiles:
-            item = tl.where(tile < tiles - own, tile + own, tile - (tiles - own))
-            group = group_of(first_tiles, item // tiles_n, groups, BLOCK_G)
+            work_tile = tl.where(tile < tiles - own, tile + own, tile - (tiles - own))
+            group = group_of(first_tiles, work_tile // tiles_n, groups, BLOCK_G)
             step, expert = group // EXPERTS, group % EXPERTS
             count = tl.load(counts + group)
-            within = item - tl.load(first_tiles + group) * tiles_n
+            within = work_tile - tl.load(first_tiles + group) * tiles_n
             tiles_m = tl.cdiv(count, BLOCK_M)
             row, col = tile_origin(within, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
             rows = x + tl.load(field(routes, RECV_ROW, groups) + group).to(tl.int64) * K

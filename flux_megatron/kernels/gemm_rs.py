@@ -1,10 +1,10 @@
 """GEMM+RS: y = reduce_scatter(x @ w), the scatter in the GEMM's epilogue (FLUX, algorithm 1).
 
-gemm_rs_kernel       takes the tiles of the shard of rank+1 first, of the own shard last;
-                     stores each into slot `rank` of its owner's buffer; the last tile of a
-                     communication tile raises signal [B] at the owner; CTAs draw tiles
-                     from a work counter
-reduce_slots_kernel  waits [B] of every rank, then sums the slots in fp32 in rank order
+gemm_rs_kernel          takes the tiles of the shard of rank+1 first, of the local shard last;
+                        stores each into block `rank` of its owner's receive buffer; the last
+                        tile of a communication tile raises signal [B] at the owner; CTAs draw
+                        tiles from a work counter
+reduce_received_kernel  waits [B] of every rank, then sums the blocks in fp32 in rank order
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     begin_draw,
@@ -31,6 +30,7 @@ from flux_megatron.kernels.primitives import (
     signal_release_sys,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 
 
@@ -55,10 +55,10 @@ def announce_rows(
             signal_release_sys(pad, rank * MAX_COMM_TILES + comm_tile, epoch)  # signal [B]
 
 
-# numbers that change from call to call must not compile a kernel each
+# numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
 def gemm_rs_kernel(
-    x, w, slot_pointers, pad_pointers, counters, work_counter, rank, epoch, comm_rows,
+    x, w, received_pointers, pad_pointers, counters, work_counter, rank, epoch, comm_rows,
     M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
@@ -77,9 +77,9 @@ def gemm_rs_kernel(
         acc = gemm_tile(
             rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
         )
-        slots = tl.load(slot_pointers + owner).to(x.dtype)
-        slot = slots + tl.cast(rank, tl.int64) * M_shard * N
-        store_tile(slot, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
+        received = tl.load(received_pointers + owner).to(x.dtype)
+        block = received + tl.cast(rank, tl.int64) * M_shard * N
+        store_tile(block, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
         if TMA:
             complete_tma_stores()
         pad = tl.load(pad_pointers + owner).to(counters.dtype)
@@ -103,15 +103,15 @@ def _launcher(
 
 
 def gemm_rs(
-    x: Tensor, w: Tensor, *, slot_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
+    x: Tensor, w: Tensor, *, received_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
     work_counter: Tensor, rank: int, world_size: int, epoch: int, comm_rows: int, layout: str,
     tile: Tile,
 ) -> None:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]); rows of shard r go into slot `rank` [M / R, N] of
-    rank r's buffer.
+    """x [M, K] times w ([N, K] or [K, N]); the rows of shard r go into block `rank` [M / R, N] of
+    rank r's receive buffer. `received_pointers` [R] has the addresses of all receive buffers.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     run = _launcher(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w)
     )
-    run((x, w, slot_pointers, pad_pointers, counters, work_counter), (rank, epoch, comm_rows))
+    run((x, w, received_pointers, pad_pointers, counters, work_counter), (rank, epoch, comm_rows))

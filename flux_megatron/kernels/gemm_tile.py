@@ -1,8 +1,8 @@
 """One output tile of a GEMM: the main loop that all fused kernels share, and the order of tiles.
 
 x is [M, K] row-major; w is [N, K] (LAYOUT_NN false) or [K, N] (true), row-major. No size needs to
-be a multiple of its block. Products accumulate in fp32; fp32 operands are multiplied in full
-precision, never as tf32.
+be a multiple of its block. Sums are fp32; fp32 operands are multiplied in full precision, never as
+tf32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 def tile_origin(
     tile, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Row and column of a tile. GROUP_M rows of tiles go column by column, to reuse w in L2."""
+    """Row and column of a tile. GROUP_M rows of tiles go column by column, so w stays in L2."""
     per_group = GROUP_M * tiles_n
     first_m = tile // per_group * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -27,9 +27,9 @@ def tile_origin(
 def multiply_add(x_tile, w_tile, acc):
     """acc + x_tile @ w_tile.
 
-    fp32 operands: each block's sum is formed by itself, then added. As one chain of K fused
-    multiply-adds the error was over twice that of cuBLAS (H200, K = 129, torch 2.11, triton 3.6).
-    The addition is written as fma, because Triton merges a plain one back into the chain.
+    For fp32 operands the sum of each k-tile is formed by itself, then added. One chain of K fused
+    multiply-adds has over twice the error of cuBLAS (H200, K = 129, torch 2.11, triton 3.6). The
+    addition is an fma, because Triton merges a plain one into the chain.
     """
     if x_tile.dtype == tl.float32:
         block = tl.dot(x_tile, w_tile, input_precision="ieee")
@@ -42,7 +42,7 @@ def w_operand(
     w, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """w, or its descriptor, made once for all tiles of a CTA."""
+    """w, or its TMA descriptor, which a CTA makes once for all its tiles."""
     operand = w
     if TMA:
         if LAYOUT_NN:
@@ -58,10 +58,7 @@ def gemm_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N] of x @ w at (row, col); what lies outside M and N is not stored.
-
-    `w` is what `w_operand` gives.
-    """
+    """The tile of x @ w at (row, col), fp32 [BLOCK_M, BLOCK_N]. `w` comes from `w_operand`."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if TMA:
         x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
@@ -97,7 +94,7 @@ def store_tile(
     out, acc, row, col, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Round the tile to out's type and store what lies within [M, N].
+    """Round the tile to the dtype of `out` and store what lies within [M, N].
 
     A TMA store is not complete on return.
     """

@@ -2,12 +2,13 @@
 
 | primitive | order |
 | --- | --- |
-| `wait_acquire_sys` | the signal, then TMA loads of this program; bounded by a deadline |
+| `wait_acquire_sys` | the signal, then TMA loads of this CTA; bounded by a deadline |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
-| `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
+| `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
 | `begin_draw`, `end_draw`, `claim` | none: which CTA makes which tile |
+| `count_relaxed_gpu` | none: the number of a record |
 | `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flux_megatron.kernels import wait_records
+from flux_megatron.kernels.gluon_versions import barrier
 from flux_megatron.symm import signals
 
 _TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
@@ -27,11 +28,6 @@ _PAD_LOW = gl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = gl.constexpr(signals.STATUS_PAD_HIGH)
 _LOOK_EVERY = gl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
-_RECORDS = gl.constexpr(wait_records.RECORDS.value)
-_WORDS = gl.constexpr(wait_records.WORDS.value)
-
-# Triton 3.7 calls it barrier
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -68,32 +64,8 @@ def wait_acquire_sys(pad, slot, epoch, deadline, status):
 
 
 @gluon.jit
-def wait_begins(waits):
-    """The time, where waits are recorded; `wait_records` has the portable pair."""
-    begin_ns = 0
-    if waits is not None:
-        begin_ns = time_ns()
-    return begin_ns
-
-
-@gluon.jit
-def wait_ends(waits, begin_ns, tile, source):
-    """Record the wait of this program's `tile` for `source`, which began at `begin_ns`."""
-    if waits is not None:
-        end_ns = time_ns()
-        number = gl.atomic_add(waits, 1, sem="relaxed", scope="gpu") + 1
-        if number <= _RECORDS:
-            record = waits + number * _WORDS
-            gl.store(record, gl.program_id(0).to(gl.int64))
-            gl.store(record + 1, tile.to(gl.int64))
-            gl.store(record + 2, source.to(gl.int64))
-            gl.store(record + 3, begin_ns)
-            gl.store(record + 4, end_ns)
-
-
-@gluon.jit
 def complete_tma_stores():
-    """This program's TMA stores are in memory; `tma.store_wait` says only that they are read."""
+    """This CTA's TMA stores are in memory; `tma.store_wait` says only that they are read."""
     gl.inline_asm_elementwise(
         "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
@@ -168,6 +140,12 @@ def here(value):
 def count_release_sys(counter):
     """Count one arrival for the copy engine of this GPU, after what has completed."""
     gl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@gluon.jit
+def count_relaxed_gpu(counter):
+    """Count one arrival; gives its number, from 1 on."""
+    return gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
 
 
 @gluon.jit

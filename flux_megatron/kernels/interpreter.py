@@ -1,14 +1,14 @@
-"""Triton's interpreter, made fit for our kernels: chosen where there is no GPU, and its bfloat16
-repaired.
+"""Triton's interpreter for our kernels: chosen where there is no GPU, with repaired bfloat16 and
+less overhead.
 
 The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and computes on those bits.
-Here arithmetic on bfloat16 goes through fp32 and is rounded to nearest even, as compiled code does.
-Not repaired: fp8 casts and bfloat16 atomics, which our kernels do not use.
+Here arithmetic on bfloat16 goes through fp32 and rounds to nearest even, as compiled code does.
+fp8 casts and bfloat16 atomics stay broken; our kernels do not use them.
 
-It also spends most of its time on nothing, which is left out (triton 3.7.1): every call of a device
-function replaces the language anew, every integer operation computes a check for overflow whose
-result counts in debug mode only, every operation makes its types (`interpreter_types`) and asks
-what its operands' types become (`interpreter_operators`).
+It also spends most of its time on repeated work, which these patches remove (triton 3.7.1). Every
+call of a device function replaces the language again. Every integer operation checks for overflow,
+and only debug mode uses the result. Every operation makes its types (`interpreter_types`) and
+derives the common type of its operands (`interpreter_operators`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flux_megatron.kernels.interpreter_types import make_types_once
 
 
 def prepare() -> None:
-    """Choose the interpreter on a machine without a GPU and repair it where it is chosen.
+    """Choose the interpreter on a machine without a GPU, and repair it where it is chosen.
 
-    Triton decides at its first import, so this must run before that; if it cannot, `supports` of
-    the kernels says why.
+    Triton decides at its first import, so call this before. `supports` of the kernels gives the
+    reason if triton was imported first.
     """
     import torch
 
@@ -41,7 +41,7 @@ def prepare() -> None:
 
 @lru_cache(maxsize=1)
 def repair() -> None:
-    """Replace the interpreter's bfloat16 operations and what is slow in it, once a process."""
+    """Replace the interpreter's bfloat16 operations and its slow parts, once a process."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -63,7 +63,7 @@ def repair() -> None:
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if a.dtype.scalar.primitive_bitwidth == 16 and d.data.dtype == np.float32:
-            # converted first, because numpy multiplies only fp32 and fp64 by BLAS
+            # converted first: numpy uses BLAS only for fp32 and fp64
             left, right = (widened(operand).data.astype(np.float32) for operand in (a, b))
             return handle(np.matmul(left, right) + d.data, d.dtype.scalar)
         return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
@@ -146,7 +146,7 @@ def _repair_index(interpreter) -> None:
 
 
 def _replace_language_once_a_launch(interpreter) -> None:
-    """For all modules of the language: then device functions need not do it for theirs."""
+    """Replace the language in all modules at the launch, so device functions need not."""
     import triton.language as tl
 
     from flux_megatron.kernels.interpreter_operators import Operators, Replacement

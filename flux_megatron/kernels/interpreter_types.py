@@ -1,6 +1,7 @@
-"""Types of Triton's interpreter, made and checked once and not for every operation on every number.
+"""Types of Triton's interpreter, made and checked once instead of for every operation.
 
-What a kernel computes is the same; our kernels take two thirds of the time or less (triton 3.7.1).
+The results of a kernel stay the same. Our kernels take two thirds of the time or less (triton
+3.7.1).
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def make_types_once(interpreter: Any) -> None:
 
 
 def check_operands_once(semantic: Any, tensor: type) -> None:
-    """The check of two operands depends on their types alone, and on the number where the second
-    one is an integer. Remembered is what it leaves as it is: pairs of types, and the tensors that
-    numbers become.
+    """Cache the check of two operands, which depends only on their types and on the number if the
+    second one is an integer.
+
+    The cache holds the pairs that the check leaves unchanged, and the tensors of numbers.
     """
     check, kept = semantic.binary_op_type_checking_impl, object()
     known: dict[tuple[Any, ...], Any] = {}

@@ -1,11 +1,9 @@
-"""What all launchers share: which problems the kernels take, the size of a persistent grid, the
-launch itself.
+"""What all launchers share: which problems the kernels take, the size of a persistent grid, and
+where TMA is possible. The launch itself is in `triton_launch`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -14,7 +12,6 @@ import triton
 
 from flux_megatron.problem import Problem, Tile
 
-_runtime = triton.knobs.runtime
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,19 +33,13 @@ def supports_tensors(dtype: str, device: str) -> str | None:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def persistent_grid(device: torch.device, tiles: int) -> tuple[int]:
-    """One program a multiprocessor, so that all are resident; interpreted programs run one after
-    another anyway.
-    """
-    return (1,) if device.type == "cpu" else (min(_multiprocessors(device), tiles),)
-
-
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    """One CTA an SM, so that all are resident; interpreted ones run one after another anyway."""
+    return (1,) if device.type == "cpu" else (min(_sms(device), tiles),)
 
 
 def has_whole_units(x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -63,104 +54,3 @@ def without_tma_if_unaligned(tile: Tile, dtype: torch.dtype, whole: bool, *row_s
     if not tile.tma or (whole and all(n * dtype.itemsize % 16 == 0 for n in row_sizes)):
         return tile
     return replace(tile, tma=False)
-
-
-class Launcher:
-    """A kernel with everything fixed but its tensors and the numbers that change from call to call.
-
-    The kernel's parameters are, in this order: tensors, descriptors first, numbers that Triton does
-    not specialise, sizes, constexprs. The tile's sizes go to the constexprs of the same names.
-
-    Triton's own launch looks anew at every argument. Here nothing can have changed that the code
-    depends on but the alignment of addresses, so after the first launch with whole 16-byte
-    addresses such launches go to the compiled kernel directly. All others are Triton's.
-    A tensor that may be None makes other code: one launcher for those with it, one for those
-    without.
-    """
-
-    def __init__(
-        self, kernel, grid: tuple[int, ...], tile: Tile, sizes: tuple[int, ...] = (), **constexprs
-    ) -> None:  # fmt: skip
-        values = {
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "GROUP_M": tile.group_m,
-            "TMA": tile.tma,
-            "NUM_WARPS": tile.num_warps,
-            **constexprs,
-        }
-        named = [name for name in kernel.arg_names if name in values]
-        assert kernel.arg_names[-len(named) :] == named or not named, "constexprs come last"
-        self._fixed = (*sizes, *(values[name] for name in named))
-        self._kernel, self._grid, self._tile = kernel, grid, tile
-        self._direct: Callable[..., None] | None = None
-
-    def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
-        """Launch on the current stream; `tensors` may hold host tensor descriptors."""
-        if self._tile.tma:
-            # per thread, and autograd runs backward in threads of its own: set it where it is used
-            triton.set_allocator(_descriptor_memory)
-        addresses, bits = [], 0
-        for tensor in tensors:
-            address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor
-            if address is not tensor:
-                bits |= address
-            addresses.append(address)
-        aligned = bits % 16 == 0
-        if self._direct is not None and aligned and not _has_hooks():
-            self._direct(*addresses, *numbers, *self._fixed)
-            return
-        compiled = self._kernel[self._grid](
-            *tensors, *numbers, *self._fixed,
-            num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
-        )  # fmt: skip
-        if aligned and compiled is not None:
-            self._direct = _direct_launch(compiled, self._grid)
-
-
-def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What Triton 3.5 to 3.7 do with a compiled kernel in the end, without hooks; it takes all
-    arguments, constexprs included.
-    """
-    run, (x, y, z) = compiled.run, (*grid, 1, 1)[:3]
-    function, metadata = compiled.function, compiled.packed_metadata
-    device = torch.cuda.current_device()
-    stream = torch._C._cuda_getCurrentRawStream
-
-    def launch(*args) -> None:
-        run(x, y, z, stream(device), function, metadata, None, None, None, *args)
-
-    metas = getattr(compiled.metadata, "tensordesc_meta", None)
-    if not metas or not triton.__version__.startswith("3.6."):
-        return launch
-    behind = inspect.getclosurevars(run.launch).nonlocals["launcher"]
-    how = (run.launch_cooperative_grid, run.launch_pdl)
-    scratch_bytes, alignment = x * y * z * run.global_scratch_size, run.global_scratch_align
-
-    def launch_expanded(*args) -> None:
-        scratch = None  # where kernels make descriptors of their own
-        if scratch_bytes:
-            scratch = _descriptor_memory(scratch_bytes, alignment, None)
-        before = (*how, scratch, None, metadata, None, None, None)
-        flat: list = []
-        for descriptor, meta in zip(args, metas, strict=False):  # descriptors come first
-            flat += _expanded(descriptor, meta)
-        behind(x, y, z, stream(device), function, *before, *flat, *args[len(metas) :])
-
-    return launch_expanded
-
-
-def _expanded(descriptor, meta) -> list:
-    """What Triton 3.6 makes of a host descriptor at every launch; kept, because it takes 3 us."""
-    if not hasattr(descriptor, "expanded"):
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        descriptor.expanded = make_tensordesc_arg(descriptor, meta)
-    return descriptor.expanded
-
-
-def _has_hooks() -> bool:
-    """Whether somebody, such as a profiler, wants to see every launch."""
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,11 +1,11 @@
-"""LayerNorm and RMSNorm of rows, forward and backward: what is as large as x is read once and
+"""LayerNorm and RMSNorm of rows, forward and backward: tensors as large as x are read once and
 written once.
 
-Forward: a program normalises a block of rows. Backward: as many programs as the device keeps
-resident share the blocks, each adds up its part of the weight's gradient in registers, and a second
-kernel sums the parts in a fixed order, so the same operands give the same bits.
+Forward: a CTA normalises a block of rows. Backward: as many CTAs as the device keeps resident share
+the blocks. Each sums its rows of the weight's gradient in registers, and a second kernel sums these
+partials in a fixed order, so the same operands give the same bits.
 
-Statistics, products and sums are fp32; what is stored is rounded once.
+All arithmetic is fp32; a stored value is rounded once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher, persistent_grid
+from flux_megatron.kernels.launch import persistent_grid
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,13 +50,13 @@ def _load_scale(weight, cols, N, ONE_PLUS: tl.constexpr):
     return gamma
 
 
-# the number of rows changes from call to call and must not compile a kernel each time
+# the number of rows changes from call to call and must not compile new kernels
 @triton.jit(do_not_specialize=["M"])
 def norm_forward_kernel(
     x, weight, bias, y, mean, rstd, M, x_stride, N,
     EPS: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """LayerNorm where there is `mean` to write, else RMSNorm."""
+    """LayerNorm if `mean` is given, else RMSNorm."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -76,18 +77,18 @@ def norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def norm_backward_kernel(
-    dy, x, weight, mean, rstd, dx, parts, M, x_stride, N,
+    dy, x, weight, mean, rstd, dx, partials, M, x_stride, N,
     ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """With n = (x - mean) rstd and g = dy gamma, over a row: dx = rstd (g - n mean(g n) - mean(g)),
-    the last term for LayerNorm alone. parts [1 or 2, programs, N] are sums over this program's
-    rows: of dy n and, with BIAS, of dy.
+    the last term for LayerNorm alone. partials [1 or 2, CTAs, N] are sums over the rows of each
+    CTA: of dy n and, with BIAS, of dy.
     """
     cols = tl.arange(0, BLOCK_N)
-    weight_part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    bias_part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # wide rows need all registers: there gamma comes from L1 for each row
+    weight_partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    bias_partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # wide rows need all registers: they load gamma from L1 for each row
     if STAGES > 1:
         gamma = _load_scale(weight, cols, N, ONE_PLUS)
     blocks = tl.cdiv(M, BLOCK_M)
@@ -95,7 +96,7 @@ def norm_backward_kernel(
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (rows[:, None] < M) & (cols[None, :] < N)
         at = rows[:, None].to(tl.int64)
-        # in this order the assembler spills least
+        # the assembler spills least with the loads in this order
         rstd_of_row = tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None]
         if mean is not None:
             mean_of_row = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
@@ -106,9 +107,9 @@ def norm_backward_kernel(
         if mean is not None:
             n -= mean_of_row
         n *= rstd_of_row
-        weight_part += g * n
+        weight_partial += g * n
         if BIAS:
-            bias_part += g
+            bias_partial += g
         g *= gamma
         mean_gn = (tl.sum(g * n, 1) / N)[:, None]
         if mean is not None:
@@ -118,42 +119,42 @@ def norm_backward_kernel(
             result -= mean_g
         result *= rstd_of_row
         tl.store(dx + at * N + cols[None, :], result.to(dx.dtype.element_ty), mask=inside)
-    parts += tl.program_id(0) * N
-    tl.store(parts + cols, tl.sum(weight_part, 0), mask=cols < N)
+    partials += tl.program_id(0) * N
+    tl.store(partials + cols, tl.sum(weight_partial, 0), mask=cols < N)
     if BIAS:
-        parts += tl.num_programs(0) * N
-        tl.store(parts + cols, tl.sum(bias_part, 0), mask=cols < N)
+        partials += tl.num_programs(0) * N
+        tl.store(partials + cols, tl.sum(bias_partial, 0), mask=cols < N)
 
 
 @triton.jit
-def sum_parts_kernel(
-    parts, total, programs, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+def sum_partials_kernel(
+    partials, total, ctas, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """parts [sums, programs, N] -> total [sums, N]."""
+    """partials [sums, CTAs, N] -> total [sums, N]."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    parts += tl.program_id(1) * programs * N
+    partials += tl.program_id(1) * ctas * N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, programs, BLOCK_M):
+    for first in range(0, ctas, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        inside = (rows[:, None] < programs) & (cols[None, :] < N)
-        acc += tl.load(parts + rows[:, None] * N + cols[None, :], mask=inside, other=0.0)
+        inside = (rows[:, None] < ctas) & (cols[None, :] < N)
+        acc += tl.load(partials + rows[:, None] * N + cols[None, :], mask=inside, other=0.0)
     total += tl.program_id(1) * N
     tl.store(total + cols, tl.sum(acc, 0).to(total.dtype.element_ty), mask=cols < N)
 
 
 def tile_of(N: int) -> Tile:
-    """Blocks of at least 4096 elements, 16 a thread while a program's threads suffice."""
+    """Blocks of at least 4096 elements, 16 a thread while a CTA's threads suffice."""
     block_n = next_power_of_2(N)
     block_m = max(1, 4096 // block_n)
     elements = block_m * block_n
     num_warps = 32 if elements > 16384 else min(elements // 512, 16)
-    # one stage: loads are not ahead, which wide rows have no registers for
+    # one stage for wide rows: they have no registers for loads ahead
     return Tile(block_m, block_n, num_warps=num_warps, num_stages=1 if elements > 8192 else 2)
 
 
 @lru_cache(maxsize=1024)
 def _forward(M: int, N: int, x_stride: int, eps: float, one_plus: bool, code: tuple) -> Launcher:
-    """`code` is what else other code is compiled for: dtypes, device, which tensors there are."""
+    """`code` has the rest that selects compiled code: dtypes, device, which tensors there are."""
     tile = tile_of(N)
     return Launcher(
         norm_forward_kernel, (cdiv(M, tile.block_m),), tile, (x_stride, N),
@@ -163,29 +164,29 @@ def _forward(M: int, N: int, x_stride: int, eps: float, one_plus: bool, code: tu
 
 @lru_cache(maxsize=1024)
 def _backward(
-    programs: int, N: int, x_stride: int, one_plus: bool, bias: bool, code: tuple
+    ctas: int, N: int, x_stride: int, one_plus: bool, bias: bool, code: tuple
 ) -> Launcher:
     tile = tile_of(N)
     return Launcher(
-        norm_backward_kernel, (programs,), tile, (x_stride, N),
+        norm_backward_kernel, (ctas,), tile, (x_stride, N),
         ONE_PLUS=one_plus, BIAS=bias, STAGES=tile.num_stages,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _sum_parts(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
-    sums, programs, N = shape
+def _sum_partials(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
+    sums, ctas, N = shape
     # on CPU few large blocks are cheaper than many
     block_n = next_power_of_2(N) if device.type == "cpu" else 64
     tile = Tile(block_m=32, block_n=min(block_n, 8192), num_warps=4)
-    return Launcher(sum_parts_kernel, (cdiv(N, tile.block_n), sums), tile, (programs, N))
+    return Launcher(sum_partials_kernel, (cdiv(N, tile.block_n), sums), tile, (ctas, N))
 
 
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, one_plus: bool, center: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x [M, N], of any stride between rows -> y [M, N] in the dtype of `weight` [N], and what
-    backward takes: mean [M], for `center` (LayerNorm), and rstd [M].
+    """x [M, N], of any stride between rows -> y [M, N] in the dtype of `weight` [N], and for
+    backward mean [M], with `center` (LayerNorm), and rstd [M].
 
     With `one_plus` gamma is 1 + weight.
     """
@@ -209,13 +210,13 @@ def norm_backward(
     M, N = x.shape
     tile = tile_of(N)
     blocks = cdiv(M, tile.block_m)
-    resident = max(1, 16 // tile.num_warps)  # on a multiprocessor, by its registers
-    programs = min(blocks, resident * persistent_grid(x.device, blocks)[0])
+    resident = max(1, 16 // tile.num_warps)  # CTAs on an SM, by its registers
+    ctas = min(blocks, resident * persistent_grid(x.device, blocks)[0])
     dx = x.new_empty(M, N)
-    parts = x.new_empty((2 if bias else 1, programs, N), dtype=torch.float32)
-    gradients = weight.new_empty(parts.shape[0], N)
+    partials = x.new_empty((2 if bias else 1, ctas, N), dtype=torch.float32)
+    gradients = weight.new_empty(partials.shape[0], N)
     code = (dy.dtype, x.dtype, weight.dtype, x.device, mean is None)
-    run = _backward(programs, N, x.stride(0), one_plus, bias, code)
-    run((dy, x, weight, mean, rstd, dx, parts), (M,))
-    _sum_parts(parts.shape, weight.dtype, x.device)((parts, gradients), ())
+    run = _backward(ctas, N, x.stride(0), one_plus, bias, code)
+    run((dy, x, weight, mean, rstd, dx, partials), (M,))
+    _sum_partials(partials.shape, weight.dtype, x.device)((partials, gradients), ())
     return dx, gradients

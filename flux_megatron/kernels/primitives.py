@@ -1,20 +1,19 @@
-"""All memory order between ranks and between programs; no other file spells `sem=`, `scope=` or
+"""All memory order between ranks and between CTAs; no other Triton file spells `sem=`, `scope=` or
 PTX.
 
 | primitive | order |
 | --- | --- |
-| `signal_release_sys` | all this program's earlier stores, then the signal, seen by any rank |
-| `wait_acquire_sys` | the signal, then this program's later loads; bounded by a deadline |
-| `count_acq_rel_gpu` | joins the stores of several programs of one GPU before a single signal |
-| `refuse_release_sys` | the words of a refusal, then the mark that the host looks at |
+| `signal_release_sys` | all earlier stores of this CTA, then the signal, for any rank |
+| `wait_acquire_sys` | the signal, then all later loads of this CTA; a deadline bounds it |
+| `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
+| `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
-| `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: who makes which tile |
-| `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
-| `acquire_for_tma_loads` | TMA loads that follow see what an acquire has made visible |
+| `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: the tile scheduler |
+| `complete_tma_stores` | TMA stores are in memory, and ordered before a later release |
+| `acquire_for_tma_loads` | later TMA loads see what an acquire has made visible |
 
-Interpreted, a wait is a host function that polls and gives the CPU away; the fences are no-ops,
-because the interpreter's atomics are sequentially consistent on x86-64 and it has no asynchronous
-copies.
+In the interpreter a wait is a host function that polls and yields the CPU. The fences are no-ops
+there: its atomics are sequentially consistent on x86-64, and it has no asynchronous copies.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _WORDS = tl.constexpr(signals.WORK_WORDS)
 
 @triton.jit
 def signal_release_sys(pad, slot, epoch):
-    """Announce `epoch` in `slot` of a pad, after everything this program has stored."""
-    tl.debug_barrier()  # one thread signals: the stores of the others must have been issued
+    """Write `epoch` to `slot` of a pad, after all stores of this CTA."""
+    tl.debug_barrier()  # one thread signals, after the stores of all threads
     tl.atomic_xchg(pad + slot, epoch, sem="release", scope="sys")
 
 
@@ -55,8 +54,7 @@ def count_acq_rel_gpu(counter, arrivals):
     """Count one arrival; True for the last of `arrivals`, which resets the counter for the next
     launch.
 
-    The last program has acquired what the others released, so a signal of its own covers their
-    stores too.
+    The last CTA has acquired what the others released, so its signal covers their stores too.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
@@ -67,14 +65,14 @@ def count_acq_rel_gpu(counter, arrivals):
 
 @triton.jit
 def count_relaxed_gpu(counter):
-    """Count one and give the new number, the same to all threads; orders nothing else."""
+    """Count one and return the new number, the same in all threads; orders nothing else."""
     return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
 
 
 @triton.jit
 def _begin_draw_device(work_counter, NUM_WARPS: tl.constexpr):
-    # One element a thread, so that the number is awaited where it is used: Triton's own atomic
-    # hands it to all threads at once, and all wait for it there.
+    # One element a thread, so that threads wait for the number where they use it: Triton's own
+    # atomic broadcasts it at once, and all threads wait there.
     threads = tl.arange(0, 32 * NUM_WARPS)
     return tl.inline_asm_elementwise(
         """{
@@ -115,7 +113,9 @@ def _claim(work, tile):
 
 @triton.jit
 def settle(tile, work):
-    """The drawn tile; one that is the first of a CTA only if that CTA has not come to it."""
+    """The drawn tile. The first tile of a CTA counts only if that CTA has not claimed it; else draw
+    the next one.
+    """
     searching = tile < tl.num_programs(0)
     while searching:
         searching = not _claim(work, tile)
@@ -127,9 +127,9 @@ def settle(tile, work):
 
 @triton.jit
 def first_tile(work):
-    """The first tile of a CTA: that of its own number, if nobody else has come to it, else the next
-    one. No other tile belongs to a CTA: one that gets no SM, because another kernel holds it, holds
-    up nothing. Why the first does: `hopper_scheduler.first_item`.
+    """The first tile of a CTA: that of its own number if no other CTA has claimed it, else the next
+    one. A CTA owns no other tile, so a CTA without an SM, because another kernel holds it, delays
+    no tile. `hopper_scheduler.first_item` says why the first tile goes by number.
     """
     tile = tl.program_id(0)
     if not _claim(work, tile):
@@ -140,7 +140,7 @@ def first_tile(work):
 @triton.jit
 def close_draws(tile, tiles, work):
     """Every CTA draws once in vain. The last of these draws clears counter and claims for the next
-    launch: nobody draws or claims after it, and the end of the kernel orders it.
+    launch: no CTA draws or claims after it, and the end of the kernel orders it.
     """
     if tile == tiles + tl.num_programs(0) - 1:
         words = tl.arange(0, _WORDS)
@@ -168,9 +168,9 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
         turns += 1
         if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
             if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
-                deadline = deadline * 0  # a wait has run out of time: all give up
+                deadline = deadline * 0  # another wait has run out of time: give up
     late = seen - epoch < 0
-    if late:  # the first to be late is told, not those that follow from it
+    if late:  # only the first late wait is recorded, not those that follow from it
         late = tl.load(status + _TRIPPED, volatile=True) == 0
     if late:
         tl.store(status + _SLOT, slot)
@@ -184,7 +184,7 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
 
 @triton.jit
 def _refuse_release_sys_device(pad, number, expected, seen, status):
-    if tl.load(status + _TRIPPED, volatile=True) == 0:  # the first to fail is told
+    if tl.load(status + _TRIPPED, volatile=True) == 0:  # only the first failure is recorded
         tl.store(status + _SLOT, number)
         tl.store(status + _EXPECTED, expected)
         tl.store(status + _SEEN, seen)
@@ -196,8 +196,8 @@ def _refuse_release_sys_device(pad, number, expected, seen, status):
 
 @triton.jit
 def _complete_tma_stores_device():
-    # Triton 3.6 and 3.7 wait only until shared memory has been read (wait_group.read); 3.9 waits
-    # for completion.
+    # Triton 3.6 and 3.7 wait only for the reads of shared memory (wait_group.read), 3.9 waits for
+    # completion.
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }",
         "=r",
@@ -238,7 +238,7 @@ def poll(address: int, slot: int, epoch: int, deadline: int) -> None:
             raise TimeoutError(cell.value)
 
 
-host_wait = poll  # a test's scheduler of virtual ranks puts its own wait here
+host_wait = poll  # the scheduler of virtual ranks in tests replaces it
 
 
 def _time_ns_host() -> int:
@@ -251,12 +251,12 @@ def _deadline_after_host(timeout_ns) -> int:
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
     record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
-    if record[signals.STATUS_TRIPPED]:  # a wait has run out of time: one look, and on
+    if record[signals.STATUS_TRIPPED]:  # another wait has run out of time: look once, go on
         deadline = 0
     try:
         host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline)
     except TimeoutError as late:
-        if record[signals.STATUS_TRIPPED]:  # the first to be late is told, not those that follow
+        if record[signals.STATUS_TRIPPED]:  # only the first late wait is recorded
             return
         record[signals.STATUS_SLOT] = _word(slot)
         record[signals.STATUS_EXPECTED] = _word(epoch)

@@ -1,5 +1,9 @@
 """Host arithmetic on sizes; Triton's own functions of these names are slow on the host."""
 
+from __future__ import annotations
+
+from flux_megatron.problem import Tile
+
 
 def cdiv(size: int, block: int) -> int:
     """Blocks that cover `size`."""
@@ -9,3 +13,8 @@ def cdiv(size: int, block: int) -> int:
 def next_power_of_2(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
+
+
+def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
+    """GEMM tiles of a shard, those at its edges included."""
+    return cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)

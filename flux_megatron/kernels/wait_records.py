@@ -1,11 +1,11 @@
-"""How long programs wait for other ranks: an option of the kernels that wait.
+"""How long CTAs wait for other ranks: an option of the kernels that wait.
 
-Given a buffer, they append a record of every wait. Given None, nothing of this is compiled.
+With a buffer a kernel appends a record of every wait. With None it compiles no code for this.
 
 | row of the buffer, int64 [1 + RECORDS, WORDS] | words |
 | --- | --- |
 | 0 | how many waits there were, in the first word; those beyond RECORDS are lost |
-| 1 and on | program, tile, source rank, begin and end in nanoseconds of the device's clock |
+| 1 and on | CTA, tile, source rank, begin and end in nanoseconds of the device's clock |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = tl.constexpr(5)
 
 @triton.jit
 def wait_begins(waits):
-    """The time, where waits are recorded."""
+    """The time in nanoseconds, or 0 if waits are not recorded."""
     begin_ns = 0
     if waits is not None:
         begin_ns = time_ns()
@@ -34,7 +34,7 @@ def wait_begins(waits):
 
 @triton.jit
 def wait_ends(waits, begin_ns, tile, source):
-    """Record the wait of this program's `tile` for `source`, which began at `begin_ns`."""
+    """Record the wait of this CTA's `tile` for `source`, which began at `begin_ns`."""
     if waits is not None:
         end_ns = time_ns()
         number = count_relaxed_gpu(waits)  # of this wait, from 1 on
@@ -60,9 +60,9 @@ def read_clock(device: torch.device) -> Tensor:
 
 
 class Wait(NamedTuple):
-    """One program waited in one tile for one rank; times are of the device's clock."""
+    """The wait of a CTA in one tile for one rank, in times of the device's clock."""
 
-    program: int
+    cta: int
     tile: int
     source: int
     begin_ns: int
@@ -70,13 +70,13 @@ class Wait(NamedTuple):
 
 
 def empty_buffers(count: int, device: torch.device) -> Tensor:
-    """`count` buffers without a record."""
+    """`count` buffers without a record, int64 [count, 1 + RECORDS, WORDS]."""
     rows = 1 + RECORDS.value
     return torch.zeros(count, rows, WORDS.value, dtype=torch.int64, device=device)
 
 
 def read(buffer: Tensor) -> tuple[list[Wait], int]:
-    """The waits of a buffer, by their begin, and how many were lost."""
+    """The waits of a buffer, sorted by begin, and the number of lost ones."""
     number = int(buffer[0, 0])
     kept = min(number, RECORDS.value)
     waits = [Wait(*row) for row in buffer[1 : 1 + kept].tolist()]

@@ -1,7 +1,7 @@
-"""A wait of its own, for strategies whose GEMM is a library's: one program that returns when rows
-have arrived.
+"""A wait as a kernel, for strategies with library GEMMs: one CTA that returns when rows have
+arrived.
 
-A stream wait by the driver would do the same for less, but it cannot be bounded.
+A stream wait by the driver would cost less, but it has no deadline.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels.launch import Launcher
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 

@@ -9,13 +9,7 @@ import argparse
 import os
 import sys
 
-# to be set before torch and triton are imported; Megatron insists on the last
-CPU = {
-    "TRITON_INTERPRET": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+from flux_megatron.launch.environment import CPU, ONE_QUEUE
 
 
 def main(argv: list[str]) -> None:
@@ -30,7 +24,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
     if given.device == "cpu":
-        os.environ.update(CPU)
+        os.environ.update(CPU | ONE_QUEUE)
     from flux_megatron.integration import bootstrap
 
     try:

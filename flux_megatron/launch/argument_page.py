@@ -22,16 +22,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
 Written by `python -m flux_megatron.launch.argument_page` from
-`flux_megatron/integration/arguments.tsv`; change that file. What happens when an argument is not at
-its default:
-
-- refused: the run ends before it starts, with the reason.
-- untried: the same, unless `--flux-allow NAME` names the argument, without dashes. Arguments that
-  are not in the table are untried.
-- supported: the run goes on; the test shows that the argument works with our layers. Some values
-  are refused all the same:
-  [Use in Megatron](megatron.md#what-is-refused-by-name-before-the-run-starts).
-- harmless: the run goes on; neither our layers nor what stands beside them reads the argument.
+`flux_megatron/integration/arguments.tsv`; change that file.
+[Use in Megatron](megatron.md#what-is-refused-by-name-before-the-run-starts) says what happens when
+an argument is not at its default. An argument that is not in the table is untried.
 
 Releases: those whose parsers have the argument, `main` is d98e8a64.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from flux_megatron.config_files import flat
 from flux_megatron.launch import rules, schema
-from flux_megatron.launch.experiment_error import ErrorDetail
+from flux_megatron.launch.errors import ErrorDetail
 from flux_megatron.launch.inheritance import Value, covers
 from flux_megatron.launch.schema import Head
 from flux_megatron.perf.workload import Arm, Workload

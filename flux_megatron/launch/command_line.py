@@ -10,7 +10,12 @@ from typing import Literal
 
 import jinja2
 
-from flux_megatron.launch import environment, megatron_arguments, train_arguments
+from flux_megatron.launch import (
+    environment,
+    megatron_arguments,
+    parser_signature,
+    train_arguments,
+)
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.site import Site
 from flux_megatron.perf.workload import Arm, Workload
@@ -186,9 +191,4 @@ def _quoted(arguments: str | Path | Sequence[str]) -> str:
 
 def option_lines(arguments: Sequence[str]) -> list[str]:
     """Each option with its values as one line for bash."""
-    lines: list[list[str]] = []
-    for argument in arguments:
-        if argument.startswith("--") or not lines:
-            lines.append([])
-        lines[-1].append(argument)
-    return [shlex.join(line) for line in lines]
+    return [shlex.join(option) for option in parser_signature.options(arguments)]

@@ -47,8 +47,7 @@ def launch(
     if dry_run + submit + here > 1:
         raise typer.BadParameter("one of --dry-run, --submit and --local expected")
     from flux_megatron.launch import launching
-    from flux_megatron.launch.experiment import ExperimentError
-    from flux_megatron.launch.site import LaunchError
+    from flux_megatron.launch.errors import ExperimentError, LaunchError
 
     request = launching.Request(
         experiment=experiment,

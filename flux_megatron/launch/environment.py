@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from flux_megatron.perf.workload import Workload
 
+# One hardware queue: kernels run in the order of their launches, communication first. Megatron
+# demands it for tensor parallelism up to Hopper.
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# to be known before torch and triton are imported
+CPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+
 
 def variables(workload: Workload) -> dict[str, str]:
     """What every arm of an experiment sets alike; a site's own variables are added to them."""
-    common = {
-        # One hardware queue: kernels run in the order of their launches, communication first.
-        # Megatron demands it for tensor parallelism up to Hopper.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    return {
+        **ONE_QUEUE,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
         "PYTHONFAULTHANDLER": "1",  # a rank that gets SIGABRT first writes its stack
+        **(CPU if workload.cluster.gpu == "cpu" else {}),
+        **dict(workload.cluster.environment),
     }
-    if workload.cluster.gpu == "cpu":
-        # to be known before torch and triton are imported
-        common |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return common | dict(workload.cluster.environment)

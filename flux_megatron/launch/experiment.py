@@ -8,23 +8,18 @@ docs/experiments.md has the format. No torch: experiments are read where they ar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flux_megatron import config_files
-from flux_megatron.launch import inheritance, provenance
+from flux_megatron.launch import inheritance
 from flux_megatron.launch.arm_builder import ArmBuilder
-from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
-from flux_megatron.launch.inheritance import Merged, Source, Value
+from flux_megatron.launch.errors import ErrorDetail, ExperimentError
+from flux_megatron.launch.inheritance import Merged, Source, Value, covers
 from flux_megatron.launch.schema import Program
 from flux_megatron.perf.workload import Arm, Workload
-
-__all__ = ["Experiment", "ExperimentError", "load", "names", "parse_override"]
-
-NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ def names() -> list[str]:
     return sorted(str(file.relative_to(folder).with_suffix("")) for file in files)
 
 
-def load(name_or_path: str, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Experiment:
+def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Experiment:
     """The experiment of that name, or of a YAML file, with dotted `overrides`.
 
     `ExperimentError` lists all that is wrong: file, key and rule of each.
@@ -92,9 +87,9 @@ def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -
     if not builder.errors:
         builder.check_memory()
     errors = [*errors, *builder.errors]
-    sources, unexplained = provenance.of(builder.scalars(), merged)
+    sources, unexplained = _sources(builder.scalars(), merged)
     wrong = {error.key for error in errors}
-    errors += [c for c in unexplained if c.key not in wrong]
+    errors += [error for error in unexplained if error.key not in wrong]
     for value in merged.sweep.values():
         errors += _wrong_sweep(value, sources.get(value.key))
     if errors or builder.head is None:
@@ -111,6 +106,33 @@ def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -
         sweep={key: value.value for key, value in merged.sweep.items()},
         paper=merged.paper,
     )
+
+
+def _sources(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[ErrorDetail]]:
+    """The source of each scalar: that of the longest key which covers it.
+
+    A file that sets a value gives its own reason: that of its base is of another value.
+    """
+    found: dict[str, Source] = {}
+    errors: list[ErrorDetail] = []
+    unused = dict(merged.sources)
+    for key in scalars:
+        value = merged.values.get(key)
+        covering = [source for source in merged.sources.values() if covers(source.key, key)]
+        for source in covering:
+            unused.pop(source.key, None)
+        fresh = [source for source in covering if not value or source.order >= value.order]
+        if fresh:
+            found[key] = max(fresh, key=lambda source: len(source.key))
+        else:
+            old = f" here; what {covering[0].file} says is of another value" if covering else ""
+            where = value.file if value else ""
+            errors.append(ErrorDetail(where, key, f"neither stated nor assumed{old}"))
+    errors += [
+        ErrorDetail(source.file, f"{source.kind}.{key}", "there is no such value")
+        for key, source in unused.items()
+    ]
+    return found, errors
 
 
 def _wrong_sweep(sweep: Value, source: Source | None) -> Iterator[ErrorDetail]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from flux_megatron import config_files
 from flux_megatron.config_files import flat
-from flux_megatron.launch.experiment_error import ErrorDetail, ExperimentError
+from flux_megatron.launch.errors import ErrorDetail, ExperimentError
 
 PACKAGE = Path(__file__).parents[1]
 # sections that a file may take whole by name, and the folders of those that we ship

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,14 +12,14 @@ from flux_megatron.launch import (
     command_line,
     experiment,
     local,
-    preparation,
+    parser_signature,
     run_folder,
     sbatch,
     site,
 )
 from flux_megatron.launch.command_line import Command, RunOptions
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.launch.site import LaunchError
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,16 @@ class Prepared:
 
     def shown(self) -> str:
         """All of it in print."""
-        return preparation.shown(self.experiment, self.started, self.job)
+        whole = self.experiment
+        lines = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
+        for command in self.started:
+            lines += ["", *_shown(command)]
+        return "\n".join([*lines, "", "## job.sbatch", self.job])
 
     def write(self) -> Path:
         """Write the run folder, and return its job.sbatch. No run is overwritten."""
         run = self.options.run
-        for remark in preparation.check_checkout(self.experiment, self.options.checkout):
+        for remark in _check_checkout(self.experiment, self.options.checkout):
             print(remark, file=sys.stderr)
         if not self.request.resume:
             run_folder.refuse_used(run)
@@ -114,10 +119,54 @@ def prepare(request: Request) -> Prepared:
         for one in rounds
         for arm in kept.arms
     )
-    preparation.check_arguments(kept, commands)
+    _check_arguments(kept, commands)
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
     started = tuple(command for command in commands if command.arm in wanted)
     return Prepared(request, kept, options, commands, started)
+
+
+def _shown(command: Command) -> Iterator[str]:
+    yield f"## arm {command.arm}"
+    yield "# environment"
+    yield from (f"{name}={shlex.quote(text)}" for name, text in command.environment.items())
+    yield "# torchrun"
+    yield command.torchrun()
+    yield "# arguments"
+    yield from command_line.option_lines(command.arguments)
+    if command.on_resume:
+        yield f"# after a requeue also: {shlex.join(command.on_resume)}"
+    else:
+        yield "# no checkpoints: after a requeue the arm starts anew (--save-interval)"
+    for name, text in command.files.items():
+        yield f"# {command.folder / name}"
+        yield text.rstrip()
+
+
+def _check_arguments(experiment: Experiment, commands: Sequence[Command]) -> None:
+    """`LaunchError` unless the parser of the release that the experiment names takes them all."""
+    if experiment.program == "train":
+        return
+    errors = [
+        f"arm {command.arm}: {error}"
+        for command in commands
+        for error in parser_signature.check(
+            [*command.arguments, *command.on_resume], experiment.megatron_lm
+        )
+    ]
+    if errors:
+        raise LaunchError("\n".join(errors))
+
+
+def _check_checkout(experiment: Experiment, checkout: Path | None) -> Iterator[str]:
+    """Remarks on the checkout; `LaunchError` where one is needed and there is none."""
+    if experiment.program == "train":
+        return
+    if checkout is None or not (checkout / "pretrain_gpt.py").is_file():
+        found = f"{checkout} has no pretrain_gpt.py" if checkout else "none given"
+        raise LaunchError(f"--megatron-lm: {found}, a checkout of {experiment.megatron_lm} needed")
+    found = parser_signature.version(checkout)
+    if found not in experiment.megatron_lm:
+        yield f"{checkout} is {found}, the experiment was written for {experiment.megatron_lm}"
 
 
 def _resumed(request: Request, run: Path) -> tuple[Path, Request]:

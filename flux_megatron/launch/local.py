@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from flux_megatron.launch.command_line import Command
-from flux_megatron.launch.site import LaunchError
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.perf.workload import Workload
 
 

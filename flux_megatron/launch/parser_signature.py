@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,11 +83,19 @@ def releases() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json") if file != OURS)
 
 
+def version(checkout: Path) -> str:
+    """Such as 0.16.1, read from the sources of a checkout."""
+    file = checkout / "megatron" / "core" / "package_info.py"
+    text = file.read_text() if file.is_file() else ""
+    parts = [re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(part.group(1) for part in parts if part) or "of an unknown version"
+
+
 def check(arguments: list[str], release: str) -> list[str]:
     """What the release's parser, with our options added, would refuse; empty if nothing."""
     parser = _parser(release)
     errors = []
-    for option in _options(arguments):
+    for option in options(arguments):
         try:
             parser.parse_args(option)
         except argparse.ArgumentTypeError as error:  # noqa: PERF203, every option is reported
@@ -93,14 +103,14 @@ def check(arguments: list[str], release: str) -> list[str]:
     return errors
 
 
-def _options(arguments: list[str]) -> list[list[str]]:
+def options(arguments: Iterable[str]) -> list[list[str]]:
     """Each option with its values; what stands before the first one has none."""
-    options: list[list[str]] = []
+    found: list[list[str]] = []
     for argument in arguments:
-        if argument.startswith("--") or not options:
-            options.append([])
-        options[-1].append(argument)
-    return options
+        if argument.startswith("--") or not found:
+            found.append([])
+        found[-1].append(argument)
+    return found
 
 
 class _Parser(argparse.ArgumentParser):

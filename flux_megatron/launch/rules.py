@@ -44,7 +44,11 @@ def too_large(workload: Workload) -> list[Rule]:
 def of_megatron(head: Head, arguments: list[str]) -> Iterator[Rule]:
     """The release must be one whose parser is recorded, and must know the arguments."""
     if head.megatron_lm not in (known := parser_signature.releases()):
-        yield "megatron_lm", f"{head.megatron_lm!r} given, one of {known} expected"
+        rule = (
+            f"{head.megatron_lm!r} given, one of {known} expected: "
+            "the arguments of no other are known"
+        )
+        yield "megatron_lm", rule
     elif head.program == "pretrain_gpt":
         for error in parser_signature.check(arguments, head.megatron_lm):
             yield "arguments", error

@@ -26,8 +26,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from flux_megatron import config_files
 from flux_megatron.launch.command_line import Command
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.launch.site import LaunchError
 from flux_megatron.version import __version__
 
 FORMAT = 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flux_megatron.launch.command_line import Command, render
-from flux_megatron.launch.site import LaunchError
+from flux_megatron.launch.errors import LaunchError
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from flux_megatron.config_files import nested
-from flux_megatron.launch.experiment_error import ErrorDetail
+from flux_megatron.launch.errors import ErrorDetail
 from flux_megatron.launch.inheritance import Value, covers
 from flux_megatron.perf.workload import (
     Arm,

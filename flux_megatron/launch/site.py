@@ -11,13 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flux_megatron import config_files
 from flux_megatron.launch.container import Container
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.perf.workload import Arm
 
 Options = dict[str, str | int | None]
-
-
-class LaunchError(ValueError):
-    """Why an experiment cannot be launched so, or here."""
 
 
 class Site(BaseModel):

@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers and norms: torch only.
 
-The modules are for plain PyTorch: `docs/plain_pytorch.md`. Names are loaded when they are first
-used; `functions`, `norm` are what Megatron's layers build on.
+The modules are for plain PyTorch: see `docs/plain_pytorch.md`. A name is imported at its first use.
+Megatron's layers build on `functions` and `norm`.
 """
 
 from __future__ import annotations

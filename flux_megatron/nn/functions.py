@@ -3,11 +3,11 @@ dual.
 
 | layer | fprop | dgrad | wgrad |
 | --- | --- | --- | --- |
-| column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or kept |
+| column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or saved |
 | row | RS(x w^T) | AG(dy) w | AG(dy)^T x: dy as dgrad has gathered it |
 
-The weight keeps torch's layout [N, K]; dgrad reads it as it lies. In the column layer's backward
-the scatter of dx also hides behind wgrad, and its sum comes last.
+The weight keeps torch's layout [N, K]; dgrad reads it without a copy. In the column layer's
+backward the scatter of dx also hides behind wgrad, and its sum comes last.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.wgrad import plain_wgrad
 
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
-
-
-def plain_wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dw [N, K] = dy^T x for dy [M, N], x [M, K]."""
-    return dy.t() @ x
 
 
 def column_parallel_linear(
@@ -43,10 +39,10 @@ def column_parallel_linear(
     | w, bias | [N / R, K], [N / R] |
     | result | [s, ..., N / R] |
 
-    `save_gathered` keeps the gathered x for wgrad, R times the memory of x for one gather less in
-    backward. `wgrad(w, dy, x)` forms, or accumulates elsewhere, the weight's gradient. With
-    `dy_buffer`, backward appends dy to it and leaves wgrad to the caller. Errors are those of
-    `ops.all_gather_gemm`.
+    `save_gathered` keeps the gathered x for wgrad: R times the memory of x, one gather less in
+    backward. `wgrad(w, dy, x)` returns the weight's gradient, or accumulates it elsewhere and
+    returns None. With `dy_buffer`, backward appends dy to it and leaves wgrad to the caller. Errors
+    are those of `ops.all_gather_gemm`.
     """
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
     return _ColumnParallel.apply(x, w, bias, options)
@@ -80,7 +76,8 @@ def local_linear(
 ) -> Tensor:  # fmt: skip
     """y = x w^T + bias without communication in forward; for layers without sequence parallelism.
 
-    With `allreduce_group` dx is summed over it, behind wgrad. `wgrad` and `dy_buffer` as above.
+    With `allreduce_group` backward sums dx over it, hidden behind wgrad. `wgrad` and `dy_buffer` as
+    in `column_parallel_linear`.
     """
     options = _LocalOptions(allreduce_group, wgrad or plain_wgrad, dy_buffer)
     return _Local.apply(x, w, bias, options)
@@ -105,8 +102,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _to_keep(x: Tensor, rows: Tensor) -> Tensor:
-    """What backward gets of x: itself if its rows lie as they are, because hooks that move saved
-    tensors to the host look for attributes of it.
+    """The tensor that backward gets for x: x itself if it is contiguous, because hooks that move
+    saved tensors to the host read attributes of it.
     """
     return x if x.is_contiguous() else rows
 
@@ -117,14 +114,14 @@ def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
 
 
 def _saved(ctx) -> tuple[Any, Tensor]:
-    """The rows of x, if they were kept, and the weight."""
+    """The rows of x, or None if they were not saved, and the weight."""
     x, w = ctx.saved_tensors
     return x if x is None else _rows(x), w
 
 
 def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """A new matrix in another shape: itself, because the caller of a Function may not modify a view
-    in place, as Megatron's loss does.
+    """A new matrix, resized to another shape. Not a view: the caller of a Function may not modify
+    one in place, as Megatron's loss does.
     """
     assert made.is_contiguous(), f"strides {made.stride()} given, contiguous rows expected"
     return made.resize_(shape)
@@ -137,7 +134,7 @@ def _like(y: Tensor, x: Tensor) -> Tensor:
 
 
 # Each layer is one node of autograd, reshapes included: every further node costs the host some
-# microseconds, forward and backward.
+# microseconds in forward and in backward.
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -169,7 +166,7 @@ def column_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dx, dw, db of `column_parallel_linear`, each None where `needs` has False.
 
-    x has the rows that forward kept, or is None if they are not needed; `shape` is that of dx.
+    x has the rows that forward saved, None if no gradient needs them; `shape` is that of dx.
     """
     needs_dx, needs_dw, needs_db = needs[:3]
     dy = _rows(dy)
@@ -216,7 +213,7 @@ def row_backward(
     dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx and dw of `row_parallel_linear`: dw where x, the rows of forward, is given."""
+    """dx and dw of `row_parallel_linear`; dw is None without x, the rows of forward."""
     dw: list[Tensor | None] = [None]
 
     def weight_gradient(gathered_dy: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers for plain PyTorch: `torch.nn.Linear` split over a process group.
 
-Between a column and a row layer a rank has every token, and a shard of its features. Outside them
-it has whole tokens, and only its own: the layout of sequence parallelism.
+Between a column and a row layer a rank has all tokens, and a shard of their features. Elsewhere it
+has a shard of the tokens, with all features: the layout of sequence parallelism.
 
     x [tokens / R, ...] -> ColumnParallelLinear -> [tokens, ...] -> RowParallelLinear -> as x
 
@@ -23,10 +23,10 @@ from flux_megatron.nn.replicated import SumGradient, joined
 
 
 class ParallelLinear(Module):
-    """What both layers share: parameters, their initial values, and the check of a call's input."""
+    """The base of both layers: parameters, their initial values, and the check of the input."""
 
     split: ClassVar[str]  # the size that is divided among the ranks
-    dimensions: ClassVar[dict[str, int]]  # and of each parameter that has it, the dimension
+    dimensions: ClassVar[dict[str, int]]  # of each parameter that is divided, the dimension
     bias: Parameter | None
 
     def __init__(
@@ -36,7 +36,7 @@ class ParallelLinear(Module):
         super().__init__()
         name = type(self).__name__
         group = joined(group, name)
-        # by its name, because a module that holds a group cannot be copied
+        # the name of the group: a module that holds a group cannot be copied
         self.group_name, self.world_size, self.rank = group.group_name, group.size(), group.rank()
         sizes = {"in_features": in_features, "out_features": out_features}
         self.in_features, self.out_features = in_features, out_features
@@ -62,17 +62,17 @@ class ParallelLinear(Module):
         return ops.group_named(self.group_name)
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a `torch.nn.Linear`'s parameter, a view: "weight" or "bias"."""
+        """A view of this rank's shard of a `torch.nn.Linear`'s parameter, "weight" or "bias"."""
         if name not in self.dimensions:
             return whole
         return whole.chunk(self.world_size, self.dimensions[name])[self.rank]
 
     def reset_parameters(self) -> None:
-        """This rank's shards of what `torch.nn.Linear` draws.
+        """Initialise this rank's shards as `torch.nn.Linear` does the whole parameters.
 
-        Each rank draws the whole layer on its device and keeps its shard. So ranks whose random
-        numbers stand alike, as after the same `torch.manual_seed`, get the shards of one layer, and
-        their random numbers stand alike afterwards. The whole layer takes its memory meanwhile.
+        Each rank draws the whole layer on its device and keeps its shard. So ranks in the same
+        random state, as after the same `torch.manual_seed`, get the shards of one layer, and are in
+        the same state afterwards. Meanwhile each rank holds the memory of the whole layer.
         """
         whole = torch.nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None,
@@ -89,7 +89,7 @@ class ParallelLinear(Module):
         )
 
     def _check(self, x: Tensor, tokens: str) -> None:
-        """Refuse x of another width, and let the other ranks know."""
+        """Refuse x of another width on every rank."""
         if x.dim() < 2 or x.shape[-1] != self.in_features_local:
             expected = f"[{tokens}, ..., {self.in_features_local}]"
             error = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
@@ -105,9 +105,9 @@ class ColumnParallelLinear(ParallelLinear):
     | weight, bias | [out_features / R, in_features], [out_features / R] |
     | result | [tokens, ..., out_features / R] |
 
-    `in_features` and `out_features` are those of the whole layer; `group` is the world if not
-    given. Every rank's gradients are those of the unsharded layer's shards: x is gathered again for
-    that of the weight.
+    `in_features` and `out_features` are those of the whole layer; the default `group` is the world.
+    The gradients of a rank are its shards of the unsharded layer's gradients. Backward gathers x
+    again for the weight's gradient.
 
     `ValueError`: `out_features` that R does not divide, a group without this rank, x of another
     width or dtype; `ProblemMismatch` for ranks whose x or layers differ. Under autocast operands
@@ -154,7 +154,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 def _is_traced() -> bool:
-    """Whether torch.compile, fake tensors or checkpointing policies are to see one operator."""
+    """Whether torch.compile, fake tensors or a checkpointing policy must see one operator."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
 
 

@@ -5,8 +5,8 @@
 | `layer_norm` | (x - mean) / sqrt(var + eps) * gamma + bias |
 | `rms_norm` | x / sqrt(mean(x^2) + eps) * gamma |
 
-gamma is the weight or, `zero_centered`, 1 + weight. The result has the weight's dtype, whatever
-that of x: a residual stream kept in fp32 gives what the next GEMM takes.
+gamma is the weight or, with `zero_centered`, 1 + weight. The result has the dtype of the weight: an
+fp32 residual stream gives the operand of the next GEMM.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from flux_megatron import ops
 from flux_megatron.kernels import norm as kernels
 
-# Whether CPU tensors go through the kernels too, interpreted: some hundred times slower than torch,
-# so for tests of the kernels alone.
+# Whether the kernels run on CPU tensors too, in the interpreter: some hundred times slower than
+# torch. Only tests of the kernels set it.
 INTERPRET = False
 
 
@@ -105,6 +105,6 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., N] as [M, N]: as it lies where rows have one distance, such as a slice of QKV."""
+    """[..., N] as [M, N], without a copy if the rows have one stride, as in a slice of QKV."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

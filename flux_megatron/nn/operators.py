@@ -1,5 +1,5 @@
-"""The linear layers as torch custom operators, so that torch.compile keeps each of them whole,
-forward and backward. Eager code calls `functions`, which cost the host less.
+"""The linear layers as torch custom operators, which torch.compile keeps whole, forward and
+backward. Eager code calls `functions`, which cost the host less.
 
 | operator | result |
 | --- | --- |
@@ -7,8 +7,8 @@ forward and backward. Eager code calls `functions`, which cost the host less.
 | `row_parallel_linear` | that of `functions.row_parallel_linear` |
 | `sum_over_group` | x summed over the ranks, in fp32 |
 
-A group goes by its name. The backward operators return the gradients that `needs` asks for, which
-are dx, dw and, for the column layer, db.
+Operators take a group by its name. The backward operators return the gradients that `needs` selects
+from dx, dw and, for the column layer, db.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flux_megatron.nn import functions
 from flux_megatron.ops import group_named
+from flux_megatron.wgrad import plain_wgrad
 
 
 @torch.library.custom_op("flux_megatron::column_parallel_linear", mutates_args=())
@@ -39,7 +40,7 @@ def _(x, w, bias, group):
 def _column_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(group_named(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.column_backward(dy, rows, w, x.shape, options, needs))
 
@@ -59,7 +60,7 @@ def _(x, w, group):
 def _row_backward(
     dy: Tensor, x: Tensor, w: Tensor, group: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    options = functions._Options(group_named(group), functions.plain_wgrad)
+    options = functions._Options(group_named(group), plain_wgrad)
     rows = functions._rows(x) if needs[1] else None
     return _those_needed(functions.row_backward(dy, rows, w, x.shape, options, needs[0]))
 
@@ -89,7 +90,7 @@ def _row_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _gradients(ctx: Any, dy: Tensor, backward: Any, count: int) -> tuple[Tensor | None, ...]:
-    """One for each of the `count` tensors of a layer, and None for its group."""
+    """A gradient or None for each of the `count` tensors of a layer, and None for its group."""
     needs = list(ctx.needs_input_grad[:count])
     made = iter(backward(dy, *ctx.saved_tensors, ctx.group, needs))
     return *(next(made) if need else None for need in needs), None

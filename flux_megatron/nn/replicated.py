@@ -18,15 +18,15 @@ def sum_gradient(parameter: Tensor, *, group: ProcessGroup | None = None) -> Ten
         y = F.rms_norm(x, (hidden,), sum_gradient(self.weight, group=group))
 
     The tokens of one rank give a partial sum of the gradient of a parameter that all ranks hold.
-    With this each rank gets the whole sum, by one all-reduce in fp32, so equal optimizer steps keep
-    the copies equal. `ValueError` for a group without this rank.
+    `sum_gradient` gives each rank the whole sum, by one fp32 all-reduce, so the same optimizer
+    steps keep the copies equal. `ValueError` for a group without this rank.
     """
     return SumGradient.apply(parameter, joined(group, "sum_gradient").group_name)
 
 
 def joined(group: ProcessGroup | None, name: str) -> ProcessGroup:
-    """`group`, or the world if it is None. `ValueError`, in the name of the caller, if this rank is
-    not in it or there is none yet.
+    """`group`, or the world if it is None. `ValueError`, with the caller's `name`, if this rank is
+    not in it or no group exists yet.
     """
     if not dist.is_initialized():
         raise ValueError(

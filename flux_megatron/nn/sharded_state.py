@@ -1,4 +1,4 @@
-"""The state of a model as whole tensors, each rank holding its shard: for checkpoints."""
+"""The state of a model for checkpoints: whole tensors, of which each rank holds its shard."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def sharded_state_dict(model: Module) -> dict[str, Tensor]:
     """`model.state_dict()` with the parameters of parallel layers as DTensors of the whole layer.
 
     A DTensor shares the memory of its parameter. `torch.distributed.checkpoint` writes and reads
-    such a dict, with any number of ranks, and `full_tensor()`, a collective of the layer's group,
-    gives a whole parameter. Everything else, equal on all ranks, is as it was.
+    such a dict, with any number of ranks. `full_tensor()`, a collective of the layer's group, gives
+    a whole parameter. All other entries, equal on all ranks, are those of `state_dict()`.
     """
     from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 

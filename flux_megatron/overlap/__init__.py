@@ -1,1 +1,1 @@
-"""Strategies: how a pattern overlaps its communication with its GEMM. `registry` has the table."""
+"""Strategies: how a pattern overlaps its communication with its GEMM. `registry` lists them."""

@@ -1,5 +1,5 @@
-"""FLUX: communication tiles inside one GEMM kernel. AG waits per tile in the prologue, RS scatters
-in the epilogue.
+"""FLUX: communication tiles inside one GEMM kernel. AG+GEMM waits per tile in the prologue, GEMM+RS
+scatters in the epilogue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def candidates(problem: Problem) -> list[Plan]:
     default = default_plan(problem)
     if problem.device == "cpu" or problem.dtype == "float32":
         return [default]
-    if hopper_gemm.supports(problem) is None:  # then `hopper` has the variants that can win
+    if hopper_gemm.supports(problem) is None:  # the variants of `hopper` are faster
         return [default]
     tma = _tma(problem)
     tiles = [
@@ -61,7 +61,7 @@ def _clamped(size: int, smallest: int, largest: int) -> int:
 
 
 def _interpreted_tile(problem: Problem) -> Tile:
-    """Interpreted code costs as much for a small tile as for a large one: few large ones."""
+    """Few large tiles: the interpreter takes as long for a small one."""
     return Tile(
         block_m=_clamped(problem.M_shard, 16, 256),
         block_n=_clamped(problem.N_local, 16, 256),
@@ -70,7 +70,7 @@ def _interpreted_tile(problem: Problem) -> Tile:
 
 
 def _compiled_tile(problem: Problem) -> Tile:
-    if problem.dtype == "float32":  # full-precision products run on CUDA cores: small tiles
+    if problem.dtype == "float32":  # full-precision dots run on CUDA cores: small tiles
         return Tile(block_m=64, block_n=64, block_k=32, num_warps=4)
     if problem.M_shard <= 64:
         return Tile(block_m=64, block_n=128, block_k=64, num_warps=4, tma=_tma(problem))
@@ -96,8 +96,8 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    own_rows = "engine" if consume is not None else "nobody"
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=own_rows)
+    local_copy = "engine" if consume is not None else "nobody"
+    gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
     with phase("ag_gemm kernel"):
         y = ag_gemm_kernels.ag_gemm(
             x, gather.gathered, w, bias,
@@ -120,7 +120,7 @@ def ag_gemm(
 
 def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.Scatter:
+) -> transfer.ReduceScatter:
     """x @ w, each tile stored at its owner; `finish` gives y [M_shard, N]."""
     world_size = workspace.world_size
     N = w.shape[0] if layout == "nt" else w.shape[1]
@@ -131,7 +131,7 @@ def start_gemm_rs(
     with phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
             x, w,
-            slot_pointers=call.pointers,
+            received_pointers=call.pointers,
             pad_pointers=call.pad_pointers,
             counters=call.channel.tile_counters,
             work_counter=call.channel.work_counter,
@@ -142,5 +142,5 @@ def start_gemm_rs(
             layout=layout,
             tile=plan.tile,
         )  # fmt: skip
-    slots = call.view(call.rank, (world_size, M_shard, N), x.dtype)
-    return transfer.Scatter(workspace, call, slots, comm_rows)
+    received = call.view(call.rank, (world_size, M_shard, N), x.dtype)
+    return transfer.ReduceScatter(workspace, call, received, comm_rows)

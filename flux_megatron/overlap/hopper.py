@@ -1,8 +1,11 @@
 """The fused strategy for Hopper GPUs: FLUX's tiles at the speed of a library GEMM.
 
 It differs from `fused` in who moves tiles. Large problems leave it to the copy engine, because
-stores of the multiprocessors into a peer's memory disturb the products; small ones let spare warps
-of the kernel do it, because a copy engine takes 10 us to begin (`Plan.transport`).
+stores of the SMs into a peer's memory disturb the GEMM; small ones let a spare warp of the kernel
+do it, because a copy engine takes 10 us to begin (`Plan.transport`).
+
+The kernels' own files are imported when they are called: they need Gluon, which older versions of
+Triton lack, as `supports` says.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE, tiles_of_shard
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.symm.channel import Call, Part
-from flux_megatron.symm.copy_engine import Delivery, Push
+from flux_megatron.symm.channel import Call, Region
+from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -69,21 +72,23 @@ def candidates(problem: Problem) -> list[Plan]:
             for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))
             for plan in (default, *plans)
         ]
-    return [*dict.fromkeys(plans + _with_cuts(problem, default))]
+    return [*dict.fromkeys(plans + _with_split_k(problem, default))]
 
 
-def _with_cuts(problem: Problem, default: Plan) -> list[Plan]:
-    """Plans with early tiles cut along K, where there are any to cut."""
-    if not hopper_gemm.cuts_of(problem, TILE, 1, torch.device("cuda")).early:
+def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
+    """Plans with early tiles split along K, where there are any to split."""
+    if not hopper_gemm.split_k_of(problem, TILE, 1, torch.device("cuda")).early:
         return []
     if problem.spec.scatters:
         plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
         pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
-        return [replace(plan, cut_shards=1) for plan in (*plain, pushed)]
+        return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
     # groups within a shard: what comes from one rank never waits for another
     alone = replace(TILE, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
-    plans = [replace(default, tile=tile, cut_shards=1) for tile in (default.tile, alone, NARROW)]
-    return [*plans, replace(default, tile=alone, cut_shards=problem.world_size)]
+    plans = [
+        replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)
+    ]
+    return [*plans, replace(default, tile=alone, split_k_shards=problem.world_size)]
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
@@ -96,18 +101,20 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
+    from flux_megatron.kernels import hopper_ag_gemm
+
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
-    gather = transfer.start_gather(x, workspace, comm_rows, own_rows="nobody")
+    gather = transfer.start_gather(x, workspace, comm_rows, local_copy="nobody")
     call = gather.call
     with phase("ag_gemm kernel"):
-        y = hopper_gemm.ag_gemm(
+        y = hopper_ag_gemm.ag_gemm(
             x, gather.gathered, w, bias,
             pad=call.pads[call.rank], status=call.status,
-            part_counters=call.channel.part_counters,
-            work_counter=call.channel.work_counter, rank=call.rank,
+            partial_counters=call.channel.partial_counters,
+            work_words=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
-            cut_shards=plan.cut_shards, copy_own=consume is not None,
+            split_k_shards=plan.split_k_shards, copy_local=consume is not None,
             waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
@@ -116,39 +123,45 @@ def ag_gemm(
     return y
 
 
-class Route(NamedTuple):
-    """The same for every scatter of a shape through one part."""
+class PushSchedule(NamedTuple):
+    """The same for every scatter of a shape through one region."""
 
-    slots: Tensor
+    received: Tensor
     tiles_comm: int
-    deliveries: tuple[Delivery, ...]
+    pushes: tuple[GatedPush, ...]
 
 
-def _route(
-    part: Part, counters: int, M_shard: int, N: int, dtype: torch.dtype, comm_rows: int, tile: Tile
-) -> Route:
+def _schedule(
+    region: Region,
+    counters: int,
+    M_shard: int,
+    N: int,
+    dtype: torch.dtype,
+    comm_rows: int,
+    tile: Tile,
+) -> PushSchedule:
     tiles = tiles_of_shard(M_shard, N, tile)
     wanted = min(COMM_TILES_MAX, cdiv(M_shard, comm_rows) if comm_rows else 1)
     tiles_comm = cdiv(tiles, wanted)
-    shape = (part.world_size * tiles * tile.block_m, tile.block_n)
+    shape = (region.world_size * tiles * tile.block_m, tile.block_n)
     tile_bytes = tile.block_m * tile.block_n * dtype.itemsize
 
-    def delivery(step: int, comm_tile: int) -> Delivery:
-        owner = (part.rank + 1 + step) % part.world_size
+    def gated_push(hops: int, comm_tile: int) -> GatedPush:
+        owner = (region.rank + 1 + hops) % region.world_size
         first = comm_tile * tiles_comm
         count = min(tiles_comm, tiles - first)
-        slots = part.view(owner, shape, dtype).data_ptr()
+        received = region.view(owner, shape, dtype).data_ptr()
         push = Push(
-            destination=slots + (part.rank * tiles + first) * tile_bytes,
-            offset=(step * tiles + first) * tile_bytes,
+            destination=received + (region.rank * tiles + first) * tile_bytes,
+            offset=(hops * tiles + first) * tile_bytes,
             size_bytes=count * tile_bytes,
-            signal=part.pads[owner][slot(part.rank, comm_tile) :].data_ptr(),  # signal [B]
+            signal=region.pads[owner][slot(region.rank, comm_tile) :].data_ptr(),  # signal [B]
         )
-        return Delivery(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
+        return GatedPush(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
 
-    made = hopper_gemm.last_made(M_shard, N, part.world_size, tiles_comm, tile)
-    deliveries = tuple(delivery(*which) for which in sorted(made, key=made.__getitem__))
-    return Route(part.view(part.rank, shape, dtype), tiles_comm, deliveries)
+    made = hopper_gemm.last_made(M_shard, N, region.world_size, tiles_comm, tile)
+    pushes = tuple(gated_push(*which) for which in sorted(made, key=made.__getitem__))
+    return PushSchedule(region.view(region.rank, shape, dtype), tiles_comm, pushes)
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,8 @@ class Scatter:
 
 def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
     """x @ w, tiles sent on as they are made; `finish` gives y [M_shard, N]."""
+    from flux_megatron.kernels import hopper_gemm_rs
+
     engine = workspace.engine
     world_size = workspace.world_size
     M_shard, N = x.shape[0] // world_size, w.shape[0] if layout == "nt" else w.shape[1]
@@ -180,26 +195,26 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
     size_bytes = world_size * tile_rows * tile.block_n * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     counters = call.channel.tile_counters
-    route: Route = call.part.prepared(
-        _route, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
+    schedule: PushSchedule = call.region.prepared(
+        _schedule, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
     )
     parts = None
     if not by_sm:
         parts = x.new_empty((world_size - 1) * tile_rows, tile.block_n)
         engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
     with phase("gemm_rs kernel"):
-        y = hopper_gemm.gemm_rs(
-            x, w, parts=route.slots if parts is None else parts, slots=route.slots,
-            slot_pointers=call.pointers, pad_pointers=call.pad_pointers,
+        y = hopper_gemm_rs.gemm_rs(
+            x, w, parts=schedule.received if parts is None else parts, received=schedule.received,
+            received_pointers=call.pointers, pad_pointers=call.pad_pointers,
             pad=call.pads[call.rank], status=call.status,
-            counters=counters, part_counters=call.channel.part_counters,
-            work_counter=call.channel.work_counter, rank=call.rank,
+            counters=counters, partial_counters=call.channel.partial_counters,
+            work_words=call.channel.work_counter, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
-            tiles_comm=route.tiles_comm, layout=layout, tile=tile,
-            cut_shards=plan.cut_shards, by_sm=by_sm,
+            tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
+            split_k_shards=plan.split_k_shards, by_sm=by_sm,
             waits=wait_log.next_buffer("hopper_gemm_rs", x.device),
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):
-            engine.deliver(route.deliveries, parts.data_ptr(), call.epoch)
+            engine.push_gated(schedule.pushes, parts.data_ptr(), call.epoch)
     return Scatter(workspace, call, y, parts)

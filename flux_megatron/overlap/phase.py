@@ -1,9 +1,9 @@
-"""Names for the phases of a call, in the ranges of torch's profiler and of NVTX.
+"""The phases of a call, as ranges of torch's profiler and of NVTX.
 
 | phase | what the host enqueues in it |
 | --- | --- |
 | gather push | pushes of x to every peer, each with its signal [A] |
-| own rows | the copy of x to its own rows of the gathered buffer |
+| local shard | the copy of x to the local shard of the gathered buffer |
 | wait | a kernel that returns when rows have arrived [A]; the wait for a collective |
 | ag_gemm kernel | the kernel that gathers and multiplies |
 | gemm chunk | a library GEMM, on all rows or on some |
@@ -11,7 +11,7 @@
 | scatter push | pushes of partial results to their owners, each with its signal [B] |
 | reduce | the sum of what all ranks have sent |
 | all-gather, reduce-scatter, all-reduce | the start of a collective |
-| fprop, dgrad, wgrad | a pass of a layer; the others lie within |
+| fprop, dgrad, wgrad | a pass of a layer, with the other phases inside |
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNSEEN = nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """A range around what the host does in it: while torch's profiler runs, or for NVTX where
-    FLUX_MEGATRON_NVTX=1. Otherwise nothing, and almost for nothing.
+    """A range around the host's work: while torch's profiler runs, or for NVTX with
+    FLUX_MEGATRON_NVTX=1. Otherwise it does nothing and costs almost nothing.
     """
     if profiler._is_profiler_enabled or settings.get().nvtx:
         return _seen(PREFIX + name)

@@ -1,9 +1,10 @@
-"""Chunks: the copy engine moves one while the library's GEMM computes another. No kernel of ours
-but the waits.
+"""Chunks: the copy engine moves one while a library GEMM computes another. Our kernels only wait
+and reduce.
 
-AG: own rows first, then each source's rows as they arrive. RS: the shards of others first, own
-shard last. With fewer splits the GEMMs are larger and wait, or are waited for, longer: two in AG
-are own rows and all others, one in RS leaves the pushes to hide behind what follows, such as wgrad.
+AG+GEMM computes the local shard first, then the remote shards as they arrive. GEMM+RS computes the
+remote shards first and the local shard last. With fewer splits the GEMMs are larger and the waits
+longer: two in AG+GEMM are the local shard and all remote shards, one in GEMM+RS hides the pushes
+behind later work, such as wgrad.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NEEDS_SYMMETRIC_MEMORY = True
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None.
 
-    Its waits and its reduction are kernels of ours; every rank adds up as many rows.
+    Its waits and its reduction are our kernels, and every rank reduces equally many rows.
     """
     if problem.M % problem.world_size:
         return f"{problem.M} rows cannot be divided over {problem.world_size} ranks"
@@ -40,7 +41,7 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring: one GEMM a shard, or as few as there can be."""
+    """Plans worth measuring: one GEMM a shard, or as few as possible."""
     fewest = 2 if problem.spec.gathers else 1
     return [default_plan(problem), Plan("pipelined", splits=fewest)]
 
@@ -55,8 +56,8 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    own_rows = "engine" if consume is not None else "nobody"
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, own_rows=own_rows)
+    local_copy = "engine" if consume is not None else "nobody"
+    gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
     rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
     y = x.new_empty(world_size * x.shape[0], right.shape[1])
@@ -79,8 +80,8 @@ def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
 
 
 def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
-    """First and last + 1 of the other ranks whose rows one GEMM takes, in order of arrival."""
-    if splits:  # a GEMM can take what lies together: those after this rank, and those before it
+    """First and last + 1 of the sources whose rows one GEMM takes, in order of arrival."""
+    if splits:  # a GEMM takes contiguous rows: the shards after the local one, and those before it
         runs = [(rank + 1, world_size), (0, rank)]
         return [(first, last) for first, last in runs if first < last]
     sources = [(rank + step) % world_size for step in range(1, world_size)]
@@ -89,7 +90,7 @@ def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
 
 def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.Scatter:
+) -> transfer.ReduceScatter:
     """x @ w chunk by chunk, each pushed to its owner; `finish` gives y [M_shard, N]."""
     engine = workspace.engine
     right = w.t() if layout == "nt" else w
@@ -99,37 +100,35 @@ def start_gemm_rs(
     shape = (world_size, M_shard, N)
     size_bytes = world_size * M_shard * N * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    slots = call.view(call.rank, shape, x.dtype)
+    received = call.view(call.rank, shape, x.dtype)
     staging = x.new_empty(shape)
     if plan.splits:
         _multiply(x, right, out=staging.view(-1, N))
-        # In this stream: the sum may fill the GPU before the copy engine's stream gets there, and a
-        # copy within one GPU needs multiprocessors.
-        with phase("own rows"):
-            slots[call.rank].copy_(staging[call.rank])
+        # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
+        # before the copy engine's stream gets there.
+        with phase("local shard"):
+            received[call.rank].copy_(staging[call.rank])
         engine.fork()
     for step in range(1, world_size + 1):
         owner = (call.rank + step) % world_size
         rows = x[owner * M_shard : (owner + 1) * M_shard]
         target = call.view(owner, shape, x.dtype)[call.rank]
         for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
-            part = slice(first, first + comm_rows)
+            tile_rows = slice(first, first + comm_rows)
             if not plan.splits:
-                made = target if owner == call.rank else staging[owner]
-                _multiply(rows[part], right, out=made[part])
+                out = target if owner == call.rank else staging[owner]
+                _multiply(rows[tile_rows], right, out=out[tile_rows])
                 engine.fork()
             number = slot(call.rank, comm_tile)
             with phase("scatter push"):
                 if owner != call.rank:
-                    engine.push(target[part], staging[owner, part])
+                    engine.push(target[tile_rows], staging[owner, tile_rows])
                 engine.signal(call.pads[owner], number, call.epoch)  # signal [B]
-    return transfer.Scatter(workspace, call, slots, comm_rows, keep_alive=staging)
+    return transfer.ReduceScatter(workspace, call, received, comm_rows, keep_alive=staging)
 
 
 def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """Two shots: chunks of x @ w to the owners of their rows, then the rows of the sum to all:
-    y [M, N].
-    """
+    """y [M, N] in two shots: reduce-scatter of x @ w in chunks, then all-gather of the sums."""
     rows = start_gemm_rs(x, w, layout, plan, workspace).finish()
     gather = transfer.start_gather(rows, workspace, plan.comm_rows)
     y = gather.complete().clone()  # the gathered rows are the workspace's

@@ -1,13 +1,13 @@
-"""The table of strategies, and which of them can run a problem. `tuning` chooses among those."""
+"""The table of strategies, and those that can run a problem. `tuning` chooses among these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
-from flux_megatron.overlap import fused, hopper, pipelined, sequential
+from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
@@ -17,15 +17,15 @@ Forward = Callable[[Tensor, Tensor, str, Plan, Workspace], Tensor]
 
 
 class GatherInFlight(Protocol):
-    """Rows on their way: `complete` gives all of them, valid until `close`."""
+    """A gather that has begun: `complete` gives all rows, valid until `close`."""
 
     def complete(self) -> Tensor: ...
 
     def close(self) -> None: ...
 
 
-class ScatterInFlight(Protocol):
-    """Partial results on their way: `finish` gives this rank's rows of the sum."""
+class ReduceScatterInFlight(Protocol):
+    """A reduce-scatter that has begun: `finish` gives this rank's rows of the sum."""
 
     def finish(self) -> Tensor: ...
 
@@ -58,11 +58,13 @@ class Strategy(Protocol):
 
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> ScatterInFlight: ...
+    ) -> ReduceScatterInFlight: ...
 
 
-# in order of preference where nothing else is known; the last is always possible
+# in order of preference without a measurement; the last can run every problem
 _ALL: dict[str, Strategy] = {
+    # has no pieces that layers schedule, because none of its patterns has any
+    "low_latency": cast(Strategy, low_latency),
     "hopper": hopper,
     "fused": fused,
     "pipelined": pipelined,
@@ -91,8 +93,8 @@ def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
 def overlapping(
     problem: Problem, wanted: str, unavailable: str | None
 ) -> tuple[list[str], str | None]:
-    """The strategies that overlap and can run the problem, and why the last other one cannot:
-    the earlier ones ask for more. `wanted` is one of them or "auto"; `unavailable` as above.
+    """The strategies that overlap and can run the problem, and the reason of the last one that
+    cannot, which needs least. `wanted` is one strategy or "auto"; `unavailable` as in `refusal`.
     """
     table = STRATEGIES[problem.pattern]
     names = [name for name in table if name != "sequential"] if wanted == "auto" else [wanted]
@@ -108,17 +110,18 @@ def candidates(problem: Problem, name: str) -> list[Plan]:
 
 
 def gather_plan(problem: Problem, plan: Plan) -> Plan:
-    """The plan of the gather of x in a column layer's backward, beside the GEMM+RS `problem`: the
-    default of the strategy of its plan.
+    """The plan of the gather of x beside the GEMM+RS `problem` in a column layer's backward: the
+    default plan of the same strategy.
     """
     return strategy(problem.dual, plan.strategy).default_plan(problem.dual)
 
 
 def forward(strategy: Strategy, pattern: Pattern) -> Forward:
-    """Any pattern of a strategy as one whole call: for the tuner, and for operations that nothing
+    """Any pattern of a strategy as one call: for the tuner, and for patterns that no layer
     schedules in pieces.
 
-    What layers schedule in pieces is put together; else it is the strategy's function of that name.
+    It joins the pieces of a pattern that has them; of another one it is the strategy's function of
+    the pattern's name.
     """
     if pattern is COLUMN:
         return lambda x, w, layout, plan, space: strategy.ag_gemm(

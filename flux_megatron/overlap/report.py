@@ -1,6 +1,4 @@
-"""What really ran: calls by pattern and strategy, and every call that ran without overlap, with its
-reason.
-"""
+"""Which calls ran: by pattern and strategy, and those that fell back, by reason."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _layers: list[Layers] = []
 
 @dataclass(frozen=True)
 class Layers:
-    """How many of the `total` tensor-parallel linear layers of models are `ours`, and how many of
-    each (name, why not) are none.
+    """How many of the `total` tensor-parallel linear layers of models are `ours`, and how many
+    `others` there are of each (name, reason).
     """
 
     ours: int
@@ -42,12 +40,12 @@ class Layers:
 @dataclass(frozen=True)
 class Report:
     """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last
-    reset, and the `layers` of the models it trains, None where nobody has counted them.
+    reset, and the `layers` of the models it trains, None if they were not counted.
 
-    A fallback is also a `sequential` call; one without a reason was chosen: by a measurement, by
-    the cost model or by the user. `workspace_bytes` is the symmetric memory this rank holds.
-    `exposed_us` is the cost model's estimate of the communication that these calls did not hide,
-    None where it knows nothing of the machine.
+    A fallback counts as a `sequential` call too. The other `sequential` calls were chosen: by a
+    measurement, by the cost model or by the user. `workspace_bytes` is the symmetric memory that
+    this rank holds. `exposed_us` is the cost model's estimate of the communication that these calls
+    did not hide, None on a machine that the model does not know.
     """
 
     calls: dict[tuple[str, str], int]
@@ -66,12 +64,12 @@ class Report:
 
     @property
     def chosen_sequential(self) -> int:
-        """Calls that do not overlap because their plan says so."""
+        """Calls whose plan is `sequential`."""
         return self.total - self.overlapped - sum(self.fallbacks.values())
 
     @property
     def share(self) -> float:
-        """Overlapped calls of all calls; 1.0 where there was none."""
+        """The share of calls that overlapped; 1.0 if there was no call."""
         return self.overlapped / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -91,7 +89,7 @@ class Report:
 
 
 def note_call(pattern: str, strategy: str, exposed_us: float | None = None) -> None:
-    """Count a call that ran with `strategy`, of which so much communication is not hidden."""
+    """Count a call that ran with `strategy` and exposed `exposed_us` of communication."""
     global _exposed_us
     _calls[pattern, strategy] += 1
     if exposed_us is not None:
@@ -99,8 +97,8 @@ def note_call(pattern: str, strategy: str, exposed_us: float | None = None) -> N
 
 
 def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) -> None:
-    """Count a call that runs without overlap; say so once for each reason; in strict mode raise
-    instead.
+    """Count a call that runs without overlap, and warn once for each reason; `FallbackRefused` in
+    strict mode.
     """
     key = (pattern, reason)
     if settings.get().strict:
@@ -112,7 +110,7 @@ def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) ->
 
 
 def note_layers(layers: Layers) -> None:
-    """Models were built; those of earlier ones stay counted."""
+    """Add the layers of models that were built to those of earlier ones."""
     _layers.append(layers)
 
 
@@ -124,7 +122,7 @@ def report() -> Report:
 
 
 def reset_report() -> None:
-    """Start counting calls anew; layers stay what they are."""
+    """Set the counts of calls to zero; those of layers stay."""
     global _exposed_us
     _exposed_us = None
     _calls.clear()

@@ -1,8 +1,7 @@
-"""The plain strategy: one collective and one library GEMM. Always possible; the yardstick of all
-others.
+"""The plain strategy: one collective and one library GEMM. It runs every problem, and is the
+baseline of all other strategies.
 
-Backward still hides its collectives behind the other GEMM, as Megatron does: both directions are
-asynchronous.
+Backward hides its collectives behind the other GEMM, as Megatron does: both start asynchronously.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this strategy cannot run the problem: never."""
+    """None: this strategy can run every problem."""
     return None
 
 
@@ -33,12 +32,12 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring: there is only one."""
+    """Plans worth measuring: the default plan."""
     return [default_plan(problem)]
 
 
 @dataclass(frozen=True)
-class Gather:
+class CollectiveGather:
     gathered: Tensor
     work: dist.Work
 
@@ -50,12 +49,12 @@ class Gather:
     def close(self) -> None: ...
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> Gather:
+def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> CollectiveGather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
     with phase("all-gather"):
         work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
-    return Gather(gathered, work)
+    return CollectiveGather(gathered, work)
 
 
 def ag_gemm(
@@ -74,7 +73,7 @@ def ag_gemm(
 
 
 @dataclass(frozen=True)
-class Scatter:
+class CollectiveReduceScatter:
     partial: Tensor
     y: Tensor
     work: dist.Work
@@ -85,14 +84,16 @@ class Scatter:
         return self.y
 
 
-def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+def start_gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> CollectiveReduceScatter:
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
         partial = torch.mm(x, w.t() if layout == "nt" else w)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
-    return Scatter(partial, y, work)
+    return CollectiveReduceScatter(partial, y, work)
 
 
 def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:

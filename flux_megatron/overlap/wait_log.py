@@ -1,6 +1,4 @@
-"""The waits inside kernels, recorded where FLUX_MEGATRON_RECORD_WAITS=1; those of the last launches
-are kept.
-"""
+"""The waits inside the kernels of the last launches, recorded with FLUX_MEGATRON_RECORD_WAITS=1."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from flux_megatron import settings
 from flux_megatron.kernels import wait_records
 from flux_megatron.kernels.wait_records import Wait
 
-LAUNCHES = 16  # that are kept
+LAUNCHES = 16  # on each device whose waits are kept
 
 
 class Launch(NamedTuple):
-    """What one launch of `kernel` recorded; `lost` waits found no room."""
+    """The waits of one launch of `kernel`; `lost` more did not fit into its buffer."""
 
     kernel: str
     waits: list[Wait]
@@ -52,12 +50,12 @@ def _log(device: torch.device) -> _Log:
 
 
 def next_buffer(kernel: str, device: torch.device) -> Tensor | None:
-    """Where the next launch of `kernel` is to record its waits; None where it is not to."""
+    """The buffer for the waits of the next launch of `kernel`; None if waits are not recorded."""
     return _log(device).next_buffer(kernel) if settings.get().record_waits else None
 
 
 def recorded(device: torch.device) -> list[Launch]:
-    """The last launches on `device`, in their order, when they have finished."""
+    """The last launches on `device`, in order. They must have finished."""
     launches = _log(device).launches
     return [Launch(kernel, *wait_records.read(buffer.cpu())) for kernel, buffer in launches]
 

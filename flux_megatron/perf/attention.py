@@ -16,7 +16,7 @@ def core_us(workload: Workload, hardware: Hardware) -> tuple[float, float]:
 
 
 def _flash_us(workload: Workload, hardware: Hardware) -> tuple[float, float]:
-    """Two products forward and five backward, of which a causal mask leaves half."""
+    """Two GEMMs in forward and five in backward; a causal mask halves them."""
     heads, head_size = _heads(workload)
     flops = 2 * workload.tokens * workload.model.seq_length * head_size * heads
     peak = hardware.peak_tflops * 1e6
@@ -32,12 +32,12 @@ def _unfused_us(workload: Workload, hardware: Hardware) -> tuple[float, float]:
     """
     heads, head_size = _heads(workload)
     s, dtype = workload.model.seq_length, workload.training.dtype
-    products = heads * workload.training.micro_batch
+    gemms = heads * workload.training.micro_batch  # of each kind
     both = sum(
-        products * (gemm_us(hardware, s, N, K, dtype) - hardware.launch_us)
+        gemms * (gemm_us(hardware, s, N, K, dtype) - hardware.launch_us)
         for N, K in ((s, head_size), (head_size, s))
     )
-    scores = products * s * s * ELEMENT_BYTES[dtype]
+    scores = gemms * s * s * ELEMENT_BYTES[dtype]
     return (
         both + pass_us(hardware, 2 * scores, kernels=3),
         2 * both + pass_us(hardware, 3 * scores, kernels=5),

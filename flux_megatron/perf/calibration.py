@@ -1,4 +1,4 @@
-"""Fits the cost model's constants to measured rows, and says how far off it is on rows left out.
+"""Fits the cost model's constants to measured rows, and reports the errors on rows left out.
 
 `python -m flux_megatron.perf.calibration ROWS... [--out FILE] [--page FILE]` prints the constants
 and, for every model, M and strategy, the linear layers' measured and predicted time, with that
@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.perf.constants import Constants, Peer
+from flux_megatron.perf.constants import Constants, Exposure
 from flux_megatron.perf.gemm import gemm_us, wgrad_us
 from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.linear import Setting, operator_us
+from flux_megatron.perf.linear import Platform, operator_us
 from flux_megatron.perf.operator_cost import collective_us, moved_bytes
 from flux_megatron.perf.rows import CANDIDATES, LAYERS, Row, cell, load, of_layer
 
 HELD_OUT_M = (2048, 4096, 8192)
 CONNECTIONS = ("unset", "1")
-PEERS = ("te", "async_tp")
+LIBRARIES = ("te", "async_tp")
 
 # Before any fit: library tiles at the full-wave rate, and communication that costs nothing.
 START = Constants(
@@ -32,9 +32,11 @@ START = Constants(
     tile_us=0.0,
     accumulate=1.0,
     hidden=0.0,
-    meet_us={"hopper": 0.0, "pipelined": 0.0, "fused": 0.0},
+    call_overhead_us={"hopper": 0.0, "pipelined": 0.0, "fused": 0.0},
     megatron_backward=dict.fromkeys(CONNECTIONS, 0.0),
-    peers={(peer, one): Peer(0.0, 0.0, 0.0) for peer in PEERS for one in CONNECTIONS},
+    exposures={
+        (library, one): Exposure(0.0, 0.0, 0.0) for library in LIBRARIES for one in CONNECTIONS
+    },
 )
 
 
@@ -46,15 +48,20 @@ def fit(rows: Sequence[Row]) -> Constants:
     found = _descend(START, {"gemm_rate": 0.02, "tile_us": 1.0}, forward)
     found = _descend(found, {"accumulate": 0.4, "hidden": 0.2}, backward)
     megatron = {
-        one: _share(rows, "megatron", Setting(H200, one, found), COLUMN.dual, backward=True)
+        one: _share(rows, "megatron", Platform(H200, one, found), COLUMN.dual, backward=True)
         for one in CONNECTIONS
     }
-    peers = {
-        (peer, one): _peer(rows, peer, Setting(H200, one, found))
-        for peer in PEERS
+    exposures = {
+        (library, one): _exposure(rows, library, Platform(H200, one, found))
+        for library in LIBRARIES
         for one in CONNECTIONS
     }
-    return replace(found, meet_us=_meetings(rows, found), megatron_backward=megatron, peers=peers)
+    return replace(
+        found,
+        call_overhead_us=_call_overheads(rows, found),
+        megatron_backward=megatron,
+        exposures=exposures,
+    )
 
 
 def _descend(start: Constants, steps: Mapping[str, float], gemms: Sequence[Row]) -> Constants:
@@ -86,36 +93,40 @@ def _error(constants: Constants, gemms: Sequence[Row]) -> float:
     return total
 
 
-def _meetings(rows: Sequence[Row], found: Constants) -> dict[str, float]:
-    """What a strategy of ours takes longer than its parts: the mean over its rows."""
-    meet_us = dict(found.meet_us)
+def _call_overheads(rows: Sequence[Row], found: Constants) -> dict[str, float]:
+    """How much longer each of our strategies takes than predicted without overhead: the mean over
+    its rows.
+    """
+    call_overhead_us = dict(found.call_overhead_us)
     for strategy in ("hopper", "pipelined"):
         more = [
-            row.median_us - operator_us(row.problem, strategy, Setting(H200, one, found))
+            row.median_us - operator_us(row.problem, strategy, Platform(H200, one, found))
             for one in CONNECTIONS
             for row in of_layer(rows, strategy, one)
         ]
         if more:
-            meet_us[strategy] = round(sum(more) / len(more), 1)
-    return meet_us | {"fused": meet_us["pipelined"]}  # not measured at these sizes
+            call_overhead_us[strategy] = round(sum(more) / len(more), 1)
+    return call_overhead_us | {
+        "fused": call_overhead_us["pipelined"]
+    }  # not measured at these sizes
 
 
-def _peer(rows: Sequence[Row], peer: str, setting: Setting) -> Peer:
-    return Peer(
-        gather=_share(rows, peer, setting, COLUMN, backward=False),
-        scatter=_share(rows, peer, setting, ROW, backward=False),
-        column_backward=_share(rows, peer, setting, COLUMN.dual, backward=True),
+def _exposure(rows: Sequence[Row], library: str, platform: Platform) -> Exposure:
+    return Exposure(
+        gather=_share(rows, library, platform, COLUMN, backward=False),
+        scatter=_share(rows, library, platform, ROW, backward=False),
+        column_backward=_share(rows, library, platform, COLUMN.dual, backward=True),
     )
 
 
 def _share(
-    rows: Sequence[Row], strategy: str, setting: Setting, pattern: Pattern, *, backward: bool
+    rows: Sequence[Row], strategy: str, platform: Platform, pattern: Pattern, *, backward: bool
 ) -> float:
-    """The part of all collectives' time that stays exposed, where `setting` has none exposed."""
+    """The share of all collectives' time that stays exposed; `platform` must predict none."""
     more, collectives = 0.0, 0.0
-    for row in of_layer(rows, strategy, setting.connections):
+    for row in of_layer(rows, strategy, platform.connections):
         if row.backward is backward and row.problem.pattern is pattern:
-            more += row.median_us - operator_us(row.problem, strategy, setting)
+            more += row.median_us - operator_us(row.problem, strategy, platform)
             one = collective_us(H200, moved_bytes(row.problem), row.world_size)
             collectives += 2 * one if backward else one
     return round(more / collectives, 3) if collectives else 1.0
@@ -156,19 +167,19 @@ def predictions(rows: Sequence[Row], constants: Constants) -> list[Prediction]:
         for strategy in CANDIDATES
     }
     return [
-        _prediction(layer, strategy, Setting(H200, one, constants))
+        _prediction(layer, strategy, Platform(H200, one, constants))
         for (strategy, one), layer in measured.items()
         if len(layer) == 2 * len(LAYERS)
     ]
 
 
-def _prediction(layer: Sequence[Row], strategy: str, setting: Setting) -> Prediction:
-    times = {row: operator_us(row.problem, strategy, setting) for row in layer}
+def _prediction(layer: Sequence[Row], strategy: str, platform: Platform) -> Prediction:
+    times = {row: operator_us(row.problem, strategy, platform) for row in layer}
     errors = {row: us / row.median_us - 1 for row, us in times.items()}
     worst = max(errors, key=lambda row: abs(errors[row]))
     measured, predicted = sum(row.median_us for row in layer), sum(times.values())
     return Prediction(
-        layer[0].model, layer[0].M, strategy, setting.connections,
+        layer[0].model, layer[0].M, strategy, platform.connections,
         round(measured, 1), round(predicted, 1), round(predicted / measured - 1, 4),
         f"{worst.op} {'backward' if worst.backward else 'forward'}", round(errors[worst], 4),
     )  # fmt: skip

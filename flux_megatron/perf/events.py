@@ -1,8 +1,8 @@
 """Tasks in streams: the engine of the event simulation.
 
-A stream runs its tasks in a given order, as a GPU's stream or a link does. A task can be of several
-streams, as a send that both ranks wait for: it begins when it is the next one of all of them and
-what it needs is done.
+A stream runs the tasks of its queue in order, as a GPU's stream or a link does. A task can be in
+the queues of several streams, such as a send that both ranks wait for. It begins when it is the
+next one in all of them and the tasks that it needs are done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deadlock(RuntimeError):
-    """Tasks are left of which none can begin: an error of the schedule."""
+    """No task that is left can begin: an error of the schedule."""
 
 
 class Stream(NamedTuple):
@@ -45,22 +45,22 @@ class Task:
         return f"{self.kind} {self.name}".rstrip()
 
 
-Programs = Mapping[Stream, Sequence[Task]]
+Queues = Mapping[Stream, Sequence[Task]]
 
 
-def run(programs: Programs) -> float:
-    """Give every task its start and end; the end of the last one.
+def run(queues: Queues) -> float:
+    """Set the start and end of every task; returns the end of the last one.
 
-    `Deadlock` if tasks are left that wait for each other, with the next one of every stream.
+    `Deadlock`, with the next task of every stream, if the tasks that are left wait for each other.
     """
-    tasks = {task for program in programs.values() for task in program}
+    tasks = {task for queue in queues.values() for task in queue}
     missing = {task: len(task.streams) + len(task.needs) for task in tasks}
     followers: dict[Task, list[Task]] = {}
     for task in tasks:
         for other in task.needs:
             followers.setdefault(other, []).append(task)
-    turns = {stream: iter(program) for stream, program in programs.items()}
-    free = dict.fromkeys(programs, 0.0)
+    turns = {stream: iter(queue) for stream, queue in queues.items()}
+    free = dict.fromkeys(queues, 0.0)
     met = [task for turn in turns.values() for task in islice(turn, 1)]  # one condition of each
     while met:
         task = met.pop()
@@ -76,11 +76,11 @@ def run(programs: Programs) -> float:
             free[stream] = task.end_us
             met.extend(islice(turns[stream], 1))
     if missing:
-        raise Deadlock(_explain(programs, missing))
+        raise Deadlock(_explain(queues, missing))
     return max(free.values(), default=0.0)
 
 
-def _explain(programs: Programs, left: Collection[Task]) -> str:
-    heads = {stream: [t for t in program if t in left][:1] for stream, program in programs.items()}
+def _explain(queues: Queues, left: Collection[Task]) -> str:
+    heads = {stream: [t for t in queue if t in left][:1] for stream, queue in queues.items()}
     words = [f"{stream}: {head[0]}" for stream, head in heads.items() if head]
     return f"no task can begin; next are {', '.join(words)}"

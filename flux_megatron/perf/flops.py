@@ -1,9 +1,9 @@
 """The floating-point operations of a step, and the share of the GPUs' peak that they are (MFU).
 
-Counted is what the model needs, whatever a program does for it: every matrix product once forward
-and twice backward, attention over the causal half of its scores, the logits over `vocab` unpadded
-tokens. Recomputed activations, norms, softmax, optimizer are not counted. It is what Megatron's
---log-throughput counts, less the padding of its vocabulary.
+The count covers what the model needs, however it is implemented: every GEMM once in forward and
+twice in backward, attention over the causal half of its scores, the logits over `vocab` unpadded
+tokens. It leaves out recomputed activations, norms, softmax and optimizer. Megatron's
+--log-throughput counts the same and the padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def model_flops(workload: Workload) -> float:
     channels = model.hidden // model.heads
     attention = model.hidden + model.kv_heads * channels  # qkv and proj: 2 (h + kv) columns of h
     matrices = 2 * attention + (3 if model.swiglu else 2) * model.ffn
-    # scores and their product with the values: s / 2 keys for the mean token, twice
+    # scores, and their GEMM with the values: s / 2 keys for the mean token, twice
     layer = model.hidden * (matrices + model.seq_length)
     per_token = model.layers * layer + model.hidden * model.vocab
     return 3.0 * 2 * per_token * model.seq_length * workload.training.global_batch
 
 
 def peak_tflops(cluster: Cluster, dtype: str) -> float | None:
-    """One GPU's, by its data sheet; None for GPUs that nobody described, and for the CPU."""
+    """One GPU's, by its data sheet; None for unknown GPUs and for the CPU."""
     return PEAK_TFLOPS.get(cluster.gpu.split("-")[0].upper(), {}).get(dtype)
 
 

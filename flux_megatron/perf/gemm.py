@@ -9,16 +9,16 @@ from flux_megatron.perf.hardware import Hardware
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-# The tiles a library chooses from, and the share of the peak rate that each can reach.
+# The tiles that a library chooses from, and the share of the peak rate that each can reach.
 TILES = {
     (128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.9,
     (64, 256): 0.85, (64, 128): 0.75, (64, 64): 0.5,
 }  # fmt: skip
 
-# A library can also cut tiles along K, so that no SM waits in the last wave: the
-# partial results then cost a share of the work and, once, the time to add them.
-SPLIT_SHARE = 1.08
-SPLIT_US = 4.0
+# A library can also use split-K, so that no SM idles in the last wave: the partials cost a share of
+# the work, and the fix-up a constant time.
+SPLIT_K_SHARE = 1.08
+SPLIT_K_US = 4.0
 
 
 def gemm_us(
@@ -31,7 +31,7 @@ def gemm_us(
     for (rows, columns), share in TILES.items():
         waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.sms
         tile_us = 2 * rows * columns * K / (rate * share) + constants.tile_us
-        times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_SHARE + SPLIT_US))
+        times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_K_SHARE + SPLIT_K_US))
     return max(
         hardware.launch_us + min(times),
         pass_us(hardware, (M * K + K * N + M * N) * ELEMENT_BYTES[dtype]),
@@ -43,13 +43,13 @@ def wgrad_us(
 ) -> float:
     """dy[M, N]^T @ x[M, K], added to an fp32 gradient, which is read and written.
 
-    Of that traffic the more is hidden the longer the SMs multiply between two tiles.
+    The longer the SMs multiply between two tiles, the more of that traffic is hidden.
     """
-    product = gemm_us(hardware, N, K, M, dtype, constants)
+    gemm = gemm_us(hardware, N, K, M, dtype, constants)
     if dtype == "float32":
-        return product
+        return gemm
     traffic = 8 * N * K / hardware.memory_gbps * 1e-3
-    return product + constants.accumulate * traffic / (1 + constants.hidden * product / traffic)
+    return gemm + constants.accumulate * traffic / (1 + constants.hidden * gemm / traffic)
 
 
 def pass_us(hardware: Hardware, size_bytes: float, kernels: int = 1) -> float:

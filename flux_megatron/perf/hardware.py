@@ -83,7 +83,7 @@ def _like_h200(
     source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
     clock: float = 1.0,
 ) -> Hardware:  # fmt: skip
-    """A GPU of a data sheet's numbers at the H200's ratios; its cores reach `clock` of them."""
+    """A GPU by its data sheet, at the H200's ratios, with `clock` times the sheet's clock."""
     tflops = peaks["bfloat16"] * clock * H200.tflops["bfloat16"] / H200.peak_tflops
     hardware = replace(
         H200,
@@ -94,7 +94,7 @@ def _like_h200(
         peak_tflops=peaks["bfloat16"],
         flash_forward=flash[0] * clock,
         flash_backward=flash[1] * clock,
-        # bursts on A800 were published 5 % above what these ratios give (`published.KERNELS`)
+        # published bursts on A800 are 5 % above these ratios (`published.KERNELS`)
         sustained=H200.sustained if hopper else 1.0,
         hopper=hopper,
         source=f"{source}, at the H200's ratios",
@@ -111,8 +111,8 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
     return replace(hardware, copy_gbps=copy, nccl_gbps=nccl, store_gbps=H200.store_gbps * share)
 
 
-# Of the H100's SMs and links the H200 differs in nothing but memory: HBM3 of 3.35 TB/s
-# instead of HBM3e of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
+# The H100 has the SMs and links of the H200 with other memory: HBM3 of 3.35 TB/s instead of HBM3e
+# of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
 H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
 H800 = _like_h200(
     "H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0),
@@ -138,15 +138,15 @@ GPUS = (H200, H100, H800, A100)
 def find(gpu: str, link: str) -> Hardware | None:
     """The facts of a GPU by the name its driver gives, or None where there is no cost model.
 
-    There is none for GPUs that nobody described, for other links than NVLink, and for the CPU,
+    There is none for unknown GPUs, for other links than NVLink, and for the CPU,
     where kernels are emulated and their times mean nothing.
     """
     return _named(gpu) if link == "nvlink" else None
 
 
 def of(cluster: Cluster) -> Hardware:
-    """The facts of a cluster's GPU on its link. `ValueError` for what nobody described."""
-    hardware = A100_PCIE if {"A100", "PCIE"} <= _words(cluster.gpu) else _named(cluster.gpu)
+    """The facts of a cluster's GPU on its link. `ValueError` for an unknown one."""
+    hardware = A100_PCIE if {"A100", "PCIE"} <= _tokens(cluster.gpu) else _named(cluster.gpu)
     if hardware is None or cluster.link.kind == "memory":
         known = ", ".join(known.name for known in (*GPUS, A100_PCIE))
         raise ValueError(
@@ -164,8 +164,8 @@ def in_training(cluster: Cluster) -> Hardware:
 
 
 def _named(gpu: str) -> Hardware | None:
-    return next((hardware for hardware in GPUS if hardware.name in _words(gpu)), None)
+    return next((hardware for hardware in GPUS if hardware.name in _tokens(gpu)), None)
 
 
-def _words(gpu: str) -> set[str]:
+def _tokens(gpu: str) -> set[str]:
     return set(re.split(r"[^A-Z0-9]+", gpu.upper()))

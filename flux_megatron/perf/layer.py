@@ -1,4 +1,4 @@
-"""What one transformer layer costs one GPU, for one micro-batch: by piece, forward and backward.
+"""The time of one transformer layer on one GPU for one micro-batch: by piece, forward and backward.
 
 Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
 microseconds and include the tensor-parallel communication that stays exposed. Every function raises
@@ -27,7 +27,7 @@ HOST_US = 9000.0
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the model on one GPU; times include what is exposed: what communication adds."""
+    """A piece of the model on one GPU; times include the exposed communication."""
 
     name: str
     forward_us: float
@@ -65,7 +65,9 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
         sequence_parallel=workload.parallel.sequence_parallel,
     )
     strategy = strategy or linear.STRATEGY[workload.arm]
-    return Piece(name, *linear.cost(layer, strategy, linear.Setting(in_training(workload.cluster))))
+    return Piece(
+        name, *linear.cost(layer, strategy, linear.Platform(in_training(workload.cluster)))
+    )
 
 
 def _activation(workload: Workload) -> Piece:
@@ -131,7 +133,7 @@ def head(workload: Workload) -> Piece:
     """
     vocab, hidden = padded_vocab(workload), workload.model.hidden
     theirs = "megatron" if workload.arm == "te" else None
-    product = _linear(workload, "head", N=vocab, K=hidden, strategy=theirs)
+    logits_gemm = _linear(workload, "head", N=vocab, K=hidden, strategy=theirs)
     norm = _passes(workload, "norm", _rows(workload) * hidden, 2, 3)
     # logits in fp32: cast, maximum, subtracted in place, exponentials and their sum; in backward
     # the softmax becomes the gradient and is cast back
@@ -141,10 +143,10 @@ def head(workload: Workload) -> Piece:
     reduced = 3 * 2 * _collective_us(workload, 4 * workload.tokens)
     return Piece(
         "head",
-        product.forward_us + norm.forward_us + loss.forward_us + reduced,
-        product.backward_us + norm.backward_us + loss.backward_us,
-        product.forward_exposed_us + reduced,
-        product.backward_exposed_us,
+        logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
+        logits_gemm.backward_us + norm.backward_us + loss.backward_us,
+        logits_gemm.forward_exposed_us + reduced,
+        logits_gemm.backward_exposed_us,
     )
 
 
@@ -164,7 +166,7 @@ def optimizer_us(workload: Workload, parameters: int) -> float:
 
 
 def recompute_us(workload: Workload) -> float:
-    """What a layer's backward takes longer: core attention again, or its whole forward."""
+    """The extra time of a layer's backward: core attention again, or its whole forward."""
     if workload.training.recompute == "none":
         return 0.0
     full = workload.training.recompute == "full"

@@ -56,7 +56,7 @@ class Linear:
 
 
 class Cost(NamedTuple):
-    """Times with what communication adds to the GEMMs, and that alone."""
+    """Whole times, and the exposed communication in them."""
 
     forward_us: float
     backward_us: float
@@ -65,72 +65,72 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a prediction is for, beside the layer. `connections` is CUDA_DEVICE_MAX_CONNECTIONS."""
+class Platform:
+    """The machine of a prediction. `connections` is CUDA_DEVICE_MAX_CONNECTIONS."""
 
     hardware: Hardware
     connections: str = "1"
     constants: Constants = FITTED
 
 
-def cost(layer: Linear, strategy: str, setting: Setting) -> Cost:
-    """Without sequence parallelism every strategy is Megatron: it all-reduces y of a row layer, and
-    dx of a column layer beside wgrad.
+def cost(layer: Linear, strategy: str, platform: Platform) -> Cost:
+    """The cost of a layer. Without sequence parallelism every strategy is Megatron: it all-reduces
+    y of a row layer, and dx of a column layer beside wgrad.
     """
     problems = layer.forward, layer.backward
-    gemms = [gemms_us(one, setting.hardware, setting.constants) for one in problems]
+    gemms = [gemms_us(one, platform.hardware, platform.constants) for one in problems]
     forward, backward = (sum(one) for one in gemms)
     if layer.tp == 1:
         return Cost(forward, backward, 0.0, 0.0)
     if layer.sequence_parallel:
-        first = max(0.0, operator_us(problems[0], strategy, setting) - forward)
-        second = max(0.0, operator_us(problems[1], strategy, setting) - backward)
+        first = max(0.0, operator_us(problems[0], strategy, platform) - forward)
+        second = max(0.0, operator_us(problems[1], strategy, platform) - backward)
     else:
-        all_reduce = 2 * _collective_us(problems[layer.column], setting)
-        share = setting.constants.megatron_backward[setting.connections]
+        all_reduce = 2 * _collective_us(problems[layer.column], platform)
+        share = platform.constants.megatron_backward[platform.connections]
         hidden = beside_us(all_reduce, gemms[1][1:], share)
         first, second = (0.0, hidden) if layer.column else (all_reduce, 0.0)
     return Cost(forward + first, backward + second, first, second)
 
 
-def operator_us(problem: Problem, strategy: str, setting: Setting) -> float:
+def operator_us(problem: Problem, strategy: str, platform: Platform) -> float:
     """AG+GEMM or GEMM+RS; for layout "nn" the whole backward of its layer."""
     if strategy == "auto":
-        # a kernel for sm_90 where there is one, the portable one elsewhere
-        ours = ("hopper" if setting.hardware.hopper else "fused", "pipelined", "megatron")
-        return min(operator_us(problem, one, setting) for one in ours)
+        # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
+        ours = ("hopper" if platform.hardware.hopper else "fused", "pipelined", "megatron")
+        return min(operator_us(problem, one, platform) for one in ours)
     if strategy in OURS:
-        return predict_us(problem, Plan(strategy), setting.hardware, setting.constants)
-    gemms = gemms_us(problem, setting.hardware, setting.constants)
-    collective = _collective_us(problem, setting)
+        return predict_us(problem, Plan(strategy), platform.hardware, platform.constants)
+    gemms = gemms_us(problem, platform.hardware, platform.constants)
+    collective = _collective_us(problem, platform)
     gathers = problem.spec.gathers
     if problem.layout == "nn" and not gathers:  # two collectives, each beside a GEMM
-        return sum(gemms) + beside_us(collective, gemms, _backward_share(strategy, setting))
+        return sum(gemms) + beside_us(collective, gemms, _backward_share(strategy, platform))
     if strategy in ("serial", "megatron"):
         return sum(gemms) + collective
-    peer = setting.constants.peers[strategy, setting.connections]
-    exposed = collective * (peer.gather if gathers else peer.scatter)
-    return sum(gemms) + _cut_us(problem, setting) + exposed
+    exposure = platform.constants.exposures[strategy, platform.connections]
+    exposed = collective * (exposure.gather if gathers else exposure.scatter)
+    return sum(gemms) + _chunking_us(problem, platform) + exposed
 
 
-def _backward_share(strategy: str, setting: Setting) -> float:
-    """Which part of a column layer's collectives its backward leaves exposed at least."""
+def _backward_share(strategy: str, platform: Platform) -> float:
+    """The share of a column layer's collectives that its backward leaves exposed at least."""
     if strategy == "serial":
         return 1.0
     if strategy == "megatron":
-        return setting.constants.megatron_backward[setting.connections]
-    return setting.constants.peers[strategy, setting.connections].column_backward
+        return platform.constants.megatron_backward[platform.connections]
+    return platform.constants.exposures[strategy, platform.connections].column_backward
 
 
-def _collective_us(problem: Problem, setting: Setting) -> float:
-    return collective_us(setting.hardware, moved_bytes(problem), problem.world_size)
+def _collective_us(problem: Problem, platform: Platform) -> float:
+    return collective_us(platform.hardware, moved_bytes(problem), problem.world_size)
 
 
-def _cut_us(problem: Problem, setting: Setting) -> float:
-    """What a GEMM per shard takes longer than one for all, where each hides another shard's way."""
+def _chunking_us(problem: Problem, platform: Platform) -> float:
+    """How much longer one GEMM per shard takes than one for all, where each hides a transfer."""
     N, K, ranks = problem.N_local, problem.K_local, problem.world_size
-    whole, part = (
-        gemm_us(setting.hardware, M, N, K, problem.dtype, setting.constants)
+    whole, chunk = (
+        gemm_us(platform.hardware, M, N, K, problem.dtype, platform.constants)
         for M in (problem.M, problem.M_shard)
     )
-    return part + (ranks - 1) * max(part, shard_us(problem, setting.hardware)) - whole
+    return chunk + (ranks - 1) * max(chunk, shard_us(problem, platform.hardware)) - whole

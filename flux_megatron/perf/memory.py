@@ -1,4 +1,4 @@
-"""What lies in the memory of the fullest GPU during a step.
+"""The memory of the fullest GPU during a step.
 
 Activations are counted as Korthikanti et al. do (Reducing Activation Recomputation in Large
 Transformer Models, 2022, sections 4 and 5), without dropout and its masks: each input that a
@@ -19,8 +19,8 @@ RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, 
 
 # Buffers of one gathered matrix [M, hidden] that each arm keeps for its tensor parallelism.
 # megatron: one that all gathers share. te: the fprop and dgrad buffers of four layers and the wgrad
-# buffers of qkv and fc1, by Transformer Engine's default methods. flux: gather and scatter, each
-# with two halves for eager calls and a part for captured ones.
+# buffers of qkv and fc1, by Transformer Engine's default methods. flux: the channels for gather and
+# scatter, with three regions each.
 GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 6}
 
 

@@ -1,8 +1,8 @@
-"""What pipeline and data parallelism send, and what it takes where it leaves a node.
+"""The communication of pipeline and data parallelism, and its time within and between nodes.
 
 Ranks are placed as Megatron does by default: tensor-parallel ranks are neighbours, then come the
 replicas of data parallelism, then the pipeline stages. The GPUs of a node share its cards: those
-that send at the same time get equal shares, and nobody more than a card of its own.
+that send at the same time get equal shares, at most one card each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an operation ought to take, by plan: good enough to drop hopeless candidates, to choose
-where nothing has been measured, and to predict what a layer takes.
+"""The predicted time of an operation, by plan. It is good enough to drop hopeless candidates, to
+choose without a measurement, and to predict the time of a layer.
 
-A GEMM runs in waves of tiles; a transfer costs its latency and its bytes; the strategies differ in
-what runs beside what. For layout "nn" the time is that of the layer's whole backward: the gather,
+A GEMM runs in waves of tiles. A transfer costs its latency and its bytes. The strategies differ in
+what they overlap. For layout "nn" the time is that of the layer's whole backward: the gather,
 dgrad, the scatter and wgrad.
 """
 
@@ -19,13 +19,15 @@ from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import Plan, Problem
 
-# The tile of the kernels that wait, inside one GEMM, for what arrives.
+# The tile of the kernels that wait for shards inside one GEMM.
 TILE_M, TILE_N = 128, 256
-# What is smaller takes a copy engine, with its signal, as long (13.7 us on H200, latency included).
+# A copy engine takes as long for smaller copies with their signal (13.7 us on H200, with latency).
 SMALLEST_COPY_BYTES = 2**20
-# Assumed, of the SMs that NCCL's kernels hold where a call runs beside them: GEMMs of M = 8192 took
+# Assumed: the SMs that NCCL's kernels hold while a call runs beside them. GEMMs of M = 8192 took
 # 12 % longer beside an all-reduce (2 x H200, 2026-11-22), as without 14 of 132 SMs.
 NCCL_SMS = 16
+# Assumed: from the last MMA of a tile on one rank to its sum on all, by words with their epochs.
+WORDS_TRIP_US = 3.0
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -40,7 +42,7 @@ def moved_bytes(problem: Problem) -> int:
 
 
 def shard_us(problem: Problem, hardware: Hardware) -> float:
-    """One rank's part of it through a copy engine, without latency."""
+    """A copy engine's time for one rank's shard of it, without latency."""
     return moved_bytes(problem) / problem.world_size / hardware.copy_gbps * 1e-3
 
 
@@ -54,26 +56,26 @@ def predict_us(
 def gemms_us(
     problem: Problem, hardware: Hardware, constants: Constants = FITTED
 ) -> tuple[float, float]:
-    """The GEMM that communicates, and wgrad, which a forward ("nt") has not, both alone."""
+    """The GEMM of the pattern, and wgrad, 0 in a forward ("nt"), both without communication."""
     left = _left_by_others(problem, hardware)
     one = _Prediction(problem, Plan("sequential"), left, constants)
     return one.gemm_us(problem.M), one.wgrad_us()
 
 
 def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
-    """What stays exposed of a collective beside each of `gemms`: a share, as they take
-    SMs from each other, and what is longer than the GEMM.
+    """The exposed time of a collective beside each of `gemms`: at least `share` of it, because both
+    need SMs, or the time by which it is longer than the GEMM.
     """
     return sum(max(share * collective, collective - gemm) for gemm in gemms)
 
 
 def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
-    """What the communication adds to the GEMMs' time under `plan`, in microseconds."""
+    """How much the communication adds to the GEMMs' time under `plan`, in microseconds."""
     return max(0.0, predict_us(problem, plan, hardware) - sum(gemms_us(problem, hardware)))
 
 
 def _left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
-    """The GPU without the SMs that are taken beside the call, for every strategy alike."""
+    """The GPU without the SMs that other kernels hold beside the call, for every strategy alike."""
     if not problem.beside:
         return hardware
     sms = hardware.sms - NCCL_SMS
@@ -82,8 +84,8 @@ def _left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
     return replace(hardware, sms=sms, tflops=rates)
 
 
-class Part(NamedTuple):
-    """A stretch of the GEMM: it needs, or completes, the shards of so many ranks more."""
+class Stretch(NamedTuple):
+    """A stretch of the GEMM, which needs, or completes, `shards` more shards."""
 
     shards: int
     time_us: float
@@ -98,13 +100,15 @@ class _Prediction(NamedTuple):
     def total_us(self) -> float:
         if self.plan.strategy == "sequential":
             return self._sequential_us()
-        meet_us = self.constants.meet_us[self.plan.strategy]
+        if self.plan.strategy == "low_latency":
+            return self.gemm_us(self.problem.M) + self._words_us()
+        call_overhead_us = self.constants.call_overhead_us[self.plan.strategy]
         if self.problem.spec.gathers:
-            return meet_us + self._gathered_us() + self.wgrad_us()
-        others = self.problem.world_size - 1
-        back = self._latency_us() + others * shard_us(self.problem, self.hardware)
-        more = back * (self.problem.spec.trips - 1)  # the sum, to all that need it
-        return meet_us + self._scattered_us() + self._sum_us() + more
+            return call_overhead_us + self._gathered_us() + self.wgrad_us()
+        remote = self.problem.world_size - 1
+        back = self._latency_us() + remote * shard_us(self.problem, self.hardware)
+        more = back * (self.problem.spec.trips - 1)  # the all-gather of the sums
+        return call_overhead_us + self._scattered_us() + self._sum_us() + more
 
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
@@ -132,6 +136,14 @@ class _Prediction(NamedTuple):
         sm = self.plan.transport == "sm"
         return self.hardware.launch_us if sm else self.hardware.copy_latency_us
 
+    def _words_us(self) -> float:
+        """Partials from all ranks to all, or to their owners and back, half of each word data."""
+        others, trips = self.problem.world_size - 1.0, 1
+        if self.plan.two_phase:
+            others, trips = 2 * others / self.problem.world_size, 2
+        words = 2 * moved_bytes(self.problem) * others
+        return trips * WORDS_TRIP_US + words / self.hardware.store_gbps * 1e-3
+
     def _stores_us(self) -> float:
         """How much a GEMM slows down when its SMs write into peers' memory."""
         ranks = self.problem.world_size
@@ -139,23 +151,23 @@ class _Prediction(NamedTuple):
         return remote / self.hardware.store_gbps * 1e-3
 
     def _gathered_us(self) -> float:
-        """Own rows at once, then each peer's as they arrive."""
+        """The local shard at once, then the remote shards as they arrive."""
         now = self._stores_us() if self.plan.transport == "sm" else 0.0
         sources = 0
-        for part in self._gathering():
-            sources += part.shards
+        for stretch in self._gathering():
+            sources += stretch.shards
             arrival = self._latency_us() + (sources - 1) * shard_us(self.problem, self.hardware)
-            now = max(now, arrival if sources > 1 else 0.0) + part.time_us
+            now = max(now, arrival if sources > 1 else 0.0) + stretch.time_us
         return now
 
-    def _gathering(self) -> Sequence[Part]:
+    def _gathering(self) -> Sequence[Stretch]:
         """Library GEMMs of whole shards, or the waves of one kernel, each of which begins when
-        the rows of its last tile are there.
+        the rows of its last tile have arrived.
         """
         ranks, M = self.problem.world_size, self.problem.M
         if self.plan.strategy == "pipelined":
             sizes = [1, ranks - 1] if self.plan.splits else [1] * ranks
-            return [Part(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
+            return [Stretch(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
         tiles = math.ceil(M / TILE_M) * math.ceil(self.problem.N_local / TILE_N)
         waves = math.ceil(tiles / self.hardware.sms)
         needs = [0]
@@ -163,45 +175,45 @@ class _Prediction(NamedTuple):
             last = min(wave * self.hardware.sms, tiles)
             needs.append(math.ceil(last * ranks / tiles))
         time_us = self.gemm_us(M) / waves
-        return [Part(after - before, time_us) for before, after in pairwise(needs)]
+        return [Stretch(after - before, time_us) for before, after in pairwise(needs)]
 
     def _scattered_us(self) -> float:
-        """Shards for peers are pushed when they are ready; the own one is the last. In a backward
-        x, which wgrad needs, is gathered first, over the same links.
+        """Remote shards are pushed when they are ready; the local one is the last. A backward
+        gathers x for wgrad first, over the same links.
         """
-        wgrad, others = self.wgrad_us(), self.problem.world_size - 1
+        wgrad, remote = self.wgrad_us(), self.problem.world_size - 1
         shard = shard_us(self.problem, self.hardware)
-        gathered = self._latency_us() + others * shard if self.problem.is_backward else 0.0
+        gathered = self._latency_us() + remote * shard if self.problem.is_backward else 0.0
         by_sm = self.plan.strategy == "fused" or self.plan.transport == "sm"
         ready = self._stores_us() if by_sm else 0.0
-        pushed, left = gathered, others
-        for part in self._scattering():
-            ready += part.time_us
+        pushed, left = gathered, remote
+        for stretch in self._scattering():
+            ready += stretch.time_us
             pushed = max(pushed, ready if left else 0.0)
-            pushed += min(part.shards, left) * max(shard, self._operations_us())
-            left -= min(part.shards, left)
+            pushed += min(stretch.shards, left) * max(shard, self._operations_us())
+            left -= min(stretch.shards, left)
         arrived = pushed + self._latency_us()
-        if self.plan.strategy == "fused":  # its stores are the GEMM's own: wgrad waits for them
-            return max(ready, gathered + others * shard) + wgrad
-        if self.plan.strategy == "hopper":  # its kernel adds up: wgrad begins when all has come
+        if self.plan.strategy == "fused":  # the GEMM itself stores: wgrad waits for it
+            return max(ready, gathered + remote * shard) + wgrad
+        if self.plan.strategy == "hopper":  # the kernel reduces: wgrad begins when all has arrived
             return max(ready, arrived) + wgrad
         return max(max(ready, gathered) + wgrad, arrived)
 
     def _operations_us(self) -> float:
-        """What the copy engine takes at least for the pushes of a shard, one after another."""
+        """The copy engine's least time for the pushes of a shard, one after another."""
         if self.plan.strategy == "fused" or self.plan.transport == "sm":
             return 0.0
         pushes = math.ceil(self.problem.M_shard / (self.plan.comm_rows or self.problem.M_shard))
         smallest = SMALLEST_COPY_BYTES / self.hardware.copy_gbps * 1e-3
         return pushes * (self.hardware.copy_latency_us + smallest)
 
-    def _scattering(self) -> Sequence[Part]:
+    def _scattering(self) -> Sequence[Stretch]:
         """Library GEMMs of whole shards, or shares of one kernel."""
         ranks, M = self.problem.world_size, self.problem.M
         if self.plan.strategy != "pipelined":
-            return [Part(1, self.gemm_us(M) / ranks)] * ranks
+            return [Stretch(1, self.gemm_us(M) / ranks)] * ranks
         sizes = [ranks] if self.plan.splits else [1] * ranks
-        return [Part(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
+        return [Stretch(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
 
     def _sum_us(self) -> float:
         """The sum of the partial results of all ranks, limited by memory."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flux_megatron.perf.hardware import A100, A100_PCIE, H800, Hardware
-from flux_megatron.perf.linear import Linear, Setting, operator_us
+from flux_megatron.perf.linear import Linear, Platform, operator_us
 from flux_megatron.perf.operator_cost import collective_us, gemms_us, moved_bytes
 from flux_megatron.problem import Problem
 
@@ -77,18 +77,18 @@ def efficiency(problem: Problem, strategy: str, hardware: Hardware) -> float:
     """E: 1 where communication is free, 0 where it costs what NCCL costs after the GEMM."""
     gemm = sum(gemms_us(problem, hardware))
     serial = collective_us(hardware, moved_bytes(problem), problem.world_size)
-    return 1 - (operator_us(problem, strategy, Setting(hardware)) - gemm) / serial
+    return 1 - (operator_us(problem, strategy, Platform(hardware)) - gemm) / serial
 
 
 def predicted(one: Published) -> tuple[Range, Range, Range]:
     """E of ours, E of TransformerEngine, and ours over it."""
-    setting = Setting(one.hardware)
+    platform = Platform(one.hardware)
     ours, te = (
         [efficiency(problem, strategy, one.hardware) for problem in problems()]
         for strategy in ("auto", "te")
     )
     ratios = [
-        operator_us(problem, "te", setting) / operator_us(problem, "auto", setting)
+        operator_us(problem, "te", platform) / operator_us(problem, "auto", platform)
         for problem in problems()
     ]
     return _range(ours), _range(te), _range(ratios)
@@ -125,7 +125,7 @@ def kernels_table() -> str:
         problem = _problem(one.column, 4096)
         gemm = sum(gemms_us(problem, one.hardware))
         nccl = collective_us(one.hardware, moved_bytes(problem), problem.world_size)
-        ours = operator_us(problem, "auto", Setting(one.hardware))
+        ours = operator_us(problem, "auto", Platform(one.hardware))
         lines.append(
             f"| {one.gpu} | {problem.pattern} | {one.gemm_us} | {gemm:.0f} | {one.nccl_us} "
             f"| {nccl:.0f} | {one.flux_us} | {ours:.0f} |"

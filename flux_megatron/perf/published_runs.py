@@ -1,4 +1,4 @@
-"""Whole training runs that others have published, beside what the simulator says of them.
+"""Published training runs beside the predictions of the simulator.
 
 Nothing is fitted to them. Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv 2205.05198): Table 3 has the configurations, Table 5 the seconds of an
@@ -63,7 +63,7 @@ def on_hopper(pp: int) -> Workload:
 
 
 def workload(run: Published, *, full: bool) -> Workload:
-    """The run in our words: fp16, unfused attention, one replica."""
+    """The run as a workload: fp16, unfused attention, one replica."""
     size = 4 * run.hidden
     link, nics = Link("nvlink", 300.0), Nics(8, 25.0)
     return Workload(

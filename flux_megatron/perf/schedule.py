@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order in which a rank computes, and what the parts of a step take.
+"""Pipeline schedules: the order in which a rank computes, and the times of the parts of a step.
 
 1F1B, and with several chunks of layers on each rank its interleaved form (Narayanan et al.,
 Efficient Large-Scale Language Model Training on GPU Clusters, 2021), as Megatron runs them.
@@ -28,7 +28,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a step take, in microseconds, by pipeline rank and chunk of layers.
+    """The times of the parts of a step, in microseconds, by pipeline rank and chunk of layers.
 
     A rank's replicas sum its gradients and gather its parameters in buckets, one after another.
     `send_us[r]`: a micro-batch from rank r to the next one, or its gradient back.
@@ -59,14 +59,14 @@ class Costs:
 
     @property
     def busiest_us(self) -> float:
-        """The work of the rank that has most, on all micro-batches."""
+        """The computation of the busiest rank, on all micro-batches."""
         return self.micro_batches * max(map(self.busy_us, range(self.pp)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Of a step, in microseconds, each added to those before it: the busiest rank's computation,
-    its wait for others, and what sends, data-parallel communication and the optimizer add.
+    """The times of a step in microseconds, each beyond those before it: the busiest rank's
+    computation, its pipeline bubble, sends, data-parallel communication and the optimizer.
     """
 
     compute_us: float
@@ -128,8 +128,8 @@ def closed_form(costs: Costs) -> Parts:
 
 
 def _sends_us(costs: Costs) -> float:
-    """The first micro-batch's way through all layers and the last one's back; without interleaving
-    also two sends, or with two ranks one, in every turn of a forward and a backward.
+    """The sends of the first micro-batch through all layers and of the last one back; without
+    interleaving also two sends, or with two ranks one, in every turn of a forward and a backward.
     """
     between = costs.send_us[: costs.pp - 1]
     around = costs.send_us[-1] * (costs.chunks - 1)
@@ -145,7 +145,7 @@ def _sends_us(costs: Costs) -> float:
 
 
 def _gather_us(costs: Costs) -> float:
-    """What gathering parameters adds: to the optimizer's time, or to the first forwards."""
+    """The exposed gather of parameters: after the optimizer, or in the first forwards."""
     gathers = [[time for chunk in rank for time in chunk] for rank in costs.gather_us]
     if not costs.overlap_gather:
         both = (a + sum(b) for a, b in zip(costs.optimizer_us, gathers, strict=True))
@@ -156,14 +156,14 @@ def _gather_us(costs: Costs) -> float:
         for chunk, buckets in enumerate(costs.gather_us[rank]):
             forward_us = costs.forward_us[rank][chunk]
             begin_us = _way_us(costs, costs.forward_us, rank, chunk)
-            for part, time_us in enumerate(buckets):
+            for bucket, time_us in enumerate(buckets):
                 arrived_us += time_us
-                late_us = max(late_us, arrived_us - begin_us - forward_us * part / len(buckets))
+                late_us = max(late_us, arrived_us - begin_us - forward_us * bucket / len(buckets))
     return late_us
 
 
 def _reduce_us(costs: Costs) -> float:
-    """What summing gradients adds after the pipeline, whose end only the first rank computes to."""
+    """The exposed reduction of gradients after the pipeline, which ends on the first rank."""
     ends_us = []
     for rank in range(costs.pp):
         done_us = -_way_us(costs, costs.backward_us, rank, 0)
@@ -172,8 +172,8 @@ def _reduce_us(costs: Costs) -> float:
         end_us = -float("inf")
         for chunk in reversed(range(costs.chunks)):
             buckets = costs.reduce_us[rank][chunk]
-            for part, time_us in enumerate(buckets, start=1):
-                left_us = costs.backward_us[rank][chunk] * (1 - part / len(buckets))
+            for bucket, time_us in enumerate(buckets, start=1):
+                left_us = costs.backward_us[rank][chunk] * (1 - bucket / len(buckets))
                 ready_us = -_way_us(costs, costs.backward_us, rank, chunk) - left_us
                 end_us = max(end_us, ready_us if costs.overlap_reduce else done_us) + time_us
         ends_us.append(end_us)
@@ -183,6 +183,6 @@ def _reduce_us(costs: Costs) -> float:
 
 
 def _way_us(costs: Costs, times: tuple[Times, ...], rank: int, chunk: int) -> float:
-    """One micro-batch's way from the first layers to those of a rank and chunk, or back."""
+    """The time of a micro-batch from the first layers to those of a rank and chunk, or back."""
     before = (divmod(place, costs.pp) for place in range(chunk * costs.pp + rank))
     return sum(times[r][c] + costs.send_us[r] for c, r in before)

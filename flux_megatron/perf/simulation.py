@@ -20,7 +20,7 @@ FULL_ROUNDS = 6  # micro-batches that are simulated, for each pipeline rank
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step takes, and when everything in it ran."""
+    """The time of a step by its parts, and all its tasks with their times."""
 
     parts: Parts
     tasks: list[Task]
@@ -32,8 +32,8 @@ def simulate(costs: Costs) -> Simulation:
     `events.Deadlock` if the schedule cannot be carried out.
     """
     alone_us, with_sends_us = _pipeline_us(costs)
-    programs = _Step(costs).whole()
-    end_us = events.run(programs)
+    queues = _Step(costs).whole()
+    end_us = events.run(queues)
     optimizer_us = max(costs.optimizer_us)
     parts = Parts(
         compute_us=costs.busiest_us,
@@ -42,18 +42,18 @@ def simulate(costs: Costs) -> Simulation:
         dp_us=end_us - with_sends_us - optimizer_us,
         optimizer_us=optimizer_us,
     )
-    tasks = dict.fromkeys(task for program in programs.values() for task in program)
+    tasks = dict.fromkeys(task for queue in queues.values() for task in queue)
     return Simulation(parts, list(tasks))
 
 
 def _pipeline_us(costs: Costs) -> tuple[float, float]:
-    """What all operations take, without and with sends."""
+    """The time of all operations, without and with sends."""
     step = _Step(costs)
-    programs = step.pipeline()
-    with_sends_us = events.run(programs)
+    queues = step.pipeline()
+    with_sends_us = events.run(queues)
     for send in step.sends.values():
         send.time_us = 0.0
-    return events.run(programs), with_sends_us
+    return events.run(queues), with_sends_us
 
 
 def extrapolate(costs: Costs) -> Parts:
@@ -79,21 +79,21 @@ class Message(NamedTuple):
 
 
 class _Step:
-    """Builds the programs of all streams."""
+    """Builds the queues of all streams for one step."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.programs: dict[Stream, list[Task]] = defaultdict(list)
+        self.queues: dict[Stream, list[Task]] = defaultdict(list)
         self.sends: dict[frozenset[Message], Task] = {}
         self.gathers: dict[tuple[int, int], list[Task]] = {}  # [rank, chunk], by bucket
         self.reduces: dict[tuple[int, int], list[Task]] = {}
 
-    def pipeline(self) -> events.Programs:
+    def pipeline(self) -> events.Queues:
         for rank in range(self.costs.pp):
             self._compute(rank)
-        return self.programs
+        return self.queues
 
-    def whole(self) -> events.Programs:
+    def whole(self) -> events.Queues:
         ranks = range(self.costs.pp)
         for rank in ranks if self.costs.overlap_gather else ():
             self._gather(rank)
@@ -101,16 +101,16 @@ class _Step:
             self._reduce(rank)
         self.pipeline()
         for rank in ranks if not self.costs.overlap_reduce else ():
-            self._reduce(rank, self.programs[Stream("compute", rank)][-1:])
+            self._reduce(rank, self.queues[Stream("compute", rank)][-1:])
         self._update()
-        return self.programs
+        return self.queues
 
     def _update(self) -> None:
         """No rank updates before the norm of all gradients is known."""
         ends = {Stream("dp", 0), Stream("dp", self.costs.pp - 1)}
         if self.costs.tied_us:
             self._add("tied", "embeddings", sorted(ends), self.costs.tied_us)
-        done = [program[-1] for program in self.programs.values() if program]
+        done = [queue[-1] for queue in self.queues.values() if queue]
         for rank, time_us in enumerate(self.costs.optimizer_us):
             update = self._add("optimizer", "", [Stream("compute", rank)], time_us, done)
             if not self.costs.overlap_gather:
@@ -147,25 +147,27 @@ class _Step:
             self._exchange(rank, before, None)
 
     def _run(self, rank: int, op: Op, needs: Sequence[Task] = ()) -> Task:
-        """One operation, in a part for each bucket that it waits for or completes; the last one."""
+        """One operation, in a piece for each bucket that it waits for or completes; returns the
+        last piece.
+        """
         forward = op.kind == "forward"
         first = forward and op.micro_batch == 0
         last = not forward and op.micro_batch == self.costs.micro_batches - 1
         waits = self.gathers.get((rank, op.chunk), []) if first else []
         completes = self.reduces.get((rank, op.chunk), []) if last else []
         times = self.costs.forward_us if forward else self.costs.backward_us
-        parts = max(1, len(waits), len(completes))
-        for part in range(parts):
-            needed = [*needs, *waits[part : part + 1]]
-            time_us = times[rank][op.chunk] / parts
+        pieces = max(1, len(waits), len(completes))
+        for piece in range(pieces):
+            needed = [*needs, *waits[piece : piece + 1]]
+            time_us = times[rank][op.chunk] / pieces
             task = self._add(op.kind, op.label, [Stream("compute", rank)], time_us, needed)
-            for bucket in completes[part : part + 1]:
+            for bucket in completes[piece : piece + 1]:
                 bucket.needs.append(task)
         return task
 
     def _exchange(self, rank: int, before: Op | None, after: Op | None) -> None:
-        """Send what `before` has made, then receive what `after` needs; at once between a forward
-        and a backward that take turns, if it is the same peer.
+        """Send the output of `before`, then receive the input of `after`; both at once between a
+        forward and a backward that take turns, if the peer is the same.
         """
         sent = self._outgoing(rank, before) if before else None
         received = self._incoming(rank, after) if after else None
@@ -176,7 +178,7 @@ class _Step:
                 groups = [[sent, received]]
         for group in groups:
             both = sorted(Stream("compute", r) for r in group[0][:2])
-            self.programs[Stream("compute", rank)].append(self._send(group, both))
+            self.queues[Stream("compute", rank)].append(self._send(group, both))
 
     def _run_beside_sends(self, rank: int, op: Op) -> None:
         received, sent = self._incoming(rank, op), self._outgoing(rank, op)
@@ -184,7 +186,7 @@ class _Step:
         if sent:
             link = self._link(sent)
             link.needs.append(task)
-            self.programs[link.streams[0]].append(link)
+            self.queues[link.streams[0]].append(link)
 
     def _link(self, message: Message) -> Task:
         return self._send([message], [Stream("link", message.source, message.target)])
@@ -220,5 +222,5 @@ class _Step:
     ) -> Task:  # fmt: skip
         task = Task(kind, name, tuple(streams), time_us, list(needs))
         for stream in streams:
-            self.programs[stream].append(task)
+            self.queues[stream].append(task)
         return task

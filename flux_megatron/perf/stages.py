@@ -1,4 +1,4 @@
-"""What each pipeline stage holds: its layers, the embedding, the head, and their parameters.
+"""The contents of each pipeline stage: its layers, the embedding, the head, and their parameters.
 
 Megatron's partition: equal numbers of layers; the first stage has the embeddings, the last one the
 final norm and the LM head, with a copy of the table where it is tied and there are two stages.
@@ -14,7 +14,7 @@ from flux_megatron.perf.workload import Model, Parallel, Workload
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of one pipeline rank; with virtual stages `layers` are split into equal chunks."""
+    """The stage of one pipeline rank; with virtual stages `layers` are split into equal chunks."""
 
     index: int
     layers: int

@@ -1,4 +1,4 @@
-"""What a training step takes: the layers' cost, the pipeline, the replicas and the optimizer.
+"""The time of a training step: layers, pipeline, replicas and optimizer.
 
 step = predict(workload)
 step.step_us, step.exposed["tp"], step.mfu, step.memory.total
@@ -69,7 +69,7 @@ def predict(workload: Workload, form: Callable[[Costs], Parts] = simulation.extr
 
 
 def costs(workload: Workload) -> Costs:
-    """What the parts of a step take, for either form. `ValueError` as `predict`."""
+    """The times of the parts of a step, for either form. `ValueError` as `predict`."""
     parallel, training = workload.parallel, workload.training
     if workload.micro_batches < 1:
         raise ValueError(

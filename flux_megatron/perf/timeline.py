@@ -31,7 +31,7 @@ NAMES = {
 
 def draw(arms: Mapping[Arm, Costs], file: Path, title: str) -> None:
     """Write a PNG of the arms' steps, on one scale. Of many micro-batches only the first are
-    simulated and drawn, as the title says.
+    simulated and drawn; the title says so.
     """
     import matplotlib as mpl
 
@@ -61,7 +61,7 @@ def draw(arms: Mapping[Arm, Costs], file: Path, title: str) -> None:
 
 
 def shorter(costs: Costs) -> Costs:
-    """The same with no more micro-batches than can be told apart."""
+    """The same with as many micro-batches as the eye can distinguish."""
     return replace(costs, micro_batches=min(costs.micro_batches, SHOWN_ROUNDS * max(4, costs.pp)))
 
 

@@ -1,4 +1,4 @@
-"""What is trained, on what, and how: the words in which experiments are written and predicted.
+"""Model, machine and training options: the terms of experiments and predictions.
 
 Plain facts without torch. `launch.experiment` reads them from `configs/` and checks the rules that
 hold between them; the cost model takes them as they are.

@@ -25,8 +25,7 @@ def results(
     from flux_megatron.launch import run_folder
     from flux_megatron.results import plot, tables
     from flux_megatron.results.iterations import ResultsError
-    from flux_megatron.results.report import reports
-    from flux_megatron.results.run import read
+    from flux_megatron.results.report import read, reports
 
     try:
         folders = [folder for run in runs for folder in run_folder.of_run(run)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flux_megatron.perf.workload import Arm
 from flux_megatron.results.iterations import Series
 from flux_megatron.results.report import Report
 from flux_megatron.results.summary import loss_differences, warm_times
@@ -71,6 +72,5 @@ def _slowest_ms(report: Report) -> float | None:
     return 1.1e3 * max(warm) if warm else None
 
 
-def _warmup(report: Report, arm: str) -> int:
-    workloads = {str(name): workload for name, workload in report.experiment.arms.items()}
-    return workloads[arm].training.warmup_steps
+def _warmup(report: Report, arm: Arm) -> int:
+    return report.experiment.arms[arm].training.warmup_steps

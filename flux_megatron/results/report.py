@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from flux_megatron.launch import run_folder
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.perf.workload import Arm
-from flux_megatron.results import statistics, summary
-from flux_megatron.results.run import Run
+from flux_megatron.results import logs, statistics, summary
+from flux_megatron.results.iterations import ResultsError, Series
 from flux_megatron.results.statistics import Speedup
 from flux_megatron.results.summary import ArmSummary, Parity
 
@@ -20,6 +22,34 @@ PAIRS: tuple[tuple[Arm, Arm], ...] = (
     ("flux", "megatron"),
     ("flux", "te"),
 )  # who is compared with whom
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder of `flux-megatron launch`, or a round of it, as far as its arms have come."""
+
+    folder: Path
+    experiment: Experiment
+    arms: dict[Arm, Series]  # of the experiment's arms those that have iterations
+
+
+def read(folder: Path) -> Run:
+    """`ResultsError` where there is no experiment, no iteration, or a line that cannot be read."""
+    try:
+        experiment = run_folder.read(folder)
+    except ValueError as error:
+        raise ResultsError(str(error)) from None
+    arms: dict[Arm, Series] = {}
+    for arm, workload in experiment.arms.items():
+        if experiment.program == "train":
+            series = logs.of_train(folder / arm / "train")
+        else:
+            series = logs.of_megatron(folder / arm / "logs", workload.training.global_batch)
+        if series.iterations:
+            arms[arm] = series
+    if not arms:
+        raise ResultsError(f"{folder}: no iteration of any arm ({', '.join(experiment.arms)}) yet")
+    return Run(folder, experiment, arms)
 
 
 @dataclass(frozen=True)

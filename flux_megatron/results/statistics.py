@@ -29,7 +29,7 @@ CORRELATION_TIMES = 2  # of a block
 
 
 @dataclass(frozen=True)
-class Level:
+class StepTime:
     """The median of correlated times; `error` is its logarithm's standard error.
 
     `error` and `interval` are None where there are too few iterations for FEWEST_BLOCKS blocks.
@@ -77,21 +77,21 @@ class Speedup:
         return self.verdict in ("faster", "slower")
 
 
-def level(times: Sequence[float]) -> Level:
+def step_time(times: Sequence[float]) -> StepTime:
     """`times` of successive iterations, at least one."""
     length = max(SHORTEST_BLOCK, math.ceil(CORRELATION_TIMES * correlation_time(times)))
     count = min(len(times) // length, MOST_BLOCKS)
     if count < FEWEST_BLOCKS:
-        return Level(median(times), count, None, None)
+        return StepTime(median(times), count, None, None)
     edges = [round(i * len(times) / count) for i in range(count + 1)]
     logs = [math.log(median(times[a:b])) for a, b in pairwise(edges)]
     error = stdev(logs) / math.sqrt(count)
-    return Level(median(times), count, error, math.expm1(max(logs) - min(logs)))
+    return StepTime(median(times), count, error, math.expm1(max(logs) - min(logs)))
 
 
 def speedup(baseline: Sequence[float], ours: Sequence[float]) -> Speedup:
     """Of two independent runs of successive iterations: Welch's interval over their blocks."""
-    a, b = level(baseline), level(ours)
+    a, b = step_time(baseline), step_time(ours)
     ratio = a.median / b.median
     if a.error is None or b.error is None or a.noise is None or b.noise is None:
         return Speedup(ratio, None, 1)

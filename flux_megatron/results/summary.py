@@ -9,7 +9,7 @@ from statistics import fmean, quantiles
 from flux_megatron.perf import flops
 from flux_megatron.perf.workload import Workload
 from flux_megatron.results.iterations import Series
-from flux_megatron.results.statistics import Level, level
+from flux_megatron.results.statistics import StepTime, step_time
 
 # Nats. float32: the same sums, a few of them in another order (1e-5, as in `train --compare`), and
 # the last digit that Megatron prints of losses above 10. 16 bits: how far stock Megatron's own
@@ -22,7 +22,7 @@ class ArmSummary:
     """Of the iterations after warm-up; `step` is None where there are none of them yet."""
 
     timed: int
-    step: Level | None  # seconds
+    step: StepTime | None  # seconds
     spread: tuple[float, float] | None  # seconds: 20 % of the steps are faster, 20 % slower
     tokens_per_second: float | None
     mfu: float | None
@@ -57,7 +57,7 @@ class Parity:
 def summarise(series: Series, workload: Workload) -> ArmSummary:
     training = workload.training
     times = warm_times(series, training.warmup_steps)
-    step = level(times) if times else None
+    step = step_time(times) if times else None
     spread = None
     if len(times) > 1:
         fifths = quantiles(times, n=5, method="inclusive")

@@ -18,13 +18,13 @@ NUMBERS = {"timed", "step ms", "tokens/s", "MFU", "common", "speedup", "max", "m
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextTable:
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
-def tables(report: Report) -> list[Texts]:
+def tables(report: Report) -> list[TextTable]:
     """Arms, speedups, losses; those without a row are left out.
 
     The first column, which numbers the runs, only where there are several.
@@ -32,7 +32,7 @@ def tables(report: Report) -> list[Texts]:
     found = [table for table in (_arms(report), _speedups(report), _losses(report)) if table.rows]
     if len(report.runs) > 1:
         return found
-    return [Texts(one.title, one.head[1:], [row[1:] for row in one.rows]) for one in found]
+    return [TextTable(one.title, one.head[1:], [row[1:] for row in one.rows]) for one in found]
 
 
 def remarks(report: Report) -> list[str]:
@@ -49,7 +49,7 @@ def remarks(report: Report) -> list[str]:
     return found
 
 
-def as_rich(table: Texts) -> Table:
+def as_rich(table: TextTable) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -74,14 +74,14 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _arms(report: Report) -> Texts:
+def _arms(report: Report) -> TextTable:
     head = ("run", "arm", "timed", "step ms", f"{COVERAGE:.0%}", "p20 to p80", "tokens/s", "MFU")
     rows = [
         (str(index + 1), arm, str(one.timed), *_times(one))
         for index, arms in enumerate(report.arms)
         for arm, one in arms.items()
     ]
-    return Texts("step time", head, rows)
+    return TextTable("step time", head, rows)
 
 
 def _times(one: ArmSummary) -> tuple[str, str, str, str, str]:
@@ -104,7 +104,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}" if seconds >= 1 else f"{seconds * 1e3:.1f}"
 
 
-def _speedups(report: Report) -> Texts:
+def _speedups(report: Report) -> TextTable:
     head = ("run", "arm over baseline", "speedup", f"{COVERAGE:.0%}", "verdict", "paper")
     rows = [
         (
@@ -117,7 +117,7 @@ def _speedups(report: Report) -> Texts:
         )
         for one in report.speedups
     ]
-    return Texts("speedup", head, rows)
+    return TextTable("speedup", head, rows)
 
 
 def _interval(speedup: Speedup) -> str:
@@ -126,13 +126,13 @@ def _interval(speedup: Speedup) -> str:
     return f"{speedup.interval[0]:.3f} to {speedup.interval[1]:.3f}"
 
 
-def _losses(report: Report) -> Texts:
+def _losses(report: Report) -> TextTable:
     head = ("run", "arms", "common", "max", "mean", "first at", "bound", "verdict")
     rows = [
         (str(one.run + 1), f"{one.arm} and {one.baseline}", *_parity(one.parity))
         for one in report.losses
     ]
-    return Texts("loss: absolute differences, nats", head, rows)
+    return TextTable("loss: absolute differences, nats", head, rows)
 
 
 def _parity(parity: Parity | None) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flux_megatron.launch import experiment as experiments
-from flux_megatron.launch.experiment import Experiment, ExperimentError
+from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.launch.experiment import Experiment
 from flux_megatron.perf import step as steps
 from flux_megatron.perf import sweep
 from flux_megatron.perf.step import Step

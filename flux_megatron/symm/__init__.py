@@ -1,5 +1,5 @@
 """Symmetric memory: buffers that every rank of a group can read and write, and signals beside them.
 
-Knows groups, devices and bytes; knows no GEMM. `workspace.workspace(group, device)` is the
-entrance.
+This package knows groups, devices and bytes. It knows no GEMM. Start at
+`workspace.workspace(group, device)`.
 """

@@ -1,9 +1,9 @@
-"""Do all ranks mean the same call? Asked once for each new problem, through the job's key-value
-store.
+"""Do all ranks make the same call? The ranks ask once for each new problem, through the job's
+key-value store.
 
-A collective would hang where one rank does not come. Here every rank publishes its words under the
-number of the question and reads the others' with a deadline, so every rank learns who said what, or
-who said nothing.
+A collective would hang where one rank does not come. Here every rank publishes its question and
+answer under the number of the question and reads the others' with a deadline. So every rank learns
+what each rank asked, and which rank gave no answer.
 """
 
 from __future__ import annotations
@@ -37,46 +37,49 @@ class Agreement:
         self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)
         self._number = 0
 
-    def confirm(self, words: str) -> None:
-        """Return if every rank says `words`; else raise `ProblemMismatch` that quotes every
-        rank.
+    def confirm(self, description: str) -> None:
+        """Return if every rank describes its call so; else raise `ProblemMismatch` that quotes
+        every rank.
         """
-        self.ask(words, "")
+        self.ask(description, "")
 
     def ask(self, question: str, answer: str) -> list[str]:
         """Every rank's answer to the same question; `ProblemMismatch` on all ranks if one asks
         another, refuses or does not come.
         """
-        said = [text.partition(_ANSWER) for text in self._exchange(question + _ANSWER + answer)]
-        words = [asked for asked, _, _ in said]
-        if any(other.startswith(_REFUSED) for other in words) and self.failure():
+        published = self._exchange(question + _ANSWER + answer)
+        pairs = [text.partition(_ANSWER)[::2] for text in published]
+        questions = [asked for asked, _ in pairs]
+        if any(other.startswith(_REFUSED) for other in questions) and self.failure():
             raise errors.GroupBroken(self.broken)
-        if any(other != question for other in words):
-            quotes = "; ".join(f"rank {r}: {text or 'no answer'}" for r, text in enumerate(words))
+        if any(other != question for other in questions):
+            quotes = "; ".join(
+                f"rank {r}: {text or 'no answer'}" for r, text in enumerate(questions)
+            )
             raise errors.ProblemMismatch(
                 f"the ranks of the group do not agree on the call: {quotes}"
             )
-        return [answered for _, _, answered in said]
+        return [answered for _, answered in pairs]
 
     def refuse(self, reason: str) -> None:
-        """Tell the others, who may be asking right now, that this rank cannot take part."""
+        """Publish, for ranks that may be asking right now, that this rank cannot take part."""
         self._store.set(f"{self._number}/{self._rank}", _REFUSED + reason)
         self._number += 1
 
     def refusals(self) -> str:
-        """What other ranks refused under the current number: the likely reason for a missing
+        """The refusals of other ranks under the current number: the likely reason for a missing
         signal.
         """
         keys = {r: f"{self._number}/{r}" for r in range(self._world_size) if r != self._rank}
-        said = {
+        published = {
             r: self._store.get(key).decode() for r, key in keys.items() if self._store.check([key])
         }
         return "; ".join(
-            f"rank {r} {text}" for r, text in said.items() if text.startswith(_REFUSED)
+            f"rank {r} {text}" for r, text in published.items() if text.startswith(_REFUSED)
         )
 
     def break_off(self, failure: str) -> None:
-        """Tell all ranks that this one failed in the middle of a call, unless one did before."""
+        """Publish that this rank failed in the middle of a call, unless one failed before."""
         mine = (
             f"group {self._name} cannot be used any more: "
             f"rank {self._rank} failed in the middle of a call: {failure}"
@@ -94,17 +97,18 @@ class Agreement:
                 self.broken = self._store.get(_BROKEN).decode()
         return self.broken
 
-    def _exchange(self, words: str) -> list[str]:
+    def _exchange(self, text: str) -> list[str]:
+        """What every rank has published under the next number, "" for a rank that is late."""
         number, self._number = self._number, self._number + 1
-        self._store.set(f"{number}/{self._rank}", words)
+        self._store.set(f"{number}/{self._rank}", text)
         deadline = time.monotonic() + settings.get().timeout_s
-        said = []
+        published = []
         for rank in range(self._world_size):
             key = f"{number}/{rank}"
             remaining_s = max(deadline - time.monotonic(), 0.01)  # a store takes 0 for no limit
             try:
                 self._store.wait([key], datetime.timedelta(seconds=remaining_s))
-                said.append(self._store.get(key).decode())
+                published.append(self._store.get(key).decode())
             except dist.DistStoreError:
-                said.append("")
-        return said
+                published.append("")
+        return published

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_VIEWS = 1024  # kept, because a call needs several and they are slow to make
+_MAX_VIEWS = 1024  # that are cached: a call needs several, and they are slow to make
 
 
 @dataclass(frozen=True)

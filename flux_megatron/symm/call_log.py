@@ -1,9 +1,9 @@
 """Did all ranks make the same call, every time? A ring of each rank's last calls in shared memory.
 
-`Agreement` asks once for each new kind of call. Calls that are known by themselves can still be
-made in another order by another rank. So each rank writes a digest of its call and reads what the
-others have written so far: no rank waits, and of two different calls the later one is caught
-before it touches a buffer. The hosts write and read, on CUDA too.
+`Agreement` asks once for each new kind of call. Another rank can still make known calls in another
+order. So each rank writes a digest of its call and reads what the others have written so far. No
+rank waits. The later of two different calls raises before it touches a buffer. The hosts write and
+read, on CUDA too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flux_megatron.symm import cpu_backend
 
 ENTRIES = 4096  # how far one host may run ahead of another and still be compared
 _DIGEST_BITS = 32
-_NUMBERS = 2**31  # numbers of calls wrap around there, so that an entry is never negative
+_NUMBERS = 2**31  # numbers of calls wrap around there, so an entry is never negative
 _BROKEN_OFF = "one that was never made, because the call before it failed"
 
 
@@ -34,24 +34,24 @@ class CallLog:
         self._count = 0
         self._compared = [0] * group.size()
 
-    def note(self, words: str) -> None:
+    def note(self, description: str) -> None:
         """Record this rank's next call; `ProblemMismatch` if a rank is known to differ."""
-        self._put(words)
+        self._write(description)
         if difference := self.difference():
             raise errors.ProblemMismatch(
                 f"the ranks of the group made different calls: {difference}"
             )
 
     def break_off(self) -> None:
-        """Let every other rank find a difference at its next call: this one makes no more."""
-        self._put(_BROKEN_OFF)
+        """Write an entry that no call has: every other rank finds a difference at its next call."""
+        self._write(_BROKEN_OFF)
 
-    def _put(self, words: str) -> None:
-        digest = self._digests.get(words)
+    def _write(self, description: str) -> None:
+        digest = self._digests.get(description)
         if digest is None:
-            digest = self._digests[words] = zlib.crc32(words.encode())
+            digest = self._digests[description] = zlib.crc32(description.encode())
         self._count += 1
-        # the number goes with the digest in one aligned store: a reader sees both or neither
+        # one aligned store holds number and digest: a reader sees both or neither
         entry = self._count % _NUMBERS << _DIGEST_BITS | digest
         self._rings[self._rank][self._count % ENTRIES] = entry
 
@@ -67,14 +67,14 @@ class CallLog:
                     break  # not there yet
                 if theirs != mine and theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
                     return (
-                        f"call {number} of rank {self._rank} is {self._told(mine)}, "
-                        f"of rank {rank} {self._told(theirs)}"
+                        f"call {number} of rank {self._rank} is {self._describe(mine)}, "
+                        f"of rank {rank} {self._describe(theirs)}"
                     )
                 compared[rank] = number
         return ""
 
-    def _told(self, entry: int) -> str:
-        known = {digest: words for words, digest in self._digests.items()}
+    def _describe(self, entry: int) -> str:
+        known = {digest: description for description, digest in self._digests.items()}
         return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")
 
 

@@ -1,13 +1,12 @@
 """One direction in which calls move data: a symmetric buffer, signals, and the number of the call.
 
-An eager call uses one half of the buffer, by the parity of its epoch, and meets nobody when it
-begins. A call that is captured in a CUDA graph has a third part and signals of its own: whatever a
-replay repeats, the number of its call included, is the same each time, so it begins by meeting the
-other ranks. `docs/memory_model.md` has both arguments. They rest on one open call a channel, which
+The buffer has three regions. Eager calls alternate between the first two, by the parity of their
+epoch, and begin without a barrier. A call that a CUDA graph captures uses the third region and
+signals of its own. A replay repeats everything, the number of its call included, so it begins with
+a rank barrier. `docs/memory_model.md` has both arguments. They need one open call a channel, which
 `begin` and `end` enforce.
 
-`Workspace` makes the channels, begins and ends their calls, and lets all ranks meet before one
-grows.
+`Workspace` makes the channels, begins and ends their calls, and calls a barrier before one grows.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.status import Status
 
-_PARTS = 3  # two halves for eager calls, by parity, then the part of captured calls
+_REGIONS = 3  # two for eager calls, by parity, then that of captured calls
 _CAPTURED = 2
 _MAX_PREPARED = 1024
 REFRESH_EVERY = 2**30  # calls: epochs are compared over 2**31
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """What one call at a time uses: a part of each rank's buffer, and the signals that go with it.
+class Region:
+    """What one call at a time uses: the same bytes of each rank's buffer, and the signals for them.
 
-    `pointers` and `pad_pointers` are int64 [R] on the device. `entries`, int32 [1], is this rank's
-    count of captured calls, None in the parts of eager calls.
+    `pointers` and `pad_pointers` are int64 [R] on the device: the addresses of all ranks' regions
+    and pads. `entries`, int32 [1], is this rank's count of captured calls, None in the regions of
+    eager calls.
     """
 
     rank: int
@@ -53,11 +53,11 @@ class Part:
     _prepared: dict[Hashable, Any] = field(default_factory=dict)
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rank `rank`'s part as a tensor."""
+        """Rank `rank`'s region as a tensor."""
         return self._data.view(rank, shape, dtype, self._offset_bytes)
 
     def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
-        """`make(part, *arguments)`, kept for later calls: the addresses of a part do not change."""
+        """`make(region, *arguments)`, cached: the addresses of a region do not change."""
         key = (make, arguments)
         if key not in self._prepared:
             if len(self._prepared) >= _MAX_PREPARED:  # shapes that change from step to step
@@ -71,38 +71,38 @@ class Call(NamedTuple):
 
     epoch: int
     status: Tensor
-    part: Part
+    region: Region
     channel: Channel
 
     @property
     def rank(self) -> int:
-        return self.part.rank
+        return self.region.rank
 
     @property
     def world_size(self) -> int:
-        return self.part.world_size
+        return self.region.world_size
 
     @property
     def pointers(self) -> Tensor:
-        return self.part.pointers
+        return self.region.pointers
 
     @property
     def pads(self) -> tuple[Tensor, ...]:
-        return self.part.pads
+        return self.region.pads
 
     @property
     def pad_pointers(self) -> Tensor:
-        return self.part.pad_pointers
+        return self.region.pad_pointers
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rank `rank`'s part of this call as a tensor."""
-        return self.part.view(rank, shape, dtype)
+        """Rank `rank`'s region for this call as a tensor."""
+        return self.region.view(rank, shape, dtype)
 
 
 class Channel:
-    """A symmetric buffer in three parts, with signals, and the epoch of the last eager call.
+    """A symmetric buffer in three regions, its signals, and the epoch of the last eager call.
 
-    Waits that run out of time are recorded in `status`. Collective constructor.
+    `status` records waits that run out of time. Collective constructor.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
@@ -113,25 +113,27 @@ class Channel:
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
         slots = self._world_size * signals.MAX_COMM_TILES
         self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.part_counters = torch.zeros(signals.PART_COUNTERS, dtype=torch.int32, device=device)
+        self.partial_counters = torch.zeros(
+            signals.PARTIAL_COUNTERS, dtype=torch.int32, device=device
+        )
         self.work_counter = torch.zeros(signals.WORK_WORDS, dtype=torch.int32, device=device)
         self._entries = torch.zeros(1, dtype=torch.int32, device=device)
         waiter = f"rank {self._rank} of group {group.group_name}"
-        awaited = partial(signals.told, world_size=self._world_size)
+        awaited = partial(signals.describe_slot, world_size=self._world_size)
         for pads in (self._pads, self._captured_pads):
             status.name(pads[self._rank], waiter, awaited)
-        status.name(self.part_counters, waiter, "the partials of tile {}".format)
+        status.name(self.partial_counters, waiter, "the partials of tile {}".format)
         self.epoch = 0
         self.open = False  # whether a call is
-        self.part_bytes = 0
-        self._parts: tuple[Part, ...] = ()
-        self._captured = False  # whether a graph knows the addresses of these parts
-        self._outgrown: list[tuple[Part, ...]] = []  # graphs replay into the memory they know
+        self.region_bytes = 0
+        self._regions: tuple[Region, ...] = ()
+        self._captured = False  # whether a graph holds the addresses of these regions
+        self._outgrown: list[tuple[Region, ...]] = []  # that replays of older graphs write
 
     @property
     def size_bytes(self) -> int:
-        held = [self._parts, *self._outgrown] if self._parts else []
-        return sum(_PARTS * parts[0].size_bytes for parts in held)
+        held = [self._regions, *self._outgrown] if self._regions else []
+        return sum(_REGIONS * regions[0].size_bytes for regions in held)
 
     def begin(self, captured: bool) -> Call:
         """Open the next call."""
@@ -139,35 +141,35 @@ class Channel:
         self.open = True
         if captured:
             self._captured = True
-            return Call(signals.CAPTURED_EPOCH, self._status.words, self._parts[_CAPTURED], self)
+            return Call(signals.CAPTURED_EPOCH, self._status.words, self._regions[_CAPTURED], self)
         self.epoch += 1
-        return Call(self.epoch, self._status.words, self._parts[self.epoch % 2], self)
+        return Call(self.epoch, self._status.words, self._regions[self.epoch % 2], self)
 
     def end(self, call: Call) -> None:
-        """Close the call: all that reads its part has been enqueued on the current stream."""
-        captured = call.part is self._parts[_CAPTURED]
+        """Close the call: all that reads its region has been enqueued on the current stream."""
+        captured = call.region is self._regions[_CAPTURED]
         assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
         if settings.get().poison:
-            # No peer writes this part before our next call, by its data or its entry, tells it that
-            # we are done here.
-            call.view(call.rank, (call.part.size_bytes,), torch.uint8).fill_(0xFF)
+            # No peer writes this region before our next call announces, by its data or its entry,
+            # that this one is done.
+            call.view(call.rank, (call.region.size_bytes,), torch.uint8).fill_(0xFF)
         self.open = False
 
     def grow(self, size_bytes: int) -> None:
-        """Take new parts of so many bytes, when no rank uses the old ones any more. Collective."""
+        """Allocate new regions of `size_bytes`; no rank uses the old ones any more. Collective."""
         if self._captured:
-            self._outgrown.append(self._parts)
+            self._outgrown.append(self._regions)
             self._captured = False
         aligned = -(-size_bytes // 4096) * 4096
-        data = devices.allocate(_PARTS * aligned, self._group, self._device)
-        self._parts = tuple(self._part(data, aligned, index) for index in range(_PARTS))
-        self.part_bytes = aligned
+        data = devices.allocate(_REGIONS * aligned, self._group, self._device)
+        self._regions = tuple(self._new_region(data, aligned, index) for index in range(_REGIONS))
+        self.region_bytes = aligned
 
     def refresh(self) -> None:
-        """Let slots that small calls leave alone announce the last call, as those in use do: a slot
-        of 2**31 calls ago would be taken for one to come.
+        """Set all slots to the last call, as those in use are: a slot that small calls have left
+        alone for 2**31 calls would look like one to come.
 
-        Between the last signal of the calls so far and the first of the next one.
+        Call it after the last signal of the calls so far and before the first of the next one.
         """
         self._pads[self._rank].fill_(signals.as_int32(self.epoch))
 
@@ -178,9 +180,9 @@ class Channel:
             for rank in range(self._world_size)
         )
 
-    def _part(self, data: SymmetricBuffer, size_bytes: int, index: int) -> Part:
+    def _new_region(self, data: SymmetricBuffer, size_bytes: int, index: int) -> Region:
         captured = index == _CAPTURED
-        return Part(
+        return Region(
             rank=self._rank,
             world_size=self._world_size,
             size_bytes=size_bytes,

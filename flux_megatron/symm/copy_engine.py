@@ -1,15 +1,15 @@
-"""Who moves bytes beside the GEMM: the GPU's copy engine, or on CPU the calling thread.
+"""The copies beside the GEMM: by the GPU's copy engine, or on CPU by the calling thread.
 
-Both keep the order "data, then its signal". On CUDA pushes run on a stream of their own; `fork`
-orders it after the caller's stream and `join` orders the caller's stream after it, so that a call
-leaves no work unjoined. In a capture both streams go into the graph.
+Both keep the order "data, then its signal". On CUDA pushes run on a stream of their own. `fork`
+orders it after the caller's stream, `join` orders the caller's stream after it, and every call
+joins what it has forked. In a capture both streams go into the graph.
 
-All that a device's calls enqueue has one order, whatever streams the caller uses. Kernels of a call
-may fill the GPU until a signal comes, and one copy-engine stream serves all channels and groups.
-Calls on streams without an order between them could wait for each other in a circle: a kernel of
-one for SMs that the other's holds, and that one for pushes that stand behind a gated push of the
-first. So whatever a call enqueues comes after all that calls have enqueued before, as if the caller
-had one stream. On one stream that is so, and costs a comparison.
+Everything that the calls of a device enqueue has one order, whatever streams the caller uses.
+Kernels of a call may fill the GPU until a signal comes, and one copy-engine stream serves all
+channels and groups. Calls on unordered streams could deadlock: a kernel of the first call waits for
+SMs that a kernel of the second holds, and that one waits for pushes that stand behind a gated push
+of the first. So everything that a call enqueues comes after all that earlier calls have enqueued,
+as if the caller had one stream. A caller with one stream pays a comparison for this.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Push(NamedTuple):
     signal: int
 
 
-class Delivery(NamedTuple):
-    """What to push when the int32 at `counter`, of this GPU, has come to `tiles`."""
+class GatedPush(NamedTuple):
+    """A push that waits until the int32 at `counter`, on this GPU, has reached `tiles`."""
 
     counter: int
     tiles: int
@@ -42,7 +42,7 @@ class Delivery(NamedTuple):
 
 
 class CopyEngine(ABC):
-    """Copies and signals in the order in which they are asked for."""
+    """Copies and signals, in the order of the calls to its methods."""
 
     _last: int | None = None  # the stream that an eager call was last enqueued on
     _captured = (0, 0)  # capture, and the last stream in it
@@ -124,15 +124,15 @@ class CopyEngine(ABC):
         self.write(pad.data_ptr() + slot * pad.element_size(), as_int32(epoch))
 
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
-        """Pushes that were worked out before, from the address `source`, each with its signal."""
+        """Enqueue all `pushes` from the address `source`, each followed by its signal."""
         word = as_int32(epoch)
         for push in pushes:
             self.copy(push.destination, source + push.offset, push.size_bytes)
             self.write(push.signal, word)
 
-    def deliver(self, deliveries: tuple[Delivery, ...], source: int, epoch: int) -> None:
-        """One after another, each when it is complete; then their counters are 0 again."""
-        for delivery in deliveries:
-            self.wait_count(delivery.counter, delivery.tiles)  # wait [D]
-            self.send((delivery.push,), source, epoch)
-        self.clear(tuple(delivery.counter for delivery in deliveries))
+    def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
+        """Enqueue the pushes in order, each behind its wait [D]; then set their counters to 0."""
+        for gated in gated_pushes:
+            self.wait_count(gated.counter, gated.tiles)  # wait [D]
+            self.send((gated.push,), source, epoch)
+        self.clear(tuple(gated.counter for gated in gated_pushes))

@@ -1,8 +1,8 @@
-"""Symmetric memory on CPU, one memfd a rank, mapped shared by all ranks of one machine; and who
+"""Symmetric memory on CPU: one memfd a rank, which all ranks of one machine map shared; and the
 copies there.
 
-A memfd has no name that could be left behind by a crash, and no /dev/shm size limit. Addresses
-differ from process to process, as they do between GPUs.
+A crash leaves no memfd behind, and /dev/shm does not limit its size. Addresses differ from process
+to process, as they do between GPUs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flux_megatron.symm.copy_engine import CopyEngine
 def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
     """Zeroed memory of `size_bytes` a rank. Collective over `group`.
 
-    `WorkspaceError`, on every rank, if one has not that much memory, or cannot open another's:
-    ranks in containers of their own do not see each other's /proc.
+    `WorkspaceError`, on every rank, if one has too little memory, or cannot open another's memfd:
+    ranks in separate containers do not see each other's /proc.
     """
     rank, world_size = group.rank(), group.size()
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = os.memfd_create("flux_megatron")
     problem = ""
-    try:  # reserved: memory that is only promised kills the process that writes there first
+    try:  # reserve the pages: the first write to a missing page would kill the process
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         problem = f"{size_bytes} bytes of shared memory: {error}"
@@ -43,10 +43,10 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
         problem = problem or str(error)
     problems: list[str] = [""] * world_size
     dist.all_gather_object(problems, problem, group=group)
-    os.close(descriptor)  # everybody has mapped it by now
+    os.close(descriptor)  # all ranks have mapped it
     if any(problems):
-        said = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
-        raise errors.WorkspaceError(f"ranks cannot share memory: {said}")
+        listed = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+        raise errors.WorkspaceError(f"ranks cannot share memory: {listed}")
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in maps]
     return SymmetricBuffer(
         rank=rank,

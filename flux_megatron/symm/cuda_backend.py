@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm.buffer import SymmetricBuffer
-from flux_megatron.symm.copy_engine import CopyEngine, Delivery, Push
+from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
 from flux_megatron.symm.signals import as_int32
 
 # torch maps whole 2 MiB pages for each allocation, so smaller sizes save nothing
@@ -27,7 +27,7 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
     handle = symmetric_memory.rendezvous(mine, group.group_name)
     mine.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(group=group)  # nobody signals before everybody has zeroed
+    dist.barrier(group=group)  # no rank signals before all ranks have zeroed their memory
     world_size = group.size()
     return SymmetricBuffer(
         rank=group.rank(),
@@ -38,8 +38,9 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
 
 
 class CudaCopyEngine(CopyEngine):
-    """Pushes over NVLink by copy engine; the signal is a stream write that follows in the same
-    stream. The driver's own calls: torch's cost the host several times as much.
+    """Pushes over NVLink by copy engine; the signal is a write that follows in the same stream.
+
+    It calls the driver: torch's functions cost the host several times as much.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class CudaCopyEngine(CopyEngine):
 
     def capture(self, stream: int) -> int:
         if stream == self.current() and not torch.cuda.is_current_stream_capturing():
-            return 0  # the driver's own call costs ten times as much
+            return 0  # the driver's query costs ten times as much
         error, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", error)
         active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -94,24 +95,26 @@ class CudaCopyEngine(CopyEngine):
     def clear(self, counters: tuple[int, ...]) -> None:
         self._operate([self._writing(counter, 0) for counter in counters])
 
-    def deliver(self, deliveries: tuple[Delivery, ...], source: int, epoch: int) -> None:
-        """A signal and what follows it, the next wait or the end, are one call to the driver."""
+    def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
+        """One call to the driver enqueues a signal and what follows it: the next wait, or the
+        zeros.
+        """
         word = as_int32(epoch) % 2**32
-        with self._lock:  # the operations are kept and changed
-            first, *_ = deliveries
+        with self._lock:  # the cached operations are modified
+            first, *_ = gated_pushes
             self.wait_count(first.counter, first.tiles)  # wait [D]
-            for push, operations in self._chain(deliveries):
+            for push, operations in self._chain(gated_pushes):
                 self.copy(push.destination, source + push.offset, push.size_bytes)
                 operations[0].writeValue.value = word
                 self._operate(operations)
 
-    @lru_cache(maxsize=256)  # noqa: B019, there is one engine a device, for good
-    def _chain(self, deliveries: tuple[Delivery, ...]) -> list[tuple[Push, list[Any]]]:
-        ends = [self._writing(delivery.counter, 0) for delivery in deliveries]
-        after = [[self._waiting(later.counter, later.tiles)] for later in deliveries[1:]]
+    @lru_cache(maxsize=256)  # noqa: B019, a device has one engine for the life of the process
+    def _chain(self, gated_pushes: tuple[GatedPush, ...]) -> list[tuple[Push, list[Any]]]:
+        ends = [self._writing(gated.counter, 0) for gated in gated_pushes]
+        after = [[self._waiting(later.counter, later.tiles)] for later in gated_pushes[1:]]
         return [
-            (delivery.push, [self._writing(delivery.push.signal, 0), *operations])
-            for delivery, operations in zip(deliveries, [*after, ends], strict=True)
+            (gated.push, [self._writing(gated.push.signal, 0), *operations])
+            for gated, operations in zip(gated_pushes, [*after, ends], strict=True)
         ]
 
     def _operate(self, operations: list[Any]) -> None:

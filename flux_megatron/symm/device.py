@@ -1,4 +1,4 @@
-"""What a device has for its calls: symmetric memory and a copy engine."""
+"""The symmetric memory and the copy engine of a device, by its type."""
 
 from __future__ import annotations
 

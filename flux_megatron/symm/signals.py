@@ -1,30 +1,30 @@
-"""Where signals lie and how epochs compare.
+"""The layout of signals, and the comparison of epochs.
 
-A pad holds one int32 slot for each (source rank, communication tile), and behind them one for each
-source's entries into captured calls. A slot receives the epoch of the call whose data has arrived.
-Eager calls count: nobody resets their slots. Captured calls have a pad of their own and one epoch;
-each resets its slots when it begins. Epochs wrap around at 2**32 and are compared by their
-difference.
+A pad holds one int32 slot for each (source rank, communication tile), then one for each source's
+entries into captured calls. A slot receives the epoch of the call whose data has arrived. The
+epochs of eager calls count up, and nobody resets their slots. Captured calls have a pad of their
+own and one epoch, and each resets its slots when it begins. Epochs wrap around at 2**32, and their
+difference compares them.
 """
 
 from __future__ import annotations
 
 MAX_COMM_TILES = 64  # communication tiles of one shard
-PART_COUNTERS = 1024  # tiles that a kernel may cut into parts
-# of a kernel's tile scheduler: the work counter, then a claim for each CTA's first item
+PARTIAL_COUNTERS = 1024  # split-K tiles that a kernel may have
+# of a kernel's tile scheduler: the work counter, then a claim for each CTA's first work tile
 WORK_CLAIMS = 4
 WORK_WORDS = 512
-CAPTURED_EPOCH = 1  # of every captured call: a replay repeats it
+CAPTURED_EPOCH = 1  # of every captured call, because a replay repeats it
 
-# words of a status record: what the first wait that ran out of time was waiting for
+# words of a status record: the slot, expected and seen epoch of the first wait that ran out of time
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
-STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the halves of the pad's address
+STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the two words of the pad's address
 STATUS_WORDS = 6
 # what the first word holds: a wait has run out of time, or a kernel has refused its numbers
 STATUS_LATE, STATUS_REFUSED = 1, 2
 # the slot of a refusal is 2 * rank + its kind
 REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
-LOOK_EVERY = 256  # turns of a wait: it looks whether another has run out of time
+LOOK_EVERY = 256  # turns of a wait between two looks whether another wait has run out of time
 
 
 def slot(source: int, comm_tile: int) -> int:
@@ -33,7 +33,7 @@ def slot(source: int, comm_tile: int) -> int:
 
 
 def entry_slot(source: int, world_size: int) -> int:
-    """The slot in which rank `source` announces that it has come to a captured call."""
+    """The slot in which rank `source` announces that it has entered a captured call."""
     return world_size * MAX_COMM_TILES + source
 
 
@@ -42,8 +42,8 @@ def pad_words(world_size: int) -> int:
     return -(-entry_slot(world_size, world_size) // 4) * 4
 
 
-def told(number: int, world_size: int) -> str:
-    """What a slot announces, in words."""
+def describe_slot(number: int, world_size: int) -> str:
+    """What the slot of this number announces, for messages."""
     source, comm_tile = divmod(number, MAX_COMM_TILES)
     if source < world_size:
         return f"communication tile {comm_tile} of rank {source}"

@@ -1,8 +1,8 @@
-"""The first wait of a process that ran out of time: written by a kernel, read by the host.
+"""The first wait of a process that ran out of time: a kernel writes it, the host reads it.
 
-One record a device, for all channels of all groups: after the first, every wait gives up soon, in
-whatever call it is, and results are not to be trusted. It lies in pinned memory, so the host reads
-it at any time, also while kernels run.
+A device has one record, for all channels of all groups. After the first late wait every other wait
+gives up soon, in whatever call it is, and results are not to be trusted. The record lies in pinned
+memory, so the host can read it while kernels run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flux_megatron.symm import signals
 
 
 class Status:
-    """`words`, int32 [STATUS_WORDS], is what waits are given."""
+    """The record of a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -28,13 +28,13 @@ class Status:
         self._late = self._refused = ""
 
     def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
-        """Waits for slots of `pad` are those of `waiter`; `awaited` tells what a slot announces."""
+        """Name the waits for slots of `pad`: who waits, and what the slot of a number announces."""
         self._pads[pad.data_ptr()] = (waiter, awaited)
 
     def late(self) -> str:
-        """Who waited for what, or nothing."""
+        """Who waited for what, and how long; "" while no wait is late."""
         if self._record[signals.STATUS_TRIPPED] == signals.STATUS_LATE and not self._late:
-            waiter, awaited, slot, expected, seen = self._told()
+            waiter, awaited, slot, expected, seen = self._recorded()
             self._late = (
                 f"{waiter} waited {settings.get().timeout_s:g} s for {awaited(slot)}: "
                 f"epoch {expected} expected, {seen} seen"
@@ -44,11 +44,11 @@ class Status:
     def refused(self) -> str:
         """What a kernel refused to do, on which rank, or nothing."""
         if self._record[signals.STATUS_TRIPPED] == signals.STATUS_REFUSED and not self._refused:
-            who, _, slot, expected, seen = self._told()
+            who, _, slot, expected, seen = self._recorded()
             self._refused = f"{who}: {signals.refused(slot, expected, seen)}"
         return self._refused
 
-    def _told(self) -> tuple[str, Callable[[int], str], int, int, int]:
+    def _recorded(self) -> tuple[str, Callable[[int], str], int, int, int]:
         low, high, slot, expected, seen = (
             self._record[word]
             for word in (

@@ -1,5 +1,5 @@
-"""The end of a training step: no weight changes, and nothing is saved, before all ranks have found
-their calls good.
+"""The end of a training step: no rank changes a weight or saves a checkpoint before all ranks have
+checked their calls.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from flux_megatron import errors
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.workspace import check, workspaces
 
-_ASK_S = 1.0  # between two questions whether another rank has failed
+_ASK_S = 1.0  # seconds between two queries whether another rank has failed
 
 
 def synchronize() -> None:
     """Wait until all calls, and what the current stream holds, are done; raise as `check` does.
 
-    It raises at once when a wait runs out of time or another rank fails, where a plain
-    synchronisation would wait for whatever else the stream waits for, such as a collective.
+    It raises at once when a wait runs out of time or another rank fails. A plain synchronisation
+    would go on waiting for the rest of the stream, such as a collective.
     """
     for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
         copy_engine(device).follow()
@@ -39,9 +39,9 @@ def synchronize() -> None:
 def confirm_step() -> None:
     """Return when all calls of the step are done, and good on every rank of the job. Collective.
 
-    What a rank computed after a wait of its ran out of time may have reached any other, also by
-    collectives that are not ours. `SignalTimeout` or `GroupBroken` on that rank, at once, and
-    `GroupBroken` on all others. Call it after backward, before the optimizer's step.
+    A rank whose wait ran out of time has computed wrong values, which any collective may have sent
+    to other ranks. That rank raises `SignalTimeout` or `GroupBroken` at once, all others raise
+    `GroupBroken`. Call it after backward, before the optimizer's step.
     """
     failure = None
     try:
@@ -49,12 +49,12 @@ def confirm_step() -> None:
     except errors.FluxError as error:
         failure = error
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # filled by a kernel: a copy from the host would wait for the stream
+    # a kernel fills it: a copy from the host would wait for the stream
     failed = torch.full((1,), int(failure is not None), dtype=torch.int32, device=device)
-    told = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
+    reduced = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)
     if failure is not None:
-        raise failure  # whether or not the others come to hear of it
-    told.wait()
+        raise failure  # without waiting for the others
+    reduced.wait()
     if failed.item():
         for space in workspaces():
             space.ask()

@@ -1,9 +1,9 @@
-"""What a group's calls travel through: one workspace a group, shared by all layers, growing to the
+"""The symmetric memory of a group: one workspace, which all layers share and which grows to the
 largest call.
 
-A workspace hands out channels by name, made when a call first asks for one, and has the agreement
-of its ranks and the log of their calls. After a failure in the middle of a call, or a wait that ran
-out of time, it refuses all further calls, and tells the other ranks why.
+A workspace makes a channel when a call first names it. It holds the agreement of its ranks and the
+log of their calls. After a failure in the middle of a call, or a wait that ran out of time, it
+refuses all further calls and reports the reason to the other ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def capturing(device: torch.device) -> bool:
 
 class Workspace:
     """What one group shares: `channels` by name, the agreement, the log of calls, the device's copy
-    engine.
+    engine. Collective constructor.
     """
 
     def __init__(
@@ -43,77 +43,79 @@ class Workspace:
         self.group, self.device, self.world_size = group, device, group.size()
         self.engine = copy_engine(device)
         self.agreement = Agreement(group)
-        self.decisions: dict[Hashable, Any] = {}  # what callers have settled with all ranks
-        self.checked: dict[Hashable, Any] = {}  # the same by all that a rank checks of its call
-        self.settings: settings.Settings | None = None  # those that `checked` holds for
+        self.decisions: dict[Hashable, Any] = {}  # that all ranks have confirmed
+        self.checked: dict[Hashable, Any] = {}  # the same, by all that a rank checks of its call
+        self.settings: settings.Settings | None = None  # under which `checked` is valid
         self.unavailable = _why_unavailable(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
-        self._late = ""  # the wait that ran out of time, and its likely reason
+        self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
 
-    def begin(self, channel: str, size_bytes: int) -> Call:
-        """Open the next call of a channel, with `size_bytes` in its part.
+    def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
+        """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
 
-        Makes the channel, or lets it grow, where that is too small: collective, and
-        `WorkspaceError` if it would be in a capture.
+        A missing channel is made, and one that is too small grows: collective, and a
+        `WorkspaceError` in a capture.
         """
         self.check()
         captured = capturing(self.device)
         found = self.channels.get(channel)
         if found is not None and found.open:
             raise errors.WorkspaceError(f"a {channel} was begun while another was open")
-        if found is None or size_bytes > found.part_bytes:
-            found = self._enlarged(channel, size_bytes, captured)
+        if found is None or size_bytes > found.region_bytes:
+            found = self._enlarged(channel, size_bytes, captured, kind)
         if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
-            self._meet()  # all signals of the calls so far have come
+            self._barrier()  # all signals of the calls so far have come
             found.refresh()
-            self._meet()  # none of the next call comes before
+            self._barrier()  # none of the next call comes before
         return found.begin(captured)
 
     def end(self, call: Call) -> None:
-        """Close the call: all that reads its part has been enqueued on the current stream."""
+        """Close the call: all that reads its region has been enqueued on the current stream."""
         call.channel.end(call)
-        if self.device.type == "cpu":  # kernels have returned: what they met is known
+        if self.device.type == "cpu":  # kernels have returned: a late wait is known
             self.check()
 
-    def _enlarged(self, channel: str, size_bytes: int, captured: bool) -> Channel:
+    def _enlarged(
+        self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
+    ) -> Channel:
         if captured:
-            held = self.channels[channel].part_bytes if channel in self.channels else 0
+            held = self.channels[channel].region_bytes if channel in self.channels else 0
             raise errors.WorkspaceError(
                 f"a captured call needs {size_bytes} bytes of symmetric memory, {held} are there, "
-                "and memory cannot be had during capture: make the same call once before it is "
+                "and a capture cannot allocate: make the same call once before it is "
                 "captured"
             )
         if channel not in self.channels:
-            self.channels[channel] = Channel(self.group, self.device, self._status)
-        self._meet()  # no rank uses the old memory any more
+            self.channels[channel] = kind(self.group, self.device, self._status)
+        self._barrier()  # no rank uses the old memory any more
         self.channels[channel].grow(size_bytes)
         return self.channels[channel]
 
-    def _meet(self) -> None:
-        """No rank goes on before all have finished what they have enqueued."""
+    def _barrier(self) -> None:
+        """Wait until all ranks have finished what they have enqueued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.check()  # the others may be gone
         dist.barrier(group=self.group)
 
-    def note(self, words: str) -> None:
-        """Record a call by its description; `ProblemMismatch` if a rank is seen to differ."""
+    def note(self, description: str) -> None:
+        """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
         if self.calls is None:
             return
         try:
-            self.calls.note(words)
+            self.calls.note(description)
         except errors.ProblemMismatch:
-            self.ask()  # it may be that the other rank has failed
+            self.ask()  # the other rank may have failed
             raise
 
     def check(self) -> None:
-        """Raise what has made results of this group worthless, if anything has."""
+        """Raise the error that has made results of this group worthless, if there is one."""
         if not self._late and self.unavailable is None and (late := self._status.late()):
             reason = self._explain()
             self._late = late + (f" ({reason})" if reason else "")
-            self._tell(f"SignalTimeout: {self._late}")
+            self._report_failure(f"SignalTimeout: {self._late}")
         if self._late:
             raise errors.SignalTimeout(self._late)
         if self.unavailable is None and (refused := self._status.refused()):
@@ -122,7 +124,7 @@ class Workspace:
             raise errors.GroupBroken(self.agreement.broken)
 
     def ask(self) -> None:
-        """Raise `GroupBroken` if another rank has told that it failed."""
+        """Raise `GroupBroken` if another rank has reported that it failed."""
         self.agreement.failure()
         self.check()
 
@@ -134,13 +136,13 @@ class Workspace:
         return Guard(self)
 
     def break_off(self, error: BaseException) -> None:
-        """Refuse all calls from now on, on all ranks: `error` has ended one in the middle."""
-        with contextlib.suppress(RuntimeError):  # what failed may be the device
-            self.engine.join()  # no push reads what the caller gives back
+        """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
+        with contextlib.suppress(RuntimeError):  # the device may have failed
+            self.engine.join()  # no push reads memory that the caller frees
         if not self.agreement.broken:
-            self._tell(f"{type(error).__name__}: {error}")
+            self._report_failure(f"{type(error).__name__}: {error}")
 
-    def _tell(self, failure: str) -> None:
+    def _report_failure(self, failure: str) -> None:
         if self.calls is not None:
             self.calls.break_off()
         self.agreement.break_off(failure)
@@ -157,10 +159,10 @@ class Workspace:
 
 
 class Guard:
-    """`with space.guard(): ...`: an error that leaves a call open which was begun within breaks the
-    group off.
+    """`with space.guard(): ...` breaks the group off if an error leaves a call open that began
+    inside.
 
-    The call's pushes would stay in flight, and the other ranks would wait for the rest of it.
+    Its pushes would stay in flight, and the other ranks would wait for the rest of the call.
     """
 
     def __init__(self, space: Workspace) -> None:
@@ -175,7 +177,7 @@ class Guard:
 
 
 def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
-    """The log of calls; on GPUs a group can do without, if its ranks share no host memory."""
+    """The log of calls; None for a group on GPUs whose ranks share no host memory."""
     try:
         return CallLog(group)
     except errors.WorkspaceError:
@@ -185,12 +187,13 @@ def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
 
 
 def _why_unavailable(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot have symmetric memory, or None. Collective."""
     places: list[tuple[str, str]] = [("", "")] * group.size()
     dist.all_gather_object(places, (device.type, socket.gethostname()), group=group)
     devices, hosts = ({place[i] for place in places} for i in (0, 1))
     if len(devices) > 1:
-        said = ", ".join(f"rank {r}: {place[0]}" for r, place in enumerate(places))
-        raise errors.ProblemMismatch(f"the ranks brought tensors on different devices ({said})")
+        listed = ", ".join(f"rank {r}: {place[0]}" for r, place in enumerate(places))
+        raise errors.ProblemMismatch(f"the ranks brought tensors on different devices ({listed})")
     if len(hosts) > 1:
         return f"the group spans {len(hosts)} nodes, symmetric memory needs one"
     return None
@@ -203,7 +206,7 @@ _statuses: dict[torch.device, Status] = {}
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
     found = _workspaces.get(group.group_name)
-    if found is None or found.group is not group:  # names come back after destroy_process_group
+    if found is None or found.group is not group:  # a later group may have the same name
         status = _statuses.setdefault(device, Status(device))
         found = _workspaces[group.group_name] = Workspace(group, device, status)
     return found
@@ -215,26 +218,27 @@ def workspaces() -> list[Workspace]:
 
 
 def check() -> None:
-    """Raise `SignalTimeout` if any call enqueued so far has missed a rank, `GroupBroken` after a
-    failure in the middle of one.
+    """Raise `SignalTimeout` if a wait of any call so far ran out of time, `GroupBroken` after a
+    failure in the middle of a call.
 
-    On CUDA it speaks of kernels that have finished: call `synchronize`, or this after a
-    synchronisation, before results are trusted. Every later call does it too.
+    On CUDA this covers the kernels that have finished: before you trust results, call
+    `synchronize`, or this after a synchronisation. Every later call checks too.
     """
     for space in workspaces():
         space.check()
 
 
 def release() -> None:
-    """Forget every workspace; their memory goes with the last tensor that uses it."""
+    """Drop every workspace; the last tensor that uses its memory frees it."""
     _workspaces.clear()
     _statuses.clear()
 
 
 @atexit.register
 def _let_groups_go() -> None:
-    """Gloo's threads drop the last collectives' tensors whenever they come to it, which aborts a
-    process whose interpreter has begun to end. A group that nobody holds joins them before.
+    """Join gloo's threads before the interpreter ends, by dropping the groups.
+
+    A thread that drops the last collective's tensors later aborts the process.
     """
     release()
-    gc.collect()  # a workspace and its channels hold each other
+    gc.collect()  # workspaces and channels refer to each other

@@ -85,7 +85,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     train: LoopConfig
     layers: Layers = "flux"
-    strategy: Literal["auto", "hopper", "fused", "pipelined", "sequential"] = "auto"
+    strategy: Literal["auto", "hopper", "fused", "pipelined", "low_latency", "sequential"] = "auto"
 
     @model_validator(mode="after")
     def _divisible(self) -> TrainConfig:

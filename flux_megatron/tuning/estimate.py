@@ -30,6 +30,7 @@ MARGIN = 0.08
 # Times M: entries with more rows than that tell nothing of it. 496 from 2048 was right, 80 from
 # 2048 was not (2 x H200, 2026-11-22: GEMMs of N = 24 and K = 16 got plans that overlap).
 FARTHEST = 5
+FOR_FEW = "low_latency"  # the strategy that is made for such shards
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -51,14 +52,14 @@ def best(
 ) -> Plan:  # fmt: skip
     """The plan with the least estimate, the first of equals; `plans` begin with `sequential`.
 
-    For shards of few rows it is `sequential` unless others were measured near by and promise
-    enough.
+    For shards of few rows it is `low_latency`, where that can run, else `sequential`, unless others
+    were measured near by and promise enough.
     """
     estimates = estimates_us(problem, plans, entries, connections, facts)
     if problem.M_shard < FEWEST_ROWS:
         fewest = min((entry.problem.M for entry in entries), default=math.inf)
         if fewest > FARTHEST * problem.M:
-            return plans[0]
+            return next((plan for plan in plans if plan.strategy == FOR_FEW), plans[0])
         if fewest > problem.M:
             estimates[plans[0]] *= 1 - MARGIN
     return min(plans, key=estimates.__getitem__)

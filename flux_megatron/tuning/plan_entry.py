@@ -20,7 +20,7 @@ from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.environment import Environment
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,19 @@ def _to_format_2(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, "environment": {**where, "sources": f"format 1: {where['sources']}"}}
 
 
-MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_to_format_2]
+def _to_format_3(raw: dict[str, Any]) -> dict[str, Any]:
+    """`Plan.split_k_shards` was `cut_shards`, in an entry's plan and in those of its lists."""
+    plan = raw.get("plan")
+    if isinstance(plan, dict) and "cut_shards" in plan:
+        plan = {"split_k_shards" if k == "cut_shards" else k: v for k, v in plan.items()}
+        raw = {**raw, "plan": plan}
+    for name in ("measured", "failed"):
+        if isinstance(raw.get(name), list):
+            raw = {**raw, name: [_to_format_3(o) if isinstance(o, dict) else o for o in raw[name]]}
+    return raw
+
+
+MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_to_format_2, _to_format_3]
 
 
 def _readable_plans(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import low_latency, registry, sequential
 from flux_megatron.overlap.registry import forward
-from flux_megatron.overlap.transfer import GATHER, SCATTER
+from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
 LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
@@ -71,6 +74,9 @@ class Trial:
             _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
             _reserve(space, SCATTER, whole * element)
+        if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
+            size_bytes = low_latency.half_bytes(p.M, p.N, self._x.dtype, p.world_size)
+            _reserve(space, WORDS, size_bytes, WordChannel)
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""
@@ -117,28 +123,20 @@ class Trial:
         module = registry.strategy(self.problem, plan.strategy)
         gather = module.start_gather(self._layer_x, gather_plan, self._space)
         scatter = module.start_gemm_rs(self._x, self._w, "nn", plan, self._space)
-        self._add_wgrad(self._x, gather.complete())
+        accumulate_wgrad_by_torch(self._main_grad, self._x, gather.complete())
         gather.close()
         dx: Tensor = scatter.finish()
         return dx
 
     def _wgrad(self, gathered_dy: Tensor) -> None:
-        self._add_wgrad(gathered_dy, self._layer_x)
-
-    def _add_wgrad(self, dy: Tensor, x: Tensor) -> None:
-        """main_grad += dy^T x in fp32, as Megatron accumulates it."""
-        if dy.dtype == torch.float32:
-            self._main_grad.addmm_(dy.t(), x)
-        elif dy.is_cuda:
-            accumulate = torch.ops.aten.addmm.dtype_out
-            accumulate(self._main_grad, dy.t(), x, torch.float32, out=self._main_grad)
-        else:
-            self._main_grad.addmm_(dy.t().float(), x.float())
+        accumulate_wgrad_by_torch(self._main_grad, gathered_dy, self._layer_x)
 
 
 def _whole_tiles(size: int) -> int:
     return -(-size // LARGEST_TILE) * LARGEST_TILE
 
 
-def _reserve(space: Workspace, channel: str, size_bytes: int) -> None:
-    space.end(space.begin(channel, size_bytes))
+def _reserve(
+    space: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
+) -> None:
+    space.end(space.begin(channel, size_bytes, kind))

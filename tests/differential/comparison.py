@@ -94,9 +94,9 @@ def _of_state(found: Difference, stock: Record, ours: Record, where: str) -> Non
 
 
 def _of_half(
-    found: Difference, stock: Record, ours: Record, truth: Record, epsilon: float, where: str
+    found: Difference, stock: Record, ours: Record, reference: Record, epsilon: float, where: str
 ) -> None:
-    lists = [record["iterations"] for record in (stock, ours, truth)]
+    lists = [record["iterations"] for record in (stock, ours, reference)]
     if len({len(entries) for entries in lists}) > 1:
         found.wrong.append(f"{where}: the reference has another number of iterations")
         return

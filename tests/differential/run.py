@@ -1,7 +1,7 @@
 """`python tests/differential/run.py --megatron CHECKOUT ... --count 300 --seed 1 --out rows.jsonl`
 
 Random valid arguments of the unedited pretrain_gpt.py, five iterations on CPU: stock layers beside
-ours. A row for each combination; exits 1 if one is a finding. docs/differential.md.
+ours. A row for each combination; exits 1 if one is a finding. docs/testing.md.
 """
 
 from __future__ import annotations

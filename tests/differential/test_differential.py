@@ -127,11 +127,11 @@ def test_another_state_is_a_difference(name):
 
 
 def test_half_precision_is_held_against_stock_s_own_distance():
-    truth, stock = _record(), _record(**{"lm loss": 4.004})
+    reference, stock = _record(), _record(**{"lm loss": 4.004})
 
     def wrong(loss):
         ours = _record(**{"lm loss": loss})
-        return comparison.compare([stock], [ours], [truth], "bf16").wrong
+        return comparison.compare([stock], [ours], [reference], "bf16").wrong
 
     assert wrong(3.994) == []
     assert "lm loss of ours" in wrong(3.98)[0]

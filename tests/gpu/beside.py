@@ -4,7 +4,7 @@
 
 One layer of each kind, forward and backward, `--width` wide on each rank, at every M; with
 CUDA_DEVICE_MAX_CONNECTIONS unset and 1. The bench measures both conditions (`docs/measuring.md`):
-its yardsticks of GEMMs and NCCL, and every strategy in its default plan, in one race each. Prints
+its baselines of GEMMs and NCCL, and every strategy in its default plan, in one race each. Prints
 us and E of each, alone and beside; `!` where the all-reduce ended before the call in some round.
 The rows are the bench's: `flux-megatron bench check` and `plot` read them.
 """

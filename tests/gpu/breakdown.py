@@ -39,12 +39,12 @@ BUSY_PERCENT = 90
 NAMES = 25
 KINDS = {
     "collective": r"nccl",
-    "wait": r"wait_sources|meet_ranks|announce",
+    "wait": r"wait_sources|rank_barrier|announce",
     "attention": r"sdpa|flash|fmha|attention",
     "optimizer": r"multi_tensor|adam|l2norm|normtwo",  # the last looks for NaN in gradients
     "norm": r"norm",
     "linear": r"gemm|nvjet|xmma|cutlass|cublas",
-    "sum of parts": r"reduce_slots",
+    "sum of parts": r"reduce_received",
     "copy": r"^memcpy|^memset",
 }  # the first that is found; "other" otherwise
 RANK = __file__
@@ -164,14 +164,17 @@ def clocks() -> Iterator[list[tuple[float, float]]]:
     command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,utilization.gpu", "-lms", "50"]
     command += ["--format=csv,noheader,nounits"]
     seen: list[tuple[float, float]] = []
-    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said) as process:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output) as process,
+    ):
         try:
             yield seen
         finally:
             process.terminate()
             process.wait(timeout=60)
-            said.seek(0)
-            for line in said.read().splitlines()[:-1]:  # the last may be cut
+            output.seek(0)
+            for line in output.read().splitlines()[:-1]:  # the last may be cut
                 megahertz, watts, busy = map(float, line.split(","))
                 if busy >= BUSY_PERCENT:
                     seen.append((megahertz, watts))

@@ -63,15 +63,15 @@ class Run:
 
     def failure(self, call: Callable[[], object]) -> str:
         """Make the call: "" or, on all ranks alike, which of them failed and how. Collective."""
-        said = ""
+        failure = ""
         try:
             call()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}"
         answers = [""] * self.group.size()
-        dist.all_gather_object(answers, said, group=self.group)
+        dist.all_gather_object(answers, failure, group=self.group)
         return "; ".join(f"rank {r}: {one}" for r, one in enumerate(answers) if one)
 
 

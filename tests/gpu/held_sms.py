@@ -74,7 +74,7 @@ class HeldSms:
         """Enqueued on the current stream: let go when all before it has ended."""
         self._stop.fill_(self._number)
 
-    def was_told_to_end(self) -> bool:
+    def was_asked_to_end(self) -> bool:
         """Whether no CTA ran out of its time; after a synchronisation."""
         seen = self._seen.tolist()
         assert len({sm for sm, _ in seen}) == self.count, f"not one CTA an SM: {seen}"

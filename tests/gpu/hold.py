@@ -171,7 +171,7 @@ def _once(
     if spinner is not None:
         spinner.end()
     torch.cuda.synchronize(run.device)
-    outlasted = spinner is not None and not spinner.was_told_to_end()
+    outlasted = spinner is not None and not spinner.was_asked_to_end()
     return start.elapsed_time(end) * 1e3, float(outlasted)
 
 

@@ -47,7 +47,7 @@ import typer
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf.workload import Workload
-from flux_megatron.results import megatron_log
+from flux_megatron.results import logs
 from flux_megatron.results.iterations import ResultsError
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
@@ -174,7 +174,7 @@ class Process:
         if code != 0:
             said = [file.read_text()[-3000:] for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
-        series = megatron_log.read(self.logs, self.job.workload.training.global_batch)
+        series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
 
     def stop(self) -> None:
@@ -221,10 +221,10 @@ def compared(
 
 def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
-    told: dict[str, object] = {}
+    ratios: dict[str, object] = {}
     if job.name == "compare":
         arms, words, ratio = compared(times, job.length)
-        told = {"speedup_low_middle_high": ratio, "speedup": words}
+        ratios = {"speedup_low_middle_high": ratio, "speedup": words}
     for arm, milliseconds in arms.items():
         yield {
             "what": "iteration", "arm": arm, "model": job.workload.model.name,
@@ -233,7 +233,7 @@ def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
             "transformer_impl": _last(job.words, "--transformer-impl"),
             "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
-            **(told if arm == "flux" else {}), **machine,
+            **(ratios if arm == "flux" else {}), **machine,
         }  # fmt: skip
 
 

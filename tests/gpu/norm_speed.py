@@ -92,14 +92,14 @@ def wrong(case: Case, device: torch.device) -> list[str]:
         y = function(*given)
         return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
 
-    truth = results(lambda *given: getattr(reference, case.kind)(*given, eps=EPS), torch.float64)
+    expected = results(lambda *given: getattr(reference, case.kind)(*given, eps=EPS), torch.float64)
     allowed: list[float] = []
     found = []
     for name, function in case.candidates().items():
-        pairs = zip(results(function, case.dtype), truth, strict=True)
+        pairs = zip(results(function, case.dtype), expected, strict=True)
         errors = [(got.double() - true).abs().max().item() for got, true in pairs]
         if not allowed:
-            roundings = [2 * torch.finfo(case.dtype).eps * t.abs().max().item() for t in truth]
+            roundings = [2 * torch.finfo(case.dtype).eps * t.abs().max().item() for t in expected]
             allowed = [max(2 * error, r) for error, r in zip(errors, roundings, strict=True)]
         # not ">": NaN is wrong
         if not all(error <= limit for error, limit in zip(errors, allowed, strict=True)):
@@ -161,8 +161,8 @@ def measure(
 ) -> Iterator[dict]:
     """Rows of every case. `AssertionError` if a norm is wrong."""
     cases = [Case(kind, M, N, dtype) for (M, N), kind in itertools.product(shapes, KINDS)]
-    complaints = [complaint for case in cases for complaint in wrong(case, device)]
-    assert not complaints, "\n".join(complaints)
+    errors = [error for case in cases for error in wrong(case, device)]
+    assert not errors, "\n".join(errors)
     for case in cases:
         yield from rows(case, device, rounds)
 

@@ -216,8 +216,8 @@ def main(
         run, calls=calls, count=kinds, seed=seed, graphs=graphs, every=every, megabytes=megabytes,
         stall_s=stall_s,
     )  # fmt: skip
-    told = ("calls", "hangs", "wrong", "replays", "all_reduces", "all_reduce_ms", "seconds")
-    run.say(f"race {run.group.size()} ranks: { {name: row[name] for name in told} }")
+    shown = ("calls", "hangs", "wrong", "replays", "all_reduces", "all_reduce_ms", "seconds")
+    run.say(f"race {run.group.size()} ranks: { {name: row[name] for name in shown} }")
     run.say(f"  {row['strategies']}")
     gpu_run.finish(run, code=1 if row["wrong"] else 0)
 

@@ -25,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-KERNELS = ("ag_gemm_kernel", "gemm_rs_kernel", "reduce_slots_kernel", "wait_sources_kernel")
+KERNELS = ("ag_gemm_kernel", "gemm_rs_kernel", "reduce_received_kernel", "wait_sources_kernel")
 RANKS, KINDS = 2, 24
 LIMIT_S = 300
 

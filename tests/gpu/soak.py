@@ -14,14 +14,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
 os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "60")
 os.environ.setdefault("FLUX_MEGATRON_POISON", "1")  # what was read too early is NaN
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+sys.path.append(str(Path(__file__).parents[1]))  # for `closeness`
 
 import torch
 import torch.distributed as dist

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from closeness import assert_sums_exact
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops
+from flux_megatron import ops, reference
 from flux_megatron.dispatch import decide
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
-EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24}  # integers up to here
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PIECES = {"ag_gemm": 6, "row backward": 3, "gemm_rs": 7, "column backward": 4}
 TILES = [Tile(16, 32, 32), Tile(64, 64, 32, group_m=2)]
 
@@ -88,7 +89,7 @@ def _kind(
         M_shard=draw.randint(1, rows) * (1 if small or number % 12 else 5),  # a large one at times
         N=draw.randint(1, columns),
         K=draw.randint(1, 30),
-        dtype=draw.choice([*EXACT]),
+        dtype=draw.choice(DTYPES),
         plan=None,
     )
     return replace(
@@ -112,7 +113,7 @@ def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
 
 def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool) -> Kind:
     gathers = common["piece"] in ("ag_gemm", "row backward")
-    least = hopper.hopper_gemm.STEPS_MIN * (world_size - 1) * hopper.TILE.block_k
+    least = hopper.hopper_gemm.K_TILES_MIN * (world_size - 1) * hopper.TILE.block_k
     most = 1 if small else draw.choice([1, 1, 1, 3])
     kind = Kind(
         **common,
@@ -145,26 +146,22 @@ class Operands:
         layer_x = [self._integers(kind.M_shard, kind.N) for _ in ranks]
         if kind.gathers:
             self.gathered = torch.cat(x)
-            self.y = self._product(self.gathered, w[rank], bias[rank] if kind.bias else None)
+            assert_sums_exact(self.gathered, w[rank], extra=1)
+            own_bias = [bias[rank]] if kind.bias else None
+            self.y = reference.all_gather_gemm(x, [w[rank]], "nn", own_bias)[0]
         else:
             self.gathered = torch.cat(layer_x)
-            mine = torch.cat([one.chunk(group.size())[rank] for one in x], 1)
-            self.y = self._product(mine, torch.cat(w), None)
+            assert_sums_exact(torch.cat(x, 1), torch.cat(w))
+            self.y = reference.gemm_reduce_scatter(x, w, "nn")[rank]
         self.x, self.layer_x = x[rank], layer_x[rank]
         self.bias = bias[rank] if kind.bias else None
         self.w = w[rank].t().contiguous() if kind.layout == "nt" else w[rank]
 
     def _integers(self, *shape: int) -> Tensor:
-        """-1, 0 and 1, so many that a sum of products stays near 60."""
+        """-1, 0 and 1, so many that a sum of terms stays near 60."""
         kept = min(2 / 3, (60 / self._sum) ** 0.5)
         chance = torch.rand(shape, generator=self._draw, device=self._device)
         return ((chance < kept / 2).int() - (chance > 1 - kept / 2).int()).to(self.kind.dtype)
-
-    def _product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        largest = int((x.abs().float() @ w.abs().float()).max()) + 1
-        assert largest <= EXACT[x.dtype], f"{self.kind}: sums up to {largest} are not exact"
-        y = x.float() @ w.float()
-        return (y if bias is None else y + bias.float()).to(x.dtype)
 
     def call(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Make the call; pairs of what it gives and what it must give, to be compared at once."""
@@ -175,14 +172,14 @@ class Operands:
         elif kind.piece == "column backward":
             yield from self._column_backward()
         else:
-            lent: list[Tensor] = []
+            borrowed: list[Tensor] = []
             y = ops.run_ag_gemm(
                 self.x, self.w, self.bias, group, layout=kind.layout, plan=kind.plan,
-                consume=(lambda rows: lent.append(rows.clone()))
+                consume=(lambda rows: borrowed.append(rows.clone()))
                 if kind.piece == "row backward" else None,
             )  # fmt: skip
             yield y, self.y
-            for rows in lent:
+            for rows in borrowed:
                 yield rows, self.gathered
 
     def _column_backward(self) -> Iterator[tuple[Tensor, Tensor]]:

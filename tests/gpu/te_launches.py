@@ -99,8 +99,10 @@ def iterations(log: str) -> list[dict[str, float]]:
     for process in log.split(NEXT):
         here = []
         for number, rest in HEAD.findall(process):
-            told = dict(part.strip().partition(": ")[::2] for part in rest.split("|"))
-            values = {name: float(told[field]) for name, field in FIELDS.items() if field in told}
+            fields = dict(part.strip().partition(": ")[::2] for part in rest.split("|"))
+            values = {
+                name: float(fields[field]) for name, field in FIELDS.items() if field in fields
+            }
             here.append({"iteration": float(number), **values})
         if len(here) > 1:  # from 0.16 on this loss is the mean of the first two
             here[1]["loss"] = round(2 * here[1]["loss"] - here[0]["loss"], 6)

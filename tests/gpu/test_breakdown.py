@@ -71,7 +71,7 @@ def test_time_in_which_only_communication_runs(tmp_path):
         ("norm_backward_kernel", "norm"),
         ("void transformer_engine::normalization::rmsnorm_fwd_general_kernel<", "norm"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add", "other"),
-        ("reduce_slots_kernel", "sum of parts"),
+        ("reduce_received_kernel", "sum of parts"),
         ("wait_sources_kernel", "wait"),
     ],
 )

@@ -35,7 +35,7 @@ def both_versions(rank: int, out: Path) -> None:
 
 
 def an_outlasted_hold(rank: int, out: Path) -> None:
-    """On rank 1 alone; the row must tell it."""
+    """On rank 1 alone; the row must report it."""
 
     def once(*_):
         return 100.0 + rank, float(rank == 1)
@@ -66,7 +66,7 @@ def test_every_strategy_of_both_versions(tmp_path, capfd):
     assert "column backward 32x16x16" in capfd.readouterr().out
 
 
-def test_a_call_that_outlasts_the_hold_on_any_rank_is_told(tmp_path):
+def test_a_call_that_outlasts_the_hold_on_any_rank_is_reported(tmp_path):
     run_ranks(an_outlasted_hold, 2, tmp_path / "rows.jsonl")
     (row,) = _rows(tmp_path / "rows.jsonl")
     assert row["finished_while_held"] is False

@@ -117,7 +117,7 @@ def test_a_short_comparison_and_a_long_run_of_ours(ranks, tmp_path):
     }
 
 
-def test_a_failed_process_is_told_and_the_others_still_run(ranks, tmp_path, capsys):
+def test_a_failed_process_is_reported_and_the_others_still_run(ranks, tmp_path, capsys):
     ranks.write_text(
         "import sys\nif '--tp-comm-overlap' in sys.argv: sys.exit('no such thing')" + RANK
     )

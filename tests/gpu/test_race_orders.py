@@ -31,11 +31,11 @@ def orders(rank: int, out: Path) -> tuple[dict, list[tuple[int, int]]]:
     launched = []
     launch = race_orders.Race._launch_next
 
-    def told(self) -> None:
+    def recorded(self) -> None:
         launched.append((self.launched, self.made))
         launch(self)
 
-    with mock.patch.object(race_orders.Race, "_launch_next", told):
+    with mock.patch.object(race_orders.Race, "_launch_next", recorded):
         return race_orders.race(_run(out), calls=30, stall_s=60, **FEW), launched
 
 

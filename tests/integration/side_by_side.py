@@ -130,5 +130,5 @@ def share(whole: torch.Tensor, axis: int) -> torch.Tensor:
     return whole.chunk(dist.get_world_size(), axis)[dist.get_rank()].contiguous()
 
 
-def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((got.double() - truth.double()).norm() / truth.double().norm())
+def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((got.double() - reference.double()).norm() / reference.double().norm())

@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
 
+from flux_megatron import reference
 from flux_megatron.integration import install
 from flux_megatron.integration.flags import add_flux_arguments
 
@@ -67,12 +68,10 @@ def _norm_parameters(config: Any, size: int, sequence_parallel: bool) -> dict[st
 
 
 def _normalised(x: Any, weight: Any, bias: Any, config: Any, eps: float) -> torch.Tensor:
-    gamma = weight.float() + 1 if config.layernorm_zero_centered_gamma else weight.float()
-    wide = x.float()
-    if bias is not None:
-        wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gamma
-    return (wide if bias is None else wide + bias.float()).to(weight.dtype)
+    options = {"eps": eps, "zero_centered": config.layernorm_zero_centered_gamma}
+    if bias is None:
+        return reference.rms_norm(x, weight, **options)
+    return reference.layer_norm(x, weight, bias, **options)
 
 
 class _Norm(_State, torch.nn.Module):

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel import layers as stock
 from ranks import run_ranks
 from side_by_side import Case
 
-from flux_megatron.integration import apex_shim, main_grad
+from flux_megatron import reference, wgrad
+from flux_megatron.integration import apex_shim
 from flux_megatron.integration.apex_shim import (
     NAME,
     SHIM,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 def _as_it_was():
     yield
     withdraw_wgrad_kernels()
-    main_grad._apex_kernels.cache_clear()
+    wgrad._apex_kernels.cache_clear()
 
 
 def test_it_is_found_wherever_megatron_looks_and_leaves_no_trace():
@@ -65,7 +66,8 @@ def test_it_adds(main_dtype):
     sums = torch.full((6, 5), 3.0, dtype=main_dtype)
     add = getattr(SHIM, f"wgrad_gemm_accum_fp{32 if main_dtype == torch.float32 else 16}")
     add(x, dy, sums)
-    assert torch.equal(sums.double(), 3 + torch.einsum("sbn,sbk->nk", dy.double(), x.double()))
+    dw = reference.wgrad(dy.double().flatten(0, 1), x.double().flatten(0, 1))
+    assert torch.equal(sums.double(), 3 + dw)
 
 
 def test_our_layers_do_not_go_round_through_it(monkeypatch):
@@ -75,9 +77,9 @@ def test_our_layers_do_not_go_round_through_it(monkeypatch):
         apex_shim, "accumulate_wgrad_by_torch", lambda *given, **named: calls.append(given)
     )
     provide_wgrad_kernels()
-    main_grad._apex_kernels.cache_clear()
+    wgrad._apex_kernels.cache_clear()
     on_a_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    main_grad.accumulate_wgrad(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
+    wgrad.accumulate_wgrad(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
     assert len(calls) == 1
     assert calls[0][0] is on_a_gpu
 

@@ -77,7 +77,7 @@ MASKS = {
 }
 
 
-def test_as_close_to_the_truth_as_stock():
+def test_as_close_to_the_reference_as_stock():
     run_ranks(_beside_stock, 1)
 
 
@@ -88,10 +88,10 @@ def _beside_stock(rank) -> None:
         mask_type, mask, sq, sk = MASKS[name]
         given = operands(sq, sk, groups)
         more = {"mask_type": mask_type, "num_query_groups": groups}
-        truth = run(build("stock", **more), [t.to(dtype) for t in given], mask, torch.float64)
+        reference = run(build("stock", **more), [t.to(dtype) for t in given], mask, torch.float64)
         more |= {"dtype": dtype, "fp16": dtype == torch.float16}
         got, baseline = (run(build(which, **more), given, mask, dtype) for which in CLASSES)
-        for what, *three in zip(("y", "dq", "dk", "dv"), got, baseline, truth, strict=True):
+        for what, *three in zip(("y", "dq", "dk", "dv"), got, baseline, reference, strict=True):
             # in so few numbers two roundings of the largest one are luck
             roundings = 2 * torch.finfo(dtype).eps * three[2].abs().max().item()
             if not largest_error(three[0], three[2]) <= roundings:

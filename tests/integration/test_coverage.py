@@ -79,7 +79,7 @@ def _stages(rank: int) -> Layers:
     return counted(model(head=False, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32))
 
 
-def test_layers_of_one_kind_are_told_once_with_their_number():
+def test_layers_of_one_kind_are_reported_once_with_their_number():
     assert run_ranks(_kinds, 1) == [Layers(1, 9, {
         ("decoder.layers.*.self_attention.linear_qkv", OTHER + COLUMN): 2,
         ("decoder.layers.*.self_attention.linear_proj", f"{OTHER}RowParallelLinear"): 2,

@@ -195,7 +195,7 @@ def _pass_newer_option(layer) -> None:
         kind._forward_impl = without
 
 
-def test_bad_input_is_told_on_every_rank():
+def test_bad_input_is_reported_on_every_rank():
     run_ranks(_bad_inputs, 2)
 
 

@@ -1,4 +1,4 @@
-"""Both layers in every option: outputs, gradients, main_grad; the truth is stock's in fp64."""
+"""Both layers in every option: outputs, gradients, main_grad; the reference is stock's in fp64."""
 
 from __future__ import annotations
 
@@ -117,27 +117,27 @@ def _compare(case: Case, world_size: int, sp: bool, dtype: torch.dtype) -> list[
     exact = sbs.build(case, False, sbs.settings(world_size, sp, torch.float64))
     exact.load_state_dict({k: v.double() for k, v in theirs.state_dict().items() if v is not None})
     x, dy = (t.to(dtype).double() for t in sbs.operands(case, sp and world_size > 1))
-    truth = sbs.use(case, exact, x, dy)
+    reference = sbs.use(case, exact, x, dy)
     stock, flux = (sbs.use(case, layer, x, dy) for layer in (theirs, ours))
     if stock["main_grad"] is not None:  # what autograd is given then is no gradient
         start = sbs.build(case, False, config).weight.main_grad
-        truth["main_grad"] = start.double() + truth["dw"]
+        reference["main_grad"] = start.double() + reference["dw"]
         differences = _placeholder_differs(
             stock.pop("dw"), flux.pop("dw"), theirs.weight, ours.weight
         )
     else:
         differences = []
     return differences + [
-        c for name in stock for c in _differs(name, flux[name], stock[name], truth[name])
+        c for name in stock for c in _differs(name, flux[name], stock[name], reference[name])
     ]
 
 
-def _differs(name: str, flux, stock, truth) -> list[str]:
+def _differs(name: str, flux, stock, reference) -> list[str]:
     if stock is None or flux is None:
         return [] if stock is flux else [f"{name}: {flux} and not {stock}"]
     if (flux.shape, flux.dtype) != (stock.shape, stock.dtype):
         return [f"{name}: {flux.shape} {flux.dtype} and not {stock.shape} {stock.dtype}"]
-    got, base = sbs.relative_error(flux, truth), sbs.relative_error(stock, truth)
+    got, base = sbs.relative_error(flux, reference), sbs.relative_error(stock, reference)
     bound = 1e-6 if flux.dtype == torch.float32 else 2 * base
     return [] if got <= bound else [f"{name}: error {got:.1e}, stock's is {base:.1e}"]
 
@@ -158,9 +158,9 @@ def _placeholder_differs(stock, flux, their_weight, our_weight) -> list[str]:
 @pytest.mark.parametrize("wrong", ["one shard missing", "bias twice", "stale rows"])
 def test_a_known_wrong_result_would_be_seen(wrong):
     x, w, b = torch.randn(24, 20), torch.randn(24, 20), torch.randn(24)
-    truth = x.double() @ w.double().t() + b.double()
+    reference = x.double() @ w.double().t() + b.double()
     stock = x @ w.t() + b
-    assert not _differs("y", stock.clone(), stock, truth)
+    assert not _differs("y", stock.clone(), stock, reference)
     if wrong == "one shard missing":
         bad = x[:, :10] @ w[:, :10].t() + b
     elif wrong == "bias twice":
@@ -168,4 +168,4 @@ def test_a_known_wrong_result_would_be_seen(wrong):
     else:
         bad = torch.cat([stock[:6], stock[:6], stock[12:]])
     for dtype in (torch.float32, torch.bfloat16):
-        assert _differs("y", bad.to(dtype), stock.to(dtype), truth)
+        assert _differs("y", bad.to(dtype), stock.to(dtype), reference)

@@ -104,7 +104,7 @@ BODY = mcore_suite._body
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forked ranks are for CPUs")
-def test_outcomes_and_what_ran_are_told(suite, tmp_path, monkeypatch):
+def test_outcomes_and_what_ran_are_reported(suite, tmp_path, monkeypatch):
     monkeypatch.setattr(mcore_suite, "_body", _on_cpu)
     stock = mcore_suite.outcomes(suite, "stock", 2, tmp_path)
     assert [stock[test]["outcome"] for test in suite] == [

@@ -195,7 +195,7 @@ def log(module, iteration: int) -> None:
     assert module.training_log(*given) == "report memory"
 
 
-def test_layers_are_told_where_they_are_counted(monkeypatch):
+def test_layers_are_reported_where_they_are_counted(monkeypatch):
     monkeypatch.setattr(report_module, "_layers", [])
     module = training_module()
     metrics.log_with(module, None)
@@ -236,7 +236,7 @@ def test_line_and_scalars_are_of_what_happened_since_the_last(old):
     assert module.wandb[2:] == ([] if old else [(scalars, 6)])
 
 
-def test_exposed_communication_is_told_of_an_iteration_where_it_can_be_estimated():
+def test_exposed_communication_is_reported_of_an_iteration_where_it_can_be_estimated():
     note_call("gemm_rs", "fused", 10_000.0)  # before the loop
     module = training_module()
     metrics.log_with(module, None)
@@ -259,7 +259,7 @@ def test_first_iteration_is_logged_where_megatron_logs_it():
     assert [line[:6] for line in module.printed] == [" itera", " flux:", " itera"]
 
 
-def test_comparison_is_told_when_it_knows_more():
+def test_comparison_is_reported_when_it_knows_more():
     module = training_module(log_interval=1)
     metrics.log_with(module, alternate(module, 2))
     for iteration in range(1, 10):

@@ -282,7 +282,7 @@ def test_hybrid_specifications_need_to_be_allowed(monkeypatch, of_te):
     [{}, {"mtp_num_layers": None}, {"pipeline_model_parallel_size": 1},
      {"gradient_accumulation_fusion": False}, {"untie_embeddings_and_output_weights": True}],
 )  # fmt: skip
-def test_a_gradient_that_megatron_loses_is_told(harmless):
+def test_a_gradient_that_megatron_loses_is_reported(harmless):
     lost = {
         "mtp_num_layers": 1, "pipeline_model_parallel_size": 2,
         "gradient_accumulation_fusion": True, "untie_embeddings_and_output_weights": False,

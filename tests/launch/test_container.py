@@ -10,8 +10,8 @@ pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
 from flux_megatron.launch import launching, site
 from flux_megatron.launch.container import Container
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.launching import Request
-from flux_megatron.launch.site import LaunchError
 
 FOLDERS = [Path("/run"), Path("/data")]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch.experiment import ExperimentError, load
+from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.launch.experiment import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "experiments/paper/gpt3-175b_a100-pcie.yaml"
@@ -193,7 +194,7 @@ def test_the_file_that_set_the_key_is_named(tmp_path):
     assert rule == "49153 is not divisible by parallel.tp, 8"
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_that_is_wrong_is_reported_at_once(tmp_path):
     changes = {"parallel.dp": 3, "model.ffn": 1, "training.stepps": 2, "training.steps": 5}
     found = refused(delta(tmp_path, PAPER, changes, sweep={"training.lr": []}))
     assert {key for _, key, _ in found} == {
@@ -201,7 +202,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     }  # fmt: skip
 
 
-def test_too_much_memory_is_told_of_arms_that_keep_all_other_rules(tmp_path):
+def test_too_much_memory_is_reported_of_arms_that_keep_all_other_rules(tmp_path):
     changes = {"training.micro_batch": 4, "training.flash_attention": False}
     assert {key for _, key, _ in refused(delta(tmp_path, PAPER, changes))} == {"training"}
     found = refused(delta(tmp_path, PAPER, changes | {"training.global_batch": 3}))

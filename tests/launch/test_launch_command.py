@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from flux_megatron.launch import experiment, local, run_folder, sbatch
 from flux_megatron.launch.commands import launch
-from flux_megatron.launch.site import LaunchError
+from flux_megatron.launch.errors import LaunchError
 
 GPT = "paper/gpt3-175b_a100-pcie"
 WITHOUT = ("torch", "triton", "numpy", "megatron", "matplotlib")
@@ -157,7 +157,7 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(case, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_another_release_than_the_experiment_names_is_told(tmp_path, checkout):
+def test_another_release_than_the_experiment_names_is_reported(tmp_path, checkout):
     info = checkout / "megatron" / "core" / "package_info.py"
     given = ("--megatron-lm", checkout, "--run-dir")
     assert "was written for" not in run(GPT, *given, tmp_path / "same")

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
 from flux_megatron.launch import experiment, launching
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.launching import Request
-from flux_megatron.launch.site import LaunchError
 
 NAMES = experiment.names()
 

@@ -41,11 +41,11 @@ def test_the_constants_are_those_of_the_committed_rows(rows):
     found = fit(rows)
     for name in ("gemm_rate", "tile_us", "accumulate", "hidden"):
         assert getattr(found, name) == pytest.approx(getattr(FITTED, name)), name
-    assert found.meet_us == pytest.approx(FITTED.meet_us)
+    assert found.call_overhead_us == pytest.approx(FITTED.call_overhead_us)
     assert found.megatron_backward == pytest.approx(FITTED.megatron_backward)
-    assert found.peers.keys() == FITTED.peers.keys()
-    for key, peer in found.peers.items():
-        assert asdict(peer) == pytest.approx(asdict(FITTED.peers[key])), key
+    assert found.exposures.keys() == FITTED.exposures.keys()
+    for key, exposure in found.exposures.items():
+        assert asdict(exposure) == pytest.approx(asdict(FITTED.exposures[key])), key
 
 
 def test_every_layer_that_was_left_out_is_predicted_within_5_percent(held_out):
@@ -110,7 +110,7 @@ def test_the_committed_predictions_are_what_the_command_writes(held_out):
 
 
 def test_the_page_has_the_tables_of_the_command(held_out):
-    page = (DOCS / "cost_model.md").read_text()
+    page = (DOCS / "simulator.md").read_text()
     assert table(held_out) in page
     assert published.table() in page
     assert published.kernels_table() in page

@@ -25,8 +25,8 @@ def test_a_stream_keeps_its_order_and_tasks_wait_for_what_they_need():
     first, second = Task("forward", "0", (ONE,), 5.0), Task("forward", "1", (ONE,), 5.0)
     sent = Task("send", "", (LINK,), 2.0, [first])
     other = Task("forward", "0", (TWO,), 1.0, [sent])
-    programs = {TWO: [other], LINK: [sent], ONE: [first, second]}
-    assert events.run(programs) == 10.0
+    queues = {TWO: [other], LINK: [sent], ONE: [first, second]}
+    assert events.run(queues) == 10.0
     assert spans(first, second, sent, other) == [(0, 5), (5, 10), (5, 7), (7, 8)]
 
 

@@ -30,7 +30,7 @@ def in_order(plans: list[Plan]) -> list[Plan]:
     """As the tuner would list them, whatever they took: entries have the fastest first."""
 
     def place(plan: Plan) -> tuple:
-        numbers = plan.cut_shards, plan.transport, plan.splits, plan.comm_rows
+        numbers = plan.split_k_shards, plan.transport, plan.splits, plan.comm_rows
         return STRATEGIES.index(plan.strategy), *numbers, -plan.tile.block_n, -plan.tile.group_m
 
     return sorted(plans, key=place)

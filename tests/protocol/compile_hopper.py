@@ -26,12 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flux_megatron.kernels import hopper_gemm, launch
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs, launch
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
 
-PROGRAMS = 132  # multiprocessors of an H100 or H200
+SMS = 132  # of an H100 or H200
 WORLD_SIZE = 4
 RECORDED = (
     "ag_gemm bfloat16 nt 128x256 plain",
@@ -44,15 +44,15 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "gathered_desc": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
-    **dict.fromkeys(("y_desc", "parts_desc", "slots_desc"), ("block_m", "block_n")),
+    **dict.fromkeys(("y_desc", "parts_desc", "received_desc"), ("block_m", "block_n")),
 }
-_PAYLOAD = ("x", "bias", "own_rows")
+_PAYLOAD = ("x", "bias", "local_rows")
 _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
     "waits": "*i64",
-    **dict.fromkeys(("pad", "status", "counters", "joined", "work_counter"), "*i32"),
-    **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
+    **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
+    **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
 }
 
 
@@ -65,7 +65,7 @@ class Configuration:
 
 
 def _problems(pattern: Pattern) -> Iterator[Problem]:
-    """Shards of one tile of rows, of some, and of many; a last wave of tiles that is worth cutting,
+    """Shards of one tile of rows, of some, and of many; a last wave of tiles that is worth a split,
     and one that is not.
     """
     for rows, N, (layout, dtype) in itertools.product((128, 512, 4096), (4096, 5120), _VARIANTS):
@@ -84,23 +84,23 @@ def _plans(problem: Problem) -> list[Plan]:
 def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
     common = {"N": problem.N_local, "world_size": WORLD_SIZE, "dtype": dtype, "device": device}
-    common |= {"layout": problem.layout, "tile": plan.tile, "cut_shards": plan.cut_shards}
+    common |= {"layout": problem.layout, "tile": plan.tile, "split_k_shards": plan.split_k_shards}
     if problem.pattern is Pattern.AG_GEMM:
         x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
-        options = dict.fromkeys(("bias", "copy_own"), problem.layout == "nn")
-        launcher, _ = hopper_gemm._ag_launcher(x, **common, **options)
+        options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
+        launcher, _ = hopper_ag_gemm._launcher(x, **common, **options)
         yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}", launcher
         return
     x = torch.Size((problem.M, problem.K_local))
-    launcher, _ = hopper_gemm._rs_launcher(x, **common, by_sm=plan.transport == "sm")
-    late = " late" * _constexprs(launcher)["LATE"]
+    launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
+    late = " late" * _constexprs(launcher)["CONFIG"].LATE
     yield f"{plan.transport}{late}{_waves(launcher)}", launcher
 
 
 def _waves(launcher: Launcher) -> str:
-    values = _constexprs(launcher)
-    return " cut" * (values["CUT"] > 1) + " split" * (values["SPLIT"] > 1)
+    config = _constexprs(launcher)["CONFIG"]
+    return " early" * (config.EARLY_PARTS > 1) + " last" * (config.LAST_PARTS > 1)
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
@@ -174,7 +174,7 @@ def main(path: str) -> None:
     hopper_gpu = {"get_device_capability": lambda: (9, 0)}
     with (
         mock.patch.multiple(torch.cuda, **hopper_gpu),
-        mock.patch.object(launch, "_multiprocessors", return_value=PROGRAMS),
+        mock.patch.object(launch, "_sms", return_value=SMS),
     ):
         found = shipped()
         work = {name: partial(compiled, made) for name, made in found.items()}

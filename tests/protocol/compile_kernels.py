@@ -24,8 +24,8 @@ from triton.compiler import ASTSource
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
-from flux_megatron.kernels.meet_ranks import meet_ranks_kernel
-from flux_megatron.kernels.reduce_slots import reduce_slots_kernel
+from flux_megatron.kernels.rank_barrier import rank_barrier_kernel
+from flux_megatron.kernels.reduce_received import reduce_received_kernel
 from flux_megatron.kernels.wait_sources import wait_sources_kernel
 from flux_megatron.overlap import fused
 from flux_megatron.problem import Pattern, Problem, Tile
@@ -34,12 +34,13 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
-    "timeout_ns": "i64",
+    **dict.fromkeys(("timeout_ns", "half_words"), "i64"),
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
-    **dict.fromkeys(("slot_pointers", "pad_pointers"), "*i64"),
+    **dict.fromkeys(("epochs", "work"), "*i32"),
+    **dict.fromkeys(("received_pointers", "pad_pointers", "word_pointers"), "*i64"),
 }
-_PAYLOAD = ("x", "gathered", "w", "bias", "y", "slots", "source", "target")
+_PAYLOAD = ("x", "gathered", "w", "bias", "y", "received", "source", "target")
 
 
 def compiled(
@@ -98,17 +99,17 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
                 recorded = partial(make, ag_gemm_kernel, recorded=True, **ag)
                 yield f"{prefix} recorded_ag_gemm {name}", recorded
         reduce = partial(
-            compiled, reduce_slots_kernel, architecture, dtype, Tile(),
+            compiled, reduce_received_kernel, architecture, dtype, Tile(),
             WORLD_SIZE=4, BLOCK_M=16, BLOCK_N=256,
         )  # fmt: skip
-        yield f"{prefix} reduce_slots {dtype}", reduce
+        yield f"{prefix} reduce_received {dtype}", reduce
         if dtype == "bfloat16":
-            yield f"{prefix} recorded_reduce_slots {dtype}", partial(reduce, recorded=True)
+            yield f"{prefix} recorded_reduce_received {dtype}", partial(reduce, recorded=True)
     one_warp = partial(
         compiled, architecture=architecture, dtype="float32", tile=Tile(num_warps=1, num_stages=1)
     )
     yield f"{prefix} wait_sources", partial(one_warp, wait_sources_kernel)
-    yield f"{prefix} meet_ranks", partial(one_warp, meet_ranks_kernel, WORLD_SIZE=4, BLOCK=256)
+    yield f"{prefix} rank_barrier", partial(one_warp, rank_barrier_kernel, WORLD_SIZE=4, BLOCK=256)
 
 
 def main(path: str) -> None:

@@ -24,27 +24,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flux_megatron.kernels import norm
-from flux_megatron.kernels.launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher
 
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-PROGRAMS, ROWS = 132, 2048
-_STATISTICS = ("mean", "rstd", "parts")
+CTAS, ROWS = 132, 2048
+_STATISTICS = ("mean", "rstd", "partials")
 _CUDA = torch.device("cuda", 0)
 
 
 def _launchers(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Launcher]]:
     center = kind == "layer_norm"
     yield "forward", norm._forward(ROWS, N, N, 1e-5, False, (dtype, _CUDA, center))
-    yield "backward", norm._backward(PROGRAMS, N, N, False, center, (dtype, _CUDA, center))
+    yield "backward", norm._backward(CTAS, N, N, False, center, (dtype, _CUDA, center))
     if N == 8192 and center:  # one stands for all: sizes are no constants to it
-        yield "sum_parts", norm._sum_parts(torch.Size((2, PROGRAMS, N)), dtype, _CUDA)
+        yield "sum_partials", norm._sum_partials(torch.Size((2, CTAS, N)), dtype, _CUDA)
 
 
 def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: str) -> dict:
     kernel, tile = launcher._kernel, launcher._tile
     names = kernel.arg_names
-    sizes = [n for n in names if n in ("x_stride", "programs", "N")]
+    sizes = [n for n in names if n in ("x_stride", "ctas", "N")]
     values = dict(zip([p.name for p in kernel.params if p.is_constexpr],
                       launcher._fixed[len(sizes) :], strict=True))  # fmt: skip
     values |= dict.fromkeys({"mean", "bias"} & {*names} if kind == "rms_norm" else ())

@@ -1,4 +1,4 @@
-"""Compiled kernels for tests: by a program in a process of its own, without the interpreter."""
+"""Compiled kernels for tests: by a script in a process of its own, without the interpreter."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 
-def compiled_by(program: str, folder: Path) -> dict[str, dict]:
-    """What `program`, a file beside this one, writes to the file that it is given."""
+def compiled_by(script: str, folder: Path) -> dict[str, dict]:
+    """What `script`, a file beside this one, writes to the file that it is given."""
     here = Path(__file__).parent
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
-    command = [sys.executable, str(here / program), str(folder / "compiled.json")]
+    command = [sys.executable, str(here / script), str(folder / "compiled.json")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads((folder / "compiled.json").read_text())

@@ -65,7 +65,7 @@ class Shared:
     """A buffer in shared memory, or the stages of a ring of them."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory, self.shape = memory, list(memory.shape)
+        self.memory, self.shape, self.dtype = memory, list(memory.shape), memory.dtype
 
     def index(self, stage: int) -> Shared:
         return Shared(self.memory[stage])

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from protocol_cases import WrongResult
 from torch import Tensor
-from virtual_product import Machine, Product
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron import reference
@@ -31,7 +31,7 @@ class ExpertCase:
     calls: int = 3
     most: int = 20
     layout: str = "nt"
-    programs: int = 3
+    ctas: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
     tma: bool = False
     slots: int = 64  # of a rank, so that few experts share signals
@@ -46,12 +46,12 @@ class ExpertCase:
             + shared
         )
 
-    def run(self, product: Product, schedule: Schedule) -> Scheduler:
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
         operands = Operands(self)
-        machine = Machine(product, self.world_size, self.programs)
+        machine = Machine(package, self.world_size, self.ctas)
         hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
-        with mock.patch.object(product.signals, "MAX_COMM_TILES", self.slots):
+        with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
             scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
         for host in hosts:
             for (what, call), result in host.results.items():
@@ -119,13 +119,13 @@ class Operands:
 
 
 class Host:
-    """One rank's program. `results` maps (what, call) to a tensor."""
+    """The calls of one rank. `results` maps (what, call) to a tensor."""
 
     def __init__(self, case: ExpertCase, operands: Operands, machine: Machine, rank: int) -> None:
         self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
         self.space = machine.workspaces[rank]
-        self.fused = machine.product.experts
-        problem = machine.product.problem
+        self.fused = machine.package.experts
+        problem = machine.package.problem
         tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
         self.plan = problem.Plan("fused", COMM_ROWS, tile)
         self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)

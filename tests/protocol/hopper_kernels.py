@@ -1,7 +1,8 @@
 """The Hopper kernels of a product, from its own source, as kernels that run on virtual ranks.
 
-`@gluon.jit` functions are parsed, freed of decorators and annotations, and run with the names of
-`emulated_gluon.py`. So a change of a kernel's source, a mutant's too, is a change of what runs.
+`@gluon.jit` functions and aggregates are parsed, freed of decorators and annotations, and run with
+the names of `emulated_gluon.py`. So a change of a kernel's source, a mutant's too, is a change of
+what runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from emulated_gluon import Gluon
 from emulated_memory import Descriptor
 
 MODULES = (
-    "hopper_primitives", "hopper_scheduler", "hopper_tile", "hopper_ag_gemm", "hopper_gemm_rs",
+    "hopper_primitives", "hopper_signals", "hopper_tile_order", "hopper_split_k",
+    "hopper_scheduler", "hopper_ring", "hopper_roles", "hopper_epilogue",
+    "hopper_ag_gemm", "hopper_gemm_rs",
 )  # fmt: skip
 KERNELS = {
     "hopper_ag_gemm": "hopper_ag_gemm_kernel", "hopper_gemm_rs": "hopper_gemm_rs_kernel",
@@ -25,7 +28,18 @@ KERNELS = {
 
 
 class _Plain(ast.NodeTransformer):
-    """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`."""
+    """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`.
+    Aggregates as classes whose instances have the fields that they are made of.
+    """
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        fields = [one.target.id for one in node.body if isinstance(one, ast.AnnAssign)]
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+        node.decorator_list = []
+        node.body = [ast.Pass(), *map(self.visit_FunctionDef, methods)]
+        names = ast.Tuple([ast.Constant(name) for name in fields], ast.Load())
+        node.bases = [ast.Call(ast.Name("struct", ast.Load()), [names], [])]
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list = []
@@ -45,18 +59,35 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
+def _runs_on_the_device(node: ast.stmt) -> bool:
+    """Whether it is a `gluon.jit` function or an aggregate."""
+    decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
+    return any(one.startswith(("gluon.jit", "aggregate")) for one in decorators)
+
+
 def parsed(module: ModuleType) -> tuple[CodeType, dict[str, object], dict[str, list[str]]]:
-    """The functions of a module, its constants, and the parameters of each function."""
+    """The functions and aggregates of a module, its constants, and the parameters of functions."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     parameters = {node.name: [argument.arg for argument in node.args.args] for node in functions}
-    plain = ast.Module([_Plain().visit(node) for node in functions], [])
+    taken = [node for node in tree.body if _runs_on_the_device(node)]
+    plain = ast.Module([_Plain().visit(node) for node in taken], [])
     code = compile(ast.fix_missing_locations(plain), module.__file__, "exec")
     constants = {
         name: value.value for name, value in vars(module).items() if hasattr(value, "value")
     }
     return code, constants, parameters
+
+
+def struct(fields: tuple[str, ...]) -> type:
+    """What an emulated aggregate is a subclass of."""
+
+    class Struct:
+        def __init__(self, *values: object) -> None:
+            vars(self).update(zip(fields, values, strict=True))
+
+    return Struct
 
 
 class HopperKernels:
@@ -68,8 +99,8 @@ class HopperKernels:
 
     @contextmanager
     def launched_on(self, gluon: Gluon) -> Iterator[None]:
-        """`hopper_gemm` launches the emulated kernels, on plain descriptors."""
-        product, names, parameters = self._product, {}, {}
+        """The launchers launch the emulated kernels, on plain descriptors."""
+        product, names, parameters = self._product, {"struct": struct}, {}
         for code, constants, of_functions in self._parsed:
             names |= constants
             parameters |= of_functions
@@ -79,9 +110,10 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            described = lambda tensor, *block: Descriptor(tensor, block)  # noqa: E731
-            stack.enter_context(mock.patch.object(product.hopper_gemm, "_described", described))
-            for launcher in (product.hopper_gemm._ag_launcher, product.hopper_gemm._rs_launcher):
+            described = {"described": lambda tensor, *block: Descriptor(tensor, block)}
+            stack.enter_context(mock.patch.multiple(product.hopper_descriptors, **described))
+            for module in KERNELS:
+                launcher = getattr(product, module)._launcher
                 launcher.cache_clear()
                 stack.callback(launcher.cache_clear)
             yield

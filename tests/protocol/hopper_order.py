@@ -2,12 +2,12 @@
 
 | partition | warps | asked |
 | --- | --- | --- |
-| loader (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
-| mover (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
-| multipliers | 8 | stages and staging tile are handed over when all threads are done with them |
-| multipliers | 8 | parts of K are left to another program when they are in memory |
+| producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
+| store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
+| MMA | 8 | stages and staging tile are handed over when all threads are done with them |
+| MMA | 8 | split-K partials are counted when they are in memory |
 
-Waits for an mbarrier have no clock: they are for warps of the same program, none of which waits for
+Waits for an mbarrier have no clock: they are for warps of the same CTA, none of which waits for
 ever.
 """
 
@@ -31,8 +31,8 @@ from ptx_order import (
     check_release,
 )
 
-PRODUCT = r"wgmma\.mma_async"
-PRODUCT_DONE = r"wgmma\.wait_group"
+MMA = r"wgmma\.mma_async"
+MMA_DONE = r"wgmma\.wait_group"
 WARP_BARRIER = r"bar\.warp\.sync"
 ARRIVE = r"mbarrier\.arrive\.shared"
 INIT = r"mbarrier\.init"
@@ -70,7 +70,7 @@ def without_record(ptx: Ptx) -> Ptx:
 
 
 def check_awaited(ptx: Ptx) -> None:
-    """Wherever a signal is awaited, [A], [B] or a part of K, its data is loaded after it, and the
+    """Wherever a signal is awaited, [A], [B] or a partial, its data is loaded after it, and the
     wait ends.
     """
     waiting = [(part, barrier_of(warps)) for part, warps in ptx.partitions() if part.find(ACQUIRE)]
@@ -84,22 +84,22 @@ def check_awaited(ptx: Ptx) -> None:
 
 def check_sent(ptx: Ptx) -> None:
     """RS: a tile is in memory before the copy engine [D], or another rank [B], hears of it."""
-    mover, barrier = partition(without_record(ptx), TMA_STORE, but=PRODUCT)
-    check_release(mover, barrier)
+    store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
+    check_release(store, barrier)
 
 
 def check_counted(ptx: Ptx) -> None:
-    """RS by multiprocessors: all programs' tiles are in memory before the signal [B]."""
-    mover, barrier = partition(without_record(ptx), TMA_STORE, but=PRODUCT)
-    check_count(mover, barrier)
+    """RS by SMs: all CTAs' tiles are in memory before the signal [B]."""
+    store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
+    check_count(store, barrier)
 
 
-def check_parts_left(ptx: Ptx) -> None:
-    """A part of K is in memory before the program that adds it hears of it."""
-    multiplier, barrier = partition(without_record(ptx), PRODUCT)
-    multiplier.require_some(RELEASE, "nobody hears of a part")
-    multiplier.require_some(ACQUIRE, "no part is awaited")
-    multiplier.require(STORE, RELEASE, barrier, "only one thread's stores are ordered")
+def check_partials(ptx: Ptx) -> None:
+    """A partial is in memory before the CTA that adds it hears of it."""
+    mma, barrier = partition(without_record(ptx), MMA)
+    mma.require_some(RELEASE, "nobody hears of a partial")
+    mma.require_some(ACQUIRE, "no partial is awaited")
+    mma.require(STORE, RELEASE, barrier, "only one thread's stores are ordered")
 
 
 def check_only_signals_spin(ptx: Ptx) -> None:
@@ -112,34 +112,34 @@ def check_only_signals_spin(ptx: Ptx) -> None:
 
 
 def check_stages(ptx: Ptx) -> None:
-    """Barriers exist for TMA before a worker starts; stages are given back when multiplied."""
+    """Barriers exist for TMA before a worker starts; stages are given back after their MMA."""
     for init in ptx.find(INIT):
         starts = set(ptx.find(r"^barrier\.sync"))
         if ptx.reach(init, starts, set(ptx.find(SHARED_FENCE))) is not None:
             raise Misordered("an mbarrier is used by TMA, but its start is not fenced")
-    multiplier, barrier = partition(ptx, PRODUCT)
-    multiplier.require(PRODUCT, ARRIVE, PRODUCT_DONE, "a stage is given back while it is read")
-    multiplier.require(PRODUCT_DONE, ARRIVE, barrier, "not all warps are done with a stage")
+    mma, barrier = partition(ptx, MMA)
+    mma.require(MMA, ARRIVE, MMA_DONE, "a stage is given back while it is read")
+    mma.require(MMA_DONE, ARRIVE, barrier, "not all warps are done with a stage")
 
 
 def check_staging_tile(ptx: Ptx) -> None:
-    """The tile between multipliers and TMA, in both directions."""
-    multiplier, barrier = partition(ptx, PRODUCT)
-    multiplier.require_some(STAGED, "no tile is staged")
+    """The tile between MMA warps and TMA, in both directions."""
+    mma, barrier = partition(ptx, MMA)
+    mma.require_some(STAGED, "no tile is staged")
     given = ARRIVE if partition_stores_apart(ptx) else TMA_STORE
-    multiplier.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
-    multiplier.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
+    mma.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
+    mma.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
     if given is TMA_STORE:
-        multiplier.require(TMA_STORE, STAGED, TMA_READ, "overwritten while TMA reads it")
-        multiplier.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
+        mma.require(TMA_STORE, STAGED, TMA_READ, "overwritten while TMA reads it")
+        mma.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
         return
-    multiplier.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
-    multiplier.require(FETCHED, ARRIVE, barrier, "not all threads have read the fetched tile")
-    mover, barrier = partition(ptx, TMA_STORE, but=PRODUCT)
-    mover.require(TMA_STORE, ARRIVE, TMA_READ, "given back while TMA reads it")
-    mover.require(TMA_READ, ARRIVE, barrier, "one thread alone knows that TMA is done")
+    mma.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
+    mma.require(FETCHED, ARRIVE, barrier, "not all threads have read the fetched tile")
+    store, barrier = partition(ptx, TMA_STORE, but=MMA)
+    store.require(TMA_STORE, ARRIVE, TMA_READ, "given back while TMA reads it")
+    store.require(TMA_READ, ARRIVE, barrier, "one thread alone knows that TMA is done")
 
 
 def partition_stores_apart(ptx: Ptx) -> bool:
-    """Whether another partition than the multipliers' stores tiles."""
-    return any(part.find(TMA_STORE) and not part.find(PRODUCT) for part, _ in ptx.partitions())
+    """Whether another partition than the MMA warps' stores tiles."""
+    return any(part.find(TMA_STORE) and not part.find(MMA) for part, _ in ptx.partitions())

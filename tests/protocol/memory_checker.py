@@ -73,13 +73,13 @@ class AddressChecker:
             raise OutOfBounds(self._describe(kind, size_bytes, int(addresses[unowned].flat[0])))
 
     def _describe(self, kind: str, size_bytes: int, address: int) -> str:
-        program = interpreter.interpreter_builder.grid_idx
+        cta = interpreter.interpreter_builder.grid_idx
         below = [region for region in self._regions if region.first <= address]
         where = "below every argument"
         if below:
             nearest = max(below, key=lambda region: region.end)
             where = f"{address - nearest.end} bytes past the end of {nearest.name}"
-        return f"{kind} of {size_bytes} bytes {where}, by program {program}"
+        return f"{kind} of {size_bytes} bytes {where}, by CTA {cta}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Broken copies of the product, each by one change of its source, that the tests must notice.
+"""Broken copies of the package, each with one change of its source, that the tests must catch.
 
 `mutants.diff` lists them. Each has a name, a case that it is run with, a file, and a hunk, or some
 between lines of `@@`. The lines that a hunk finds (context and minus) must occur exactly once in
@@ -8,10 +8,10 @@ that file, so a mutant that has gone stale is an error.
 | --- | --- |
 | a wait is missing, too weak, or for something else | rows are read before they have arrived |
 | a signal is early, lost or misdirected | the same, or nobody ever proceeds |
-| a half, a slot or an epoch is mistaken | a peer's next call overwrites what is still read |
+| a region, a slot or an epoch is mistaken | a peer's next call overwrites what is still read |
 | a captured call begins too early | a replay takes old signals, or overwrites what is still read |
-| CTAs own tiles, or wait for items that nobody has drawn | one that gets no SM holds up all ranks |
-| partials are added twice, too early or not at all | the sum is another one |
+| CTAs own tiles, or wait for tiles that no CTA has drawn | a CTA without an SM delays all ranks |
+| partials are added twice, too early or not at all | the sum is wrong |
 | the two streams are not ordered | the copy engine reads too early, or what has been overwritten |
 """
 
@@ -23,9 +23,10 @@ from pathlib import Path
 
 from expert_cases import ExpertCase
 from protocol_cases import Case
-from virtual_product import Mutation
+from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
+_WORDS = {"strategy": "low_latency", "rows": (1, 1, 1, 1), "N": 40, "K": 8, "world_size": 3}
 
 CASES = {
     "ag": Case("ag"),
@@ -35,7 +36,7 @@ CASES = {
     "rs, 3 ranks": Case("rs", **_THREE),
     "rs, one communication tile": Case("rs", comm_rows=20),
     # finely interleaved even without preemption
-    "rs, a program a tile": Case("rs", rows=(40, 40, 40), programs=1_000),
+    "rs, a CTA a tile": Case("rs", rows=(40, 40, 40), ctas=1_000),
     "rs pipelined": Case("rs", "pipelined"),
     "rs pipelined, 3 ranks": Case("rs", "pipelined", **_THREE),
     "captured ag": Case("ag", rows=(9,) * 6, captured=True),
@@ -46,13 +47,13 @@ CASES = {
     "backward": Case("backward"),
     "hopper ag": Case("ag", "hopper", rows=(16, 32, 32)),
     "hopper ag, split-K": Case(
-        "ag", "hopper", rows=(16, 16, 32), K=96, programs=6, cut_shards=1, comm_rows=0
+        "ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1, comm_rows=0
     ),
-    "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=64, programs=5),
+    "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=64, ctas=5),
     "hopper rs": Case("rs", "hopper"),
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
-    "hopper rs, split-K": Case("rs", "hopper", K=96, programs=8, cut_shards=1),
+    "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
@@ -64,6 +65,10 @@ CASES = {
     "back": ExpertCase("combine"),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
+    "words": Case("ar", **_WORDS),
+    "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
+    "words in two phases": Case("ar", **_WORDS, two_phase=True),
+    "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
 }
 
 

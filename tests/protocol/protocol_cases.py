@@ -1,4 +1,4 @@
-"""What virtual ranks compute: back-to-back calls of a strategy on small integers, exact to the bit.
+"""The calls of virtual ranks: back-to-back calls of a strategy on small integers, exact to the bit.
 
 Every call brings new data in the same input tensors, which are overwritten as soon as the call
 allows it. Sizes may grow from call to call. Calls may be replays of a graph, mixed with eager ones.
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from virtual_product import Machine, Product
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron import reference
 
 
 class WrongResult(AssertionError):
-    """A rank's result is not the truth."""
+    """A rank's result differs from the reference."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`host` is a program below; `rows` is M_shard of each call; `N, K` are a rank's own sizes."""
+    """`host` names one of `STEPS`; `rows` is M_shard of each call; `N, K` are a rank's sizes."""
 
     host: str
     strategy: str = "fused"
@@ -37,24 +37,25 @@ class Case:
     bias: bool = False
     dtype: torch.dtype = torch.float32
     tma: bool = False
-    programs: int = 3  # of a persistent kernel
+    ctas: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
     two_streams: bool = False  # of the caller, in turn
     # of `hopper`
     transport: str = "copy_engine"
-    cut_shards: int = 0
+    split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
+    two_phase: bool = False  # of `low_latency`
 
-    def run(self, product: Product, schedule: Schedule) -> Scheduler:
-        return run(self, product, schedule)
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        return run(self, package, schedule)
 
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
-        options += " two streams" * self.two_streams
+        options += " two streams" * self.two_streams + " two phases" * self.two_phase
         if self.strategy == "hopper":
-            options += f" by {self.transport}" + f" cut {self.cut_shards}" * bool(self.cut_shards)
+            options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -77,19 +78,19 @@ class Operands:
 
 
 class Host:
-    """One rank's program. `results` maps (what, call) to a tensor."""
+    """The calls of one rank. `results` maps (what, call) to a tensor."""
 
     def __init__(self, case: Case, operands: Operands, machine: Machine, rank: int) -> None:
         self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
         self.workspace = machine.workspaces[rank]
         self.results: dict[tuple[str, int], Tensor] = {}
-        product: Product = machine.product
-        self.strategy = getattr(product, case.strategy)
+        package: PackageCopy = machine.package
+        self.strategy = getattr(package, case.strategy)
         block_k = case.block_k or case.block
-        tile = product.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
-        self.plan = product.problem.Plan(
+        tile = package.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
+        self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
-            transport=case.transport, cut_shards=case.cut_shards,
+            transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
@@ -146,8 +147,16 @@ def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
     return {"rs": scatter.finish()}
 
 
+def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
+    """GEMM+AR of few rows; the input is overwritten at once."""
+    case, space = host.case, host.workspace
+    y = host.strategy.gemm_ar(rs_x, host.w, case.layout, host.plan, space)
+    rs_x.fill_(float("nan"))
+    return {"ar": y}
+
+
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
-    """As the backward of a column-parallel layer: a gather open beside a scatter."""
+    """A column-parallel layer's backward: a gather and a reduce-scatter at the same time."""
     gather = host.strategy.start_gather(ag_x, host.plan, host.workspace)
     scatter = host.start_scatter(rs_x)
     gathered = gather.complete()
@@ -157,29 +166,31 @@ def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str
 
 
 Step = Callable[[Host, Tensor, Tensor, bool], dict[str, Tensor]]
-STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "backward": backward}
+STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "ar": ar, "backward": backward}
 
 
-def run(case: Case, product: Product, schedule: Schedule) -> Scheduler:
-    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the truth."""
+def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
+    """`Deadlock`, `OutOfBounds` or `WrongResult` unless all ranks' results equal the reference."""
     operands = Operands(case)
-    machine = Machine(product, case.world_size, case.programs)
+    machine = Machine(package, case.world_size, case.ctas)
     hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
     scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
     for host in hosts:
         for (what, call), result in host.results.items():
-            truth = _truth(case, operands, what, call)[host.rank]
-            if not torch.equal(result, truth):
-                wrong = int((result != truth).sum())
+            expected = _expected(case, operands, what, call)[host.rank]
+            if not torch.equal(result, expected):
+                wrong = int((result != expected).sum())
                 where = f"{what} of call {call} on rank {host.rank}"
-                raise WrongResult(f"{where}: {wrong} of {truth.numel()} elements are wrong")
+                raise WrongResult(f"{where}: {wrong} of {expected.numel()} elements are wrong")
     return scheduler
 
 
-def _truth(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
+def _expected(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
     if what == "gathered":
         return [torch.cat(operands.ag_x[call])] * case.world_size
     if what == "ag":
         x = operands.ag_x[call]
         return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias)
+    if what == "ar":
+        return reference.gemm_all_reduce(operands.rs_x[call], operands.w, case.layout)
     return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from mutants import hunks
-from virtual_product import SOURCE, Mutation
+from virtual_machine import SOURCE, Mutation
 
 TESTS = Path(__file__).parent.parent
 

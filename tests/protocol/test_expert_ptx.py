@@ -1,7 +1,7 @@
 """Memory order in the compiled kernels of expert parallelism. Needs no GPU.
 
 These kernels signal and wait, so a record of a late wait or of a refusal stands in them too: one
-thread writes it and its mark, in program order. The checks of signals leave it out.
+thread writes it and its mark, in that order. The checks of signals leave it out.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from expert_cases import ExpertCase
 from interpreted_access import needs_interpreter
-from virtual_product import Product
+from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD
 
 pytestmark = needs_interpreter
@@ -21,11 +21,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def product() -> Product:
-    return Product("flux_megatron")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_experts(product, case):
+def test_experts(package, case):
     for schedule in STANDARD:
-        case.run(product, schedule)
+        case.run(package, schedule)

@@ -13,7 +13,7 @@ from hopper_order import (
     check_awaited,
     check_counted,
     check_only_signals_spin,
-    check_parts_left,
+    check_partials,
     check_sent,
     check_stages,
     check_staging_tile,
@@ -29,8 +29,8 @@ CHECKS = {
     "ag_gemm": [check_awaited],
     "gemm_rs": [check_awaited, check_sent],
     "sm": [check_counted],
-    "split": [check_parts_left],
-    "cut": [check_parts_left],
+    "early": [check_partials],
+    "last": [check_partials],
 }
 
 
@@ -50,7 +50,7 @@ def test_warps_hand_over_in_order(compiled, check):
 
 
 @pytest.mark.parametrize("kernel", CHECKS)
-def test_order_among_ranks_and_programs(compiled, kernel):
+def test_order_among_ranks_and_ctas(compiled, kernel):
     for result in named(compiled, kernel).values():
         for check in CHECKS[kernel]:
             check(Ptx(result["ptx"]))
@@ -58,9 +58,9 @@ def test_order_among_ranks_and_programs(compiled, kernel):
 
 @pytest.mark.parametrize(
     "way",
-    ["ag_gemm plain", "ag_gemm bias", "ag_gemm split", "gemm_rs sm late", "gemm_rs sm split",
-     "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine split",
-     "ag_gemm cut", "gemm_rs sm cut"],
+    ["ag_gemm plain", "ag_gemm bias", "ag_gemm last", "gemm_rs sm late", "gemm_rs sm last",
+     "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine last",
+     "ag_gemm early", "gemm_rs sm early"],
 )  # fmt: skip
 def test_every_way_is_compiled(compiled, way):
     for tile in ("128x256", "128x128"):
@@ -82,12 +82,12 @@ def test_shared_memory_suffices(compiled):
 
 
 def complaints(log: str) -> list[str]:
-    """What the assembler says of spilled registers and of products that wait for each other."""
+    """What the assembler says of spilled registers and of MMAs that wait for each other."""
     spilled = re.findall(r"[1-9]\d* bytes (?:stack frame|spill stores|spill loads)", log)
     return spilled + re.findall(r"\(C75\d\d\).*", log)
 
 
-def test_registers_suffice_and_products_overlap(compiled):
+def test_registers_suffice_and_mmas_overlap(compiled):
     for name, result in compiled.items():
         assert "0 bytes spill stores" in result["ptxas"], name
         assert complaints(result["ptxas"]) == [], name
@@ -95,26 +95,26 @@ def test_registers_suffice_and_products_overlap(compiled):
 
 
 def moves_in_loop(sass: str) -> int:
-    """Moves from vector to uniform registers in the loop over the steps of K: each product waits
-    for its descriptors' (decision 0013).
+    """Moves from vector to uniform registers in the loop over k-tiles: each MMA waits for its
+    descriptors' (decision 0013).
     """
     lines = sass.splitlines()
-    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    mmas = [i for i, line in enumerate(lines) if "HGMMA" in line]
     labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
-    for line in lines[products[-1] :]:  # the first branch back to before the products
+    for line in lines[mmas[-1] :]:  # the first branch back to before the MMAs
         target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
-        if target and labels[target[1]] < products[0]:
-            loop = lines[labels[target[1]] : products[-1]]
+        if target and labels[target[1]] < mmas[0]:
+            loop = lines[labels[target[1]] : mmas[-1]]
             return sum("R2UR" in inside for inside in loop)
-    raise AssertionError("the products are in no loop")
+    raise AssertionError("the MMAs are in no loop")
 
 
 # One move a k-tile, of the number of the warp group, before the first MMA and while the last is in
 # flight: a candidate of the tuner, never a default.
-MOVED = re.compile(r"gemm_rs bfloat16 nn 128x256 copy_engine late cut split")
+MOVED = re.compile(r"gemm_rs bfloat16 nn 128x256 copy_engine late early last")
 
 
-def test_descriptors_of_products_stay_in_uniform_registers(compiled):
+def test_descriptors_of_mmas_stay_in_uniform_registers(compiled):
     moved = [name for name, result in compiled.items() if moves_in_loop(result["sass"])]
     assert [name for name in moved if not MOVED.fullmatch(name)] == []
 
@@ -154,7 +154,7 @@ READ = r"cp\.async\.bulk\.wait_group\.read"
 FENCE = r"fence\.proxy\.async;"
 SHARED_FENCE = r"fence\.proxy\.async\.shared"
 CLOCK = r"mov\.u64 %rd\d+, %globaltimer"
-PRODUCTS_DONE = r"wgmma\.wait_group"
+MMAS_DONE = r"wgmma\.wait_group"
 LEFT = r"atom\.global\.sys\.release\.add"
 COUNT = r"atom\.global\.gpu\.acq_rel"
 
@@ -166,7 +166,7 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("ag_gemm plain", check_awaited, FENCE, "not fenced"),
         ("ag_gemm plain", check_awaited, CLOCK, "without a clock"),
         ("ag_gemm plain", check_stages, SHARED_FENCE, "start is not fenced"),
-        ("ag_gemm plain", check_stages, PRODUCTS_DONE, "while it is read"),
+        ("ag_gemm plain", check_stages, MMAS_DONE, "while it is read"),
         ("ag_gemm plain", check_stages, PARTITION, "not all warps are done"),
         ("ag_gemm plain", check_staging_tile, SHARED_FENCE, "stores what is not fenced"),
         ("ag_gemm plain", check_staging_tile, PARTITION, "not all threads have staged"),
@@ -181,9 +181,9 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_rs sm", check_sent, FENCE, "not fenced"),
         ("gemm_rs sm", check_counted, COUNT, "not counted"),
         ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
-        ("ag_gemm split", check_parts_left, PARTITION, "only one thread's stores"),
-        ("ag_gemm split", check_parts_left, LEFT, "nobody hears"),
-        ("gemm_rs split", check_awaited, CLOCK, "without a clock"),
+        ("ag_gemm last", check_partials, PARTITION, "only one thread's stores"),
+        ("ag_gemm last", check_partials, LEFT, "nobody hears"),
+        ("gemm_rs last", check_awaited, CLOCK, "without a clock"),
         ("gemm_rs sm", check_stages, SHARED_FENCE, "start is not fenced"),
         ("gemm_rs sm", check_staging_tile, SHARED_FENCE, "not fenced"),
         ("gemm_rs sm", check_staging_tile, PARTITION, "not all threads have staged"),
@@ -213,6 +213,6 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(("kernel", "workers"), [("ag_gemm", [1, 2, 1]), ("gemm_rs", [1, 1, 2])])
 def test_partitions_and_their_warps(compiled, kernel, workers):
-    """Workers, those that fill up the last group of four warps, and the multipliers."""
+    """Workers, those that fill up the last group of four warps, and the MMA warps."""
     for name, result in named(compiled, kernel).items():
         assert [warps for _, warps in Ptx(result["ptx"]).partitions()] == [*workers, 8], name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
-from virtual_product import Product
+from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD, Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -19,17 +19,17 @@ SIX = (16,) * 6
 AG, RS = ("ag", "hopper"), ("rs", "hopper")
 CASES = [
     Case(*AG, rows=(16, 32, 32), bias=True),
-    Case(*AG, rows=(32, 16, 48), layout="nn", comm_rows=0, programs=1_000),
-    Case(*AG, rows=(16, 16, 32), K=96, programs=6, cut_shards=1),
-    Case(*AG, rows=(16, 16, 16), N=48, K=64, programs=5),
+    Case(*AG, rows=(32, 16, 48), layout="nn", comm_rows=0, ctas=1_000),
+    Case(*AG, rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1),
+    Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5),
     Case(*AG, 3, rows=(16, 32, 32), N=16, comm_rows=5),
     Case(*RS),
     Case(*RS, rows=(7, 20, 33), comm_rows=5, layout="nn"),
     Case(*RS, transport="sm"),
     Case(*RS, 3, K=64),
-    Case(*RS, 3, K=64, transport="sm", programs=1_000, layout="nn"),
-    Case(*RS, K=96, programs=8, cut_shards=1),
-    Case(*RS, K=64, programs=5, transport="sm"),
+    Case(*RS, 3, K=64, transport="sm", ctas=1_000, layout="nn"),
+    Case(*RS, K=96, ctas=8, split_k_shards=1),
+    Case(*RS, K=64, ctas=5, transport="sm"),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
     Case(*AG, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, captured=True),
@@ -44,31 +44,31 @@ HELD = [
 
 
 @pytest.fixture(scope="module")
-def product() -> Product:
-    return Product("flux_megatron")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_are_exact(product, case):
+def test_results_are_exact(package, case):
     for schedule in STANDARD:
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.captured], ids=str)
-def test_any_ctas_may_have_to_wait_for_an_sm(product, case):
+def test_any_ctas_may_have_to_wait_for_an_sm(package, case):
     for schedule in HELD:
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
-def test_the_cases_cut_both_kinds_of_tiles(product):
-    """The machine's constants let small problems be cut; else these cases would show nothing."""
-    hopper_cuts = product.hopper_cuts
+def test_the_cases_split_both_kinds_of_tiles(package):
+    """The machine's constants let small problems be split; else these cases would show nothing."""
+    split_k = package.split_k
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_cuts, "STEPS_MIN", 2)
-        patch.setattr(hopper_cuts, "PART_STEPS", 0)
-        early = hopper_cuts.cuts_of_gather(2, 2, 1, 6, 6)
-        last_wave = hopper_cuts.cuts_of_gather(3, 2, 0, 4, 5)
-        late = hopper_cuts.cuts_of_scatter(4, 2, 1, 6, 8)
-    assert (early.early, early.parts) == (2, 3)
-    assert last_wave.rest > 0
+        patch.setattr(split_k, "K_TILES_MIN", 2)
+        patch.setattr(split_k, "PART_K_TILES", 0)
+        early = split_k.split_k_of_gather(2, 2, 1, 6, 6)
+        last_wave = split_k.split_k_of_gather(3, 2, 0, 4, 5)
+        late = split_k.split_k_of_scatter(4, 2, 1, 6, 8)
+    assert (early.early, early.early_parts) == (2, 3)
+    assert last_wave.last_wave > 0
     assert late.early > 0

@@ -13,18 +13,12 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from flux_megatron.kernels import (
-    hopper_ag_gemm,
-    hopper_gemm,
-    hopper_gemm_rs,
-    hopper_scheduler,
-    hopper_tile,
-)
-from flux_megatron.kernels.hopper_cuts import Cuts, cuts_of_gather, cuts_of_scatter
+from flux_megatron.kernels import hopper_gemm, hopper_split_k, hopper_tile_order
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.symm.signals import PART_COUNTERS
+from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
+from flux_megatron.symm.signals import PARTIAL_COUNTERS
 
-PROGRAMS = 132
+SMS = 132
 SHAPES = [  # tiles of a shard: rows, columns
     (1, 1), (1, 7), (2, 48), (3, 10), (4, 48), (8, 5), (16, 12), (24, 3),
 ]  # fmt: skip
@@ -35,28 +29,35 @@ GROUPS = [1, 2, 8, 11, 16]
 @pytest.fixture(autouse=True)
 def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
-    for module in (hopper_ag_gemm, hopper_gemm_rs, hopper_tile, hopper_scheduler):
+    for module in (hopper_tile_order, hopper_split_k):
         monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
-        for name in ("tile_in_groups", "number_in_groups", "steps_of_part"):
+        for name in ("tile_in_groups", "number_in_groups", "k_tiles_of_part"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name).fn)
+    monkeypatch.setattr(hopper_split_k, "WorkTile", lambda *fields: fields)
+
+
+def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
+    rows, columns = shape
+    return SimpleNamespace(
+        rows=rows, columns=columns, rank=rank % world_size, WORLD_SIZE=world_size, GROUP_M=group_m
+    )
 
 
 def _ag_tiles(shape, world_size, group_m, rank=1):
-    rows, columns = shape
-    rank %= world_size
+    grid = _grid(shape, world_size, group_m, rank)
+    tiles = SimpleNamespace(early_last=0, NUM_CTAS=SMS)
     return [
-        hopper_ag_gemm.ag_tile.fn(tile, rank, rows, columns, 0, world_size, group_m, PROGRAMS)
-        for tile in range(world_size * rows * columns)
+        hopper_tile_order.ag_tile.fn(tile, grid, tiles)
+        for tile in range(world_size * grid.rows * grid.columns)
     ]
 
 
 def _rs_tiles(shape, world_size, group_m, rank=1):
-    rows, columns = shape
-    rank %= world_size
+    grid = _grid(shape, world_size, group_m, rank)
     return [
-        hopper_gemm_rs.rs_tile.fn(tile, rank, rows, columns, world_size, group_m)
-        for tile in range(world_size * rows * columns)
+        hopper_tile_order.rs_tile.fn(tile, grid)
+        for tile in range(world_size * grid.rows * grid.columns)
     ]
 
 
@@ -80,113 +81,117 @@ def test_every_tile_is_made_once(shape, world_size, group_m):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_own_tiles_are_first_where_rows_come_and_last_where_results_go(shape, world_size):
-    own = shape[0] * shape[1]
+def test_local_tiles_are_first_where_rows_come_and_last_where_results_go(shape, world_size):
+    local = shape[0] * shape[1]
     gathered = [source for source, _, _ in _ag_tiles(shape, world_size, 8)]
-    assert set(gathered[:own]) == {1}
-    owners = [(owner, step) for owner, _, _, _, step in _rs_tiles(shape, world_size, 8)]
-    assert {owner for owner, _ in owners[-own:]} == {1}
-    assert all(owner == (1 + 1 + step) % world_size for owner, step in owners)
+    assert set(gathered[:local]) == {1}
+    owners = [(owner, hops) for owner, _, _, _, hops in _rs_tiles(shape, world_size, 8)]
+    assert {owner for owner, _ in owners[-local:]} == {1}
+    assert all(owner == (1 + 1 + hops) % world_size for owner, hops in owners)
 
 
-def test_programs_without_an_own_tile_need_only_the_first_to_arrive():
-    for columns, own in ((48, 96), (96, 192)):
+def test_ctas_without_a_local_tile_need_only_the_first_to_arrive():
+    for columns, local in ((48, 96), (96, 192)):
         sources = [source for source, _, _ in _ag_tiles((2, columns), 4, 16)]
-        full = cdiv(own, PROGRAMS) * PROGRAMS
-        assert set(sources[own:full]) == {2}
+        full = cdiv(local, SMS) * SMS
+        assert set(sources[local:full]) == {2}
         assert set(sources[full:]) == {0, 2, 3}
 
 
-def _cuts() -> list[Cuts]:
-    """Of every pattern: many shapes, some with early tiles to cut, a last wave to cut, or both."""
+def _splits() -> list[SplitK]:
+    """Of every pattern: many shapes, some with early tiles to split, a last wave, or both."""
     made = [
-        of_pattern(own, world_size, shards, steps, PROGRAMS)
-        for of_pattern in (cuts_of_gather, cuts_of_scatter)
-        for own in (1, 8, 12, 24, 40, 48, 64, 80, 96, 131, 132, 133, 144, 192)
+        of_pattern(shard_tiles, world_size, shards, k_tiles, SMS)
+        for of_pattern in (split_k_of_gather, split_k_of_scatter)
+        for shard_tiles in (1, 8, 12, 24, 40, 48, 64, 80, 96, 131, 132, 133, 144, 192)
         for world_size in (2, 3, 4, 8)
         for shards in (0, 1, world_size)
-        for steps in (30, 192)
+        for k_tiles in (30, 192)
     ]
-    return [*dict.fromkeys(made), *(Cuts(own, PROGRAMS) for own in (1, 131, 132, 300))]
+    return [*dict.fromkeys(made), *(SplitK(tiles, SMS) for tiles in (1, 131, 132, 300))]
 
 
-CUTS = _cuts()
+SPLITS = _splits()
 
 
-def _items(cuts: Cuts, steps: int) -> list[tuple[int, ...]]:
-    """Of every item: tile, first and last step, part, parts, number of the cut tile."""
-    places = (cuts.early_last - cuts.early, cuts.early_last, cuts.split_first)
-    return [
-        hopper_scheduler.tile_of_work.fn(item, steps, *places, cuts.parts, cuts.split)
-        for item in range(cuts.works)
-    ]
+def _work_tiles(split: SplitK, k_tiles: int) -> list[tuple[int, ...]]:
+    """Of every work tile: tile, first and last k-tile, part, parts, number of the split tile."""
+    tiles = SimpleNamespace(
+        early_first=split.early_last - split.early,
+        early_last=split.early_last,
+        last_wave_first=split.last_wave_first,
+        EARLY_PARTS=split.early_parts,
+        LAST_PARTS=split.last_parts,
+    )
+    locate = hopper_split_k.WorkTiles.locate.fn
+    return [locate(tiles, work, k_tiles) for work in range(split.work_tiles)]
 
 
-def test_cuts_are_of_every_kind():
-    kinds = {(cuts.early > 0, cuts.rest > 0) for cuts in CUTS}
+def test_splits_are_of_every_kind():
+    kinds = {(split.early > 0, split.last_wave > 0) for split in SPLITS}
     assert kinds == {(False, False), (False, True), (True, False), (True, True)}
-    assert any(cuts.works < PROGRAMS for cuts in CUTS)
-    assert any(cuts.rest * cuts.split > PROGRAMS for cuts in CUTS)  # more than one round
+    assert any(split.work_tiles < SMS for split in SPLITS)
+    assert any(split.last_wave * split.last_parts > SMS for split in SPLITS)  # several rounds
 
 
-@pytest.mark.parametrize("steps", [64, 192])
-def test_parts_cover_every_step_once(steps):
-    for cuts in CUTS:
-        items = _items(cuts, steps)
-        done = sorted((tile, step) for tile, a, b, *_ in items for step in range(a, b))
-        assert done == [(tile, step) for tile in range(cuts.tiles) for step in range(steps)]
-        assert all((part == 0) == (first == 0) for _, first, _, part, *_ in items)
-        assert len(items) == cuts.works
-        assert all(parts > 1 or last == steps for _, _, last, _, parts, _ in items)
+@pytest.mark.parametrize("k_tiles", [64, 192])
+def test_parts_cover_every_k_tile_once(k_tiles):
+    for split in SPLITS:
+        works = _work_tiles(split, k_tiles)
+        done = sorted((tile, k_tile) for tile, a, b, *_ in works for k_tile in range(a, b))
+        assert done == [(tile, k_tile) for tile in range(split.tiles) for k_tile in range(k_tiles)]
+        assert all((part == 0) == (first == 0) for _, first, _, part, *_ in works)
+        assert len(works) == split.work_tiles
+        assert all(parts > 1 or last == k_tiles for _, _, last, _, parts, _ in works)
 
 
-def test_every_part_that_is_left_has_a_place_of_its_own():
-    for cuts in CUTS:
-        items = _items(cuts, 64)
-        most = max(cuts.parts, cuts.split)
-        places = [cut * (most - 1) + part - 1 for *_, part, _, cut in items if part]
+def test_every_partial_has_a_place_of_its_own():
+    for split in SPLITS:
+        works = _work_tiles(split, 64)
+        most = max(split.early_parts, split.last_parts)
+        places = [number * (most - 1) + part - 1 for *_, part, _, number in works if part]
         assert len({*places}) == len(places)
-        assert all(0 <= place < cuts.partials for place in places)
-        counters = {(tile, cut) for tile, *_, parts, cut in items if parts > 1}
-        assert len({tile for tile, _ in counters}) == len({cut for _, cut in counters})
-        assert all(cut < PART_COUNTERS for _, cut in counters)
+        assert all(0 <= place < split.partials for place in places)
+        counters = {(tile, number) for tile, *_, parts, number in works if parts > 1}
+        assert len({tile for tile, _ in counters}) == len({number for _, number in counters})
+        assert all(number < PARTIAL_COUNTERS for _, number in counters)
 
 
-def _waits_for_later_ones(items: list[tuple[int, ...]]) -> list[int]:
-    """The items that add up a tile, but come before one of its other parts."""
-    last = {tile: place for place, (tile, *_, part, _, _) in enumerate(items) if part}
+def _waits_for_later_ones(works: list[tuple[int, ...]]) -> list[int]:
+    """The work tiles that fix up a tile, but come before one of its other parts."""
+    last = {tile: place for place, (tile, *_, part, _, _) in enumerate(works) if part}
     return [
         place
-        for place, (tile, *_, part, parts, _) in enumerate(items)
+        for place, (tile, *_, part, parts, _) in enumerate(works)
         if part == 0 and parts > 1 and last[tile] > place
     ]
 
 
-def test_items_wait_only_for_parts_that_were_drawn_before():
-    for cuts in CUTS:
-        assert not _waits_for_later_ones(_items(cuts, 64))
+def test_work_tiles_wait_only_for_parts_that_were_drawn_before():
+    for split in SPLITS:
+        assert not _waits_for_later_ones(_work_tiles(split, 64))
     swapped = [*reversed([(0, 0, 1, 1, 2, 0), (0, 1, 2, 0, 2, 0)])]
     assert _waits_for_later_ones(swapped) == [0]
 
 
-def test_cut_tiles_give_every_program_own_rows_to_begin_with():
-    """The smallest own shard whose programs all find some."""
-    for own in (24, 48, 96):
-        cuts = cuts_of_gather(own, 4, 1, 192, PROGRAMS)
-        assert cuts.early == cuts.early_last == own
-        assert all(tile < own for tile, *_ in _items(cuts, 192)[:PROGRAMS])
-    assert cuts_of_gather(144, 4, 1, 192, PROGRAMS).early == 0
+def test_split_tiles_give_every_cta_local_rows_to_begin_with():
+    """The smallest local shard in which all CTAs find some."""
+    for local in (24, 48, 96):
+        split = split_k_of_gather(local, 4, 1, 192, SMS)
+        assert split.early == split.early_last == local
+        assert all(tile < local for tile, *_ in _work_tiles(split, 192)[:SMS])
+    assert split_k_of_gather(144, 4, 1, 192, SMS).early == 0
 
 
-def test_other_shards_last_tiles_are_made_before_the_last_wave_ends():
-    cuts = cuts_of_scatter(96, 4, 1, 192, PROGRAMS)
-    assert (cuts.early_last, cuts.early) == (288, 24)
-    assert cuts.waves(192) <= cuts_of_scatter(96, 4, 0, 192, PROGRAMS).waves(192)
+def test_last_remote_tiles_are_made_before_the_last_wave_ends():
+    split = split_k_of_scatter(96, 4, 1, 192, SMS)
+    assert (split.early_last, split.early) == (288, 24)
+    assert split.waves(192) <= split_k_of_scatter(96, 4, 0, 192, SMS).waves(192)
 
 
-def test_own_tiles_lie_in_their_number_order():
+def test_local_tiles_lie_in_their_number_order():
     for shape in SHAPES:
-        numbers = [number for *_, number, step in _rs_tiles(shape, 4, 11) if step == 3]
+        numbers = [number for *_, number, hops in _rs_tiles(shape, 4, 11) if hops == 3]
         assert numbers == sorted(numbers)
 
 
@@ -197,8 +202,8 @@ def test_host_knows_when_a_communication_tile_is_complete(shape, world_size, gro
     tile = replace(hopper_gemm.TILE, group_m=group_m)
     tiles_comm = cdiv(shape[0] * shape[1], 3)
     expected: dict[tuple[int, int], int] = {}
-    for place, (_, _, _, number, step) in enumerate(_rs_tiles(shape, world_size, group_m)):
-        if step < world_size - 1:
-            expected[step, number // tiles_comm] = place
+    for place, (_, _, _, number, hops) in enumerate(_rs_tiles(shape, world_size, group_m)):
+        if hops < world_size - 1:
+            expected[hops, number // tiles_comm] = place
     M_shard, N = shape[0] * tile.block_m, shape[1] * tile.block_n
     assert hopper_gemm.last_made(M_shard, N, world_size, tiles_comm, tile) == expected

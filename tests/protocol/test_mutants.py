@@ -1,6 +1,6 @@
 """The tests of the tests: every mutant must fail under at least one of the standard schedules.
 
-A mutant is done with when the first schedule has caught it. Run as a program, this file tries all
+A test ends when the first schedule has caught its mutant. Run as a script, this file tries all
 schedules and prints the table of mutants and schedules:
 
     TRITON_INTERPRET=1 FLUX_MEGATRON_POISON=1 PYTHONPATH=. python tests/protocol/test_mutants.py
@@ -18,7 +18,7 @@ from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import MUTANTS, Mutant
 from protocol_cases import WrongResult
-from virtual_product import Product, mutated
+from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -27,10 +27,10 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _outcome(mutant: Mutant, product: Product, schedule: Schedule) -> str:
+def _outcome(mutant: Mutant, package: PackageCopy, schedule: Schedule) -> str:
     """How the schedule caught the mutant, or "". Any other exception is a mistake in the mutant."""
     try:
-        mutant.case.run(product, schedule)
+        mutant.case.run(package, schedule)
     except tuple(_SHORT) as error:
         return _SHORT[type(error)]
     return ""
@@ -38,9 +38,9 @@ def _outcome(mutant: Mutant, product: Product, schedule: Schedule) -> str:
 
 def outcomes(mutant: Mutant, folder: Path) -> Iterator[str]:
     """One standard schedule after the other."""
-    with mutated(mutant.mutation, folder) as product:
+    with mutated(mutant.mutation, folder) as package:
         for schedule in STANDARD:
-            yield _outcome(mutant, product, schedule)
+            yield _outcome(mutant, package, schedule)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
@@ -53,10 +53,10 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("case", sorted({mutant.case for mutant in MUTANTS}, key=str), ids=str)
-def test_unmutated_product_passes(case):
-    product = Product("flux_megatron")
+def test_unmutated_package_passes(case):
+    package = PackageCopy("flux_megatron")
     for schedule in STANDARD:
-        case.run(product, schedule)
+        case.run(package, schedule)
 
 
 def print_table() -> None:

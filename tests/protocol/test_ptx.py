@@ -43,14 +43,14 @@ def test_signal_follows_all_stores(compiled):
 
 def test_an_entry_follows_the_reset(compiled):
     reset = r"st\.global\.v4"
-    for result in named(compiled, "meet_ranks").values():
+    for result in named(compiled, "rank_barrier").values():
         ptx = Ptx(result["ptx"])
         ptx.require_some(reset, "no slot is reset")
         ptx.require_some(RELEASE, "no entry is released to the system")
         ptx.require(reset, RELEASE, BARRIER, "only one thread's slots are reset before the entry")
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received"])
 def test_loads_follow_the_signal(compiled, kernel):
     for name, result in named(compiled, kernel).items():
         ptx = Ptx(result["ptx"])
@@ -58,14 +58,14 @@ def test_loads_follow_the_signal(compiled, kernel):
         check_acquire(ptx)
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots", "wait_sources", "meet_ranks"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received", "wait_sources", "rank_barrier"])
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
         check_bounded(Ptx(result["ptx"]))
         check_gives_up(Ptx(result["ptx"]))
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_slots"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received"])
 def test_recorded_waits_keep_the_order(compiled, kernel):
     """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
     for name, result in named(compiled, f"recorded_{kernel}").items():

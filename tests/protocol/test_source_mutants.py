@@ -1,7 +1,7 @@
 """Every source mutant must fail the test that its list names; and every file that runs in a call
 has a mutant, here or in `mutants.diff`.
 
-Run as a program, this file prints how many mutants each file has:
+Run as a script, this file prints how many mutants each file has:
 
     TRITON_INTERPRET=1 PYTHONPATH=. python tests/protocol/test_source_mutants.py
 """
@@ -15,7 +15,7 @@ import pytest
 from interpreted_access import needs_interpreter
 from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
-from virtual_product import SOURCE
+from virtual_machine import SOURCE
 
 ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn")
 FAILED = pytest.ExitCode.TESTS_FAILED

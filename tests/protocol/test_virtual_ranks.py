@@ -1,4 +1,4 @@
-"""The product's protocol under every standard schedule, and the scheduler itself."""
+"""The package's protocol under every standard schedule, and the scheduler itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
-from virtual_product import Machine, Product
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -24,7 +24,7 @@ CASES = [
     Case("rs", rows=(5, 5, 5, 5, 5), N=8, comm_rows=1),
     Case("rs", rows=(33, 7, 20, 20), comm_rows=24, dtype=torch.float16, K=20),
     Case("rs", comm_rows=10, tma=True),
-    Case("rs", programs=1_000, comm_rows=12),
+    Case("rs", ctas=1_000, comm_rows=12),
     Case("backward", rows=(20, 20, 40), layout="nn"),
     Case("ag", "pipelined", rows=(7, 20, 20), comm_rows=5, bias=True),
     Case("rs", "pipelined", rows=(7, 20, 20), comm_rows=5),
@@ -43,54 +43,54 @@ CAPTURED = [
 
 
 @pytest.fixture(scope="module")
-def product() -> Product:
-    return Product("flux_megatron")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks(product, case):
+def test_two_ranks(package, case):
     for schedule in STANDARD:
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
 @pytest.mark.parametrize("case", CAPTURED, ids=str)
-def test_replays_between_eager_calls(product, case):
+def test_replays_between_eager_calls(package, case):
     for schedule in STANDARD:
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
 @pytest.mark.parametrize("strategy", ["fused", "pipelined"])
 @pytest.mark.parametrize("host", ["ag", "rs", "backward"])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_world_sizes(product, host, strategy, world_size):
+def test_world_sizes(package, host, strategy, world_size):
     case = Case(host, strategy, world_size, rows=(20, 11, 11), N=16, comm_rows=8)
     for schedule in STANDARD:
-        run(case, product, schedule)
+        run(case, package, schedule)
 
 
 @pytest.mark.parametrize("host", ["ag", "rs"])
 @pytest.mark.parametrize("schedule", [STANDARD[0], STANDARD[-1]], ids=lambda s: s.name)
-def test_eight_ranks(product, host, schedule):
-    run(Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5), product, schedule)
+def test_eight_ranks(package, host, schedule):
+    run(Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5), package, schedule)
 
 
 @pytest.mark.parametrize("schedule", STANDARD, ids=lambda s: s.name)
-def test_same_seed_same_run(product, schedule):
+def test_same_seed_same_run(package, schedule):
     case = Case("backward", rows=(8, 8), N=16)
-    first, second = (run(case, product, schedule).trace for _ in range(2))
+    first, second = (run(case, package, schedule).trace for _ in range(2))
     assert first == second
 
 
-def test_other_seed_other_run(product):
+def test_other_seed_other_run(package):
     case = Case("ag", rows=(8, 8), N=16)
-    traces = [run(case, product, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
+    traces = [run(case, package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
     assert traces[0] != traces[1]
 
 
-def test_epochs_wrap_around(product):
+def test_epochs_wrap_around(package):
     """Calls across the largest epoch, 2**31 - 1 as a signed word, and across 2**32."""
     for last in (2**31 - 2, 2**32 - 2):
-        machine = _machine_after_epoch(product, last)
+        machine = _machine_after_epoch(package, last)
         x = [torch.arange(6.0).view(2, 3) + rank for rank in range(2)]
         seen: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -98,7 +98,7 @@ def test_epochs_wrap_around(product):
             for call in range(4):
                 mine = torch.empty_like(x[rank]).copy_(x[rank])
                 mine += call
-                gather = product.transfer.start_gather(mine, machine.workspaces[rank], 1)
+                gather = package.transfer.start_gather(mine, machine.workspaces[rank], 1)
                 gathered = gather.complete()
                 seen[rank, call] = torch.empty_like(gathered).copy_(gathered)
                 gather.close()
@@ -108,22 +108,22 @@ def test_epochs_wrap_around(product):
             torch.testing.assert_close(gathered, torch.cat(x) + call, rtol=0, atol=0)
 
 
-def _machine_after_epoch(product: Product, epoch: int) -> Machine:
-    machine = Machine(product, world_size=2, programs=1)
+def _machine_after_epoch(package: PackageCopy, epoch: int) -> Machine:
+    machine = Machine(package, world_size=2, ctas=1)
     for workspace in machine.workspaces:
         workspace.channels["gather"].epoch = epoch
         for pad in workspace.channels["gather"]._pads:
-            pad.fill_(product.signals.as_int32(epoch))
+            pad.fill_(package.signals.as_int32(epoch))
     return machine
 
 
-def test_deadlock_names_who_waits_for_what(product):
-    machine = Machine(product, world_size=2, programs=1)
+def test_deadlock_names_who_waits_for_what(package):
+    machine = Machine(package, world_size=2, ctas=1)
 
     def host(rank: int) -> None:
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
             x = torch.zeros(4, 4)
-            gather = product.transfer.start_gather(x, machine.workspaces[0], 0)
+            gather = package.transfer.start_gather(x, machine.workspaces[0], 0)
             gather.wait_for(1)
         else:
             machine.workspaces[1].begin("gather", 2 * 64)
@@ -133,25 +133,25 @@ def test_deadlock_names_who_waits_for_what(product):
         machine.run(STANDARD[0], host)
 
 
-def test_failure_of_a_rank_is_raised(product):
-    machine = Machine(product, world_size=2, programs=1)
+def test_failure_of_a_rank_is_raised(package):
+    machine = Machine(package, world_size=2, ctas=1)
 
     def host(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
-        gather = product.transfer.start_gather(torch.zeros(4, 4), machine.workspaces[0], 0)
+        gather = package.transfer.start_gather(torch.zeros(4, 4), machine.workspaces[0], 0)
         gather.complete()
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):
         machine.run(STANDARD[0], host)
 
 
-def test_one_call_a_channel(product):
-    machine = Machine(product, world_size=1, programs=1)
+def test_one_call_a_channel(package):
+    machine = Machine(package, world_size=1, ctas=1)
 
     def host(rank: int) -> None:
         for _ in range(2):
             machine.workspaces[0].begin("gather", 64)
 
-    with pytest.raises(product.errors.WorkspaceError, match="another was open"):
+    with pytest.raises(package.errors.WorkspaceError, match="another was open"):
         machine.run(STANDARD[0], host)

@@ -1,6 +1,6 @@
 """A deterministic scheduler: many virtual ranks, each with a host and its streams, in one process.
 
-Each host program, CTA, push and signal is a strand: a thread, of which only one runs at a time. A
+Each host, CTA, push and signal is a strand: a thread, of which only one runs at a time. A
 CTA may have further strands, for warps that work apart. A rank is modelled on a GPU. Its host runs
 ahead and only enqueues; `compute` runs kernels and torch's in-place operations in order, `copy`
 runs pushes and signals in order, and events order the two. `second` is another stream like
@@ -206,7 +206,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class Scheduler:
-    """`run` takes one host program a rank; kernels that a host launches are strands of its rank."""
+    """`run` takes one host a rank; kernels that a host launches are strands of its rank."""
 
     def __init__(self, schedule: Schedule, reachable: Sequence[Region] = ()) -> None:
         self._schedule = schedule
@@ -400,7 +400,7 @@ class Scheduler:
 
         return body
 
-    # Interpreted kernels: what Triton's GridExecutor does, except that programs become strands.
+    # Interpreted kernels: what Triton's GridExecutor does, except that CTAs become strands.
 
     @contextmanager
     def _interpreting(self):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from written_runs import losses, megatron_line, megatron_process, write
 
-from flux_megatron.results import megatron_log, train_log
+from flux_megatron.results import logs
 from flux_megatron.results.iterations import ResultsError
 
 # Printed by the statements of the releases' own training_log: iterations 1 and 2, 3 skipped without
@@ -42,7 +42,7 @@ def recorded(release: str) -> str:
 @pytest.mark.parametrize("release", RECORDED)
 def test_every_release_is_read(tmp_path, release):
     write(tmp_path / "rank7.log", recorded(release))
-    series = megatron_log.read(tmp_path, global_batch=4)
+    series = logs.of_megatron(tmp_path, global_batch=4)
     one, two, three, four = series.iterations
     assert (one.number, one.seconds, one.loss) == (1, 1.2345, 10.82346)
     assert (two.number, two.seconds, two.loss) == (2, 0.25, 10.7)
@@ -60,7 +60,7 @@ def test_only_one_of_many_ranks_logs(tmp_path):
     text = "loading 10%\rloading 100%\r\n" + text
     write(tmp_path / "node1" / "attempt_0" / "7" / "stdout.log", text)
     write(tmp_path / "node1.out", "".join(f"[default7]:{line}\n" for line in text.splitlines()))
-    series = megatron_log.read(tmp_path, 8)
+    series = logs.of_megatron(tmp_path, 8)
     assert [i.number for i in series.iterations] == [1, 2, 3, 4, 5]
     assert (series.torn, series.restarts) == (0, ())
 
@@ -71,7 +71,7 @@ def test_a_later_attempt_replaces_what_it_repeats(tmp_path):
         n = last - first + 1
         text = megatron_process([seconds] * n, [float(clock + 1)] * n, first, clock=clock)
         write(tmp_path / f"{999 - clock}" / "rank.log", text)  # names do not tell the order
-    series = megatron_log.read(tmp_path, 8)
+    series = logs.of_megatron(tmp_path, 8)
     assert [(i.number, round(i.seconds, 3), i.loss) for i in series.iterations] == [
         *((n, 0.1, 1.0) for n in range(1, 6)),
         *((n, 0.3, 201.0) for n in range(6, 9)),
@@ -85,7 +85,7 @@ def test_attempts_of_one_file(tmp_path):
     first = megatron_process([0.1] * 6, losses(6))
     second = megatron_process([0.2] * 3, [1.0] * 3, first=4, clock=60)
     write(tmp_path / "rank.log", first + second)
-    series = megatron_log.read(tmp_path, 8)
+    series = logs.of_megatron(tmp_path, 8)
     assert [i.number for i in series.iterations] == [1, 2, 3, 4, 5, 6]
     assert series.restarts == (4,)
     assert series.iterations[-1].loss == 1.0
@@ -99,7 +99,7 @@ def test_the_second_line_of_a_process_is_a_mean_with_its_first(tmp_path):
         megatron_line(3, 0.2, 9.0, clock=2),
     ]
     write(tmp_path / "rank.log", "\n".join(lines) + "\n")
-    series = megatron_log.read(tmp_path, 8)
+    series = logs.of_megatron(tmp_path, 8)
     assert [i.number for i in series.warm(1)] == [3]
     assert [i.skipped for i in series.iterations] == [1, 0, 0]
 
@@ -109,7 +109,7 @@ def test_a_torn_last_line_is_counted(tmp_path, kept):
     text = megatron_process([0.2] * 3, losses(3))
     torn = megatron_line(4, 0.2, 3.0, clock=4)[: 30 + kept]
     write(tmp_path / "rank.log", text + torn)
-    series = megatron_log.read(tmp_path, 8)
+    series = logs.of_megatron(tmp_path, 8)
     assert len(series.iterations) == 3
     assert series.torn == 1
 
@@ -128,11 +128,11 @@ def test_any_other_bad_line_is_an_error_that_names_it(tmp_path, how):
     bad = BROKEN[how](megatron_line(4, 0.2, 3.0, clock=4)) + "\n"
     file = write(tmp_path / "rank.log", text + bad + megatron_line(5, 0.2, 3.0, clock=5) + "\n")
     with pytest.raises(ResultsError, match=f"^{file}:6: "):
-        megatron_log.read(tmp_path, 8)
+        logs.of_megatron(tmp_path, 8)
 
 
 def test_no_logs_are_an_empty_series(tmp_path):
-    assert megatron_log.read(tmp_path / "nowhere", 8).iterations == ()
+    assert logs.of_megatron(tmp_path / "nowhere", 8).iterations == ()
 
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "h200x4" / "train_flux.jsonl"
@@ -140,7 +140,7 @@ ROWS = Path(__file__).parents[2] / "docs" / "results" / "h200x4" / "train_flux.j
 
 def test_rows_of_a_real_training(tmp_path):
     write(tmp_path / "metrics.jsonl", ROWS.read_text())
-    series = train_log.read(tmp_path)
+    series = logs.of_train(tmp_path)
     assert [i.number for i in series.iterations] == list(range(1, 201))
     assert series.iterations[0].loss == 5.9171833992004395
     assert series.torn == 0
@@ -148,7 +148,7 @@ def test_rows_of_a_real_training(tmp_path):
 
 def test_a_training_killed_in_the_middle_of_a_row(tmp_path):
     write(tmp_path / "metrics.jsonl", ROWS.read_text()[:-30])
-    series = train_log.read(tmp_path)
+    series = logs.of_train(tmp_path)
     assert len(series.iterations) == 199
     assert series.torn == 1
 
@@ -158,7 +158,7 @@ def test_where_a_resumed_training_began_is_in_its_rows(tmp_path):
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     resumed = [{**row, "first_step": began.get(row["step"], 101)} for row in rows]
     write(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in resumed))
-    series = train_log.read(tmp_path)
+    series = logs.of_train(tmp_path)
     assert series.restarts == (61, 101)
     warm = [i.number for i in series.warm(10)]
     assert warm == [*range(11, 61), *range(71, 101), *range(111, 201)]
@@ -169,4 +169,4 @@ def test_a_bad_row_is_an_error_that_names_it(tmp_path, bad):
     good = ROWS.read_text().splitlines(keepends=True)
     file = write(tmp_path / "metrics.jsonl", "".join([good[0], bad + "\n", good[2]]))
     with pytest.raises(ResultsError, match=f"^{file}:2: "):
-        train_log.read(tmp_path)
+        logs.of_train(tmp_path)

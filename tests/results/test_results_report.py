@@ -22,7 +22,7 @@ from written_runs import (
 
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf import flops
-from flux_megatron.results import report, run, summary
+from flux_megatron.results import report, summary
 from flux_megatron.results.commands import results
 from flux_megatron.results.iterations import Iteration, Series
 
@@ -92,7 +92,7 @@ def test_repeats_are_compared_pair_by_pair(tmp_path, experiment):
         )
         for i, level in enumerate((1.0, 1.2, 0.9, 1.1))
     ]
-    (found,) = report.reports([run.read(folder) for folder in folders])
+    (found,) = report.reports([report.read(folder) for folder in folders])
     (together,) = (one for one in found.speedups if one.run is None)
     assert together.speedup.runs == 4
     low, high = together.speedup.interval
@@ -110,10 +110,10 @@ def test_runs_of_different_values_are_no_repeats(tmp_path, experiment):
         megatron_run(tmp_path / str(i), one, {"flux": [10.0] * 12})
         for i, one in enumerate((experiment, other))
     ]
-    assert len(report.reports([run.read(folder) for folder in folders])) == 2
+    assert len(report.reports([report.read(folder) for folder in folders])) == 2
 
 
-def test_a_restart_is_told_and_its_warm_up_left_out(tmp_path, experiment):
+def test_a_restart_is_reported_and_its_warm_up_left_out(tmp_path, experiment):
     folder = run_folder_of(tmp_path / "run", experiment)
     warmup = experiment.arms["flux"].training.warmup_steps
     batch = experiment.arms["flux"].training.global_batch
@@ -128,7 +128,7 @@ def test_a_restart_is_told_and_its_warm_up_left_out(tmp_path, experiment):
     assert "restarted at iteration 31" in output
     assert "10 iterations done again after a restart" in output
     assert "2 unfinished last lines left out" in output
-    (found,) = report.reports([run.read(folder)])
+    (found,) = report.reports([report.read(folder)])
     assert found.arms[0]["flux"].timed == 30 - warmup + 20
     assert found.arms[0]["flux"].step.median == 1.0
 
@@ -143,7 +143,7 @@ def test_a_training_of_ours(tmp_path):
         for row in map(json.loads, rows.splitlines())
     ]
     write(folder / "flux" / "train" / "metrics.jsonl", train_rows(moved))
-    (found,) = report.reports([run.read(folder)])
+    (found,) = report.reports([report.read(folder)])
     (pair,) = found.losses
     assert pair.parity.common == 200
     assert pair.parity.first_different == 51
@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_number_never_agrees():
     assert summary.parity(fine, series((9, 9, 1.0)), "bfloat16") is None
 
 
-def test_what_cannot_be_read_is_told(tmp_path, experiment):
+def test_what_cannot_be_read_is_reported(tmp_path, experiment):
     assert invoke(tmp_path)[0] == 2
     assert "experiment.json" in invoke(tmp_path)[1]
     folder = run_folder_of(tmp_path / "run", experiment)

@@ -9,7 +9,7 @@ import pytest
 from written_runs import correlated
 
 from flux_megatron.results import statistics
-from flux_megatron.results.statistics import Speedup, level, speedup, speedup_of_runs
+from flux_megatron.results.statistics import Speedup, speedup, speedup_of_runs, step_time
 
 REPEATS = 400
 ITERATIONS, CORRELATIONS = (40, 100, 300), (0.0, 0.5, 0.8)
@@ -91,21 +91,21 @@ def test_a_run_that_grows_slower_tells_little():
     assert not found.significant
 
 
-def test_level_of_few_iterations_is_a_median_alone():
-    assert level([0.3, 0.1, 0.2]) == statistics.Level(0.2, 0, None, None)
-    assert level([0.3, 0.1, 0.2]).interval is None
+def test_step_time_of_few_iterations_is_a_median_alone():
+    assert step_time([0.3, 0.1, 0.2]) == statistics.StepTime(0.2, 0, None, None)
+    assert step_time([0.3, 0.1, 0.2]).interval is None
 
 
-def test_one_slow_step_does_not_move_a_level():
+def test_one_slow_step_does_not_move_a_step_time():
     times = correlated(3, 100, 0.3)
     slow = [*times[:50], 60.0, *times[51:]]
-    assert level(slow).median == pytest.approx(level(times).median, rel=0.002)
-    assert level(slow).error == pytest.approx(level(times).error, rel=0.3)
+    assert step_time(slow).median == pytest.approx(step_time(times).median, rel=0.002)
+    assert step_time(slow).error == pytest.approx(step_time(times).error, rel=0.3)
 
 
-def test_level_holds_the_median_of_all():
+def test_step_time_holds_the_median_of_all():
     times = correlated(5, 200, 0.5)
-    found = level(times)
+    found = step_time(times)
     assert found.median == median(times)
     assert found.interval[0] < found.median < found.interval[1]
     assert found.blocks == statistics.MOST_BLOCKS

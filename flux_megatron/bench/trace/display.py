@@ -1,4 +1,4 @@
-"""What rank 0 prints of a traced run."""
+"""The output of a traced run on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of timelines: for each rank what computes, what travels, what waits."""
+"""A picture of timelines: a panel for each rank with computation, communication and waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flux_megatron.bench.trace.timeline import (
 
 COLOURS = {COMPUTE: "#2980b9", COMMUNICATION: "#c0392b", WAIT: "#f39c12", PASS: "#bdc3c7"}
 ROWS = (PASS, COMPUTE, COMMUNICATION, WAIT)  # from top to bottom
-LABELLED = 0.05  # of the width: a narrower bar has no room for its name
+LABELLED = 0.05  # of the width: a narrower bar has no name
 
 
 def draw(timelines: Sequence[Timeline], title: str, file: Path) -> None:
@@ -80,10 +80,10 @@ def _short(name: str, letters: int) -> str:
 
 
 def _caption(timeline: Timeline) -> str:
-    words = f"rank {timeline.rank}: {timeline.time_us:.0f} us"
+    label = f"rank {timeline.rank}: {timeline.time_us:.0f} us"
     share = timeline.hidden_share
     if share is not None:
-        words += f", communication {timeline.communication_us:.0f} us, {share:.0%} of it hidden"
+        label += f", communication {timeline.communication_us:.0f} us, {share:.0%} of it hidden"
     for kernel in timeline.kernels:
-        words += f"; {kernel.kernel}: a CTA waits {kernel.mean_us:.1f} us"
-    return words
+        label += f"; {kernel.kernel}: a CTA waits {kernel.mean_us:.1f} us"
+    return label

@@ -13,16 +13,17 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 COMPUTE, COMMUNICATION, WAIT, PASS = LANES = ("compute", "communication", "wait", "pass")
-CLOCK = "clock"  # the phase, on GPUs the kernel, that reads the device's clock and begins it all
+CLOCK = "clock"  # the phase, on GPUs the kernel, that reads the device's clock first
 PASSES = ("fprop", "dgrad", "wgrad")
 _PHASES = {
     **dict.fromkeys(("gather push", "scatter push", "all-gather", "reduce-scatter"), COMMUNICATION),
     "wait": WAIT,
     **dict.fromkeys(
-        ("own rows", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad"), COMPUTE
+        ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad"),
+        COMPUTE,
     ),
 }
-_WAITING = ("wait_sources", "meet_ranks")
+_WAITING = ("wait_sources", "rank_barrier")
 _ON_DEVICE = ("kernel", "gpu_memcpy")
 
 Event = dict[str, Any]
@@ -66,7 +67,7 @@ class KernelWaits:
 
     @property
     def mean_us(self) -> float:
-        """What a CTA that waits at all waits in total."""
+        """The mean total wait of the CTAs that wait, in microseconds."""
         return sum(wait.time_us for wait in self.waits) / max(1, self.ctas)
 
 
@@ -82,7 +83,7 @@ class Timeline:
         return [span for span in self.spans if span.lane == lane]
 
     def intervals(self, lane: str) -> list[Interval]:
-        """When anything was in the lane: disjoint, in order."""
+        """The times with an event in the lane: disjoint intervals, in order."""
         return union((span.begin_us, span.end_us) for span in self.of(lane))
 
     @property
@@ -96,12 +97,12 @@ class Timeline:
 
     @property
     def hidden_us(self) -> float:
-        """Communication during which something was computed."""
+        """The time of communication during computation."""
         return length(overlap(self.intervals(COMMUNICATION), self.intervals(COMPUTE)))
 
     @property
     def hidden_share(self) -> float | None:
-        """None where nothing but a GEMM kernel itself communicates."""
+        """The hidden share of communication; None if only a GEMM kernel itself communicates."""
         return self.hidden_us / self.communication_us if self.communication_us else None
 
     def summary(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _waits_summary(kernel: KernelWaits, longest: int = 50) -> dict[str, Any]:
 
 
 def clock_event(events: Iterable[Event], prefix: str) -> Event:
-    """The event in which the device's clock was read: on GPUs the kernel, else the phase."""
+    """The event that reads the device's clock: on GPUs the kernel, else the phase."""
     found = [e for e in events if e.get("ph") == "X" and _is_clock(e, prefix)]
     assert found, "the trace has no reading of the clock"
     return max(found, key=lambda event: event["cat"] == "kernel")
@@ -178,7 +179,7 @@ def _on_gpu(event: Event, prefix: str, compute_stream: Any) -> tuple[str, str] |
         return None
     if "nccl" in name:
         return COMMUNICATION, name
-    if category == "gpu_memcpy":  # in the stream of the GEMMs it is a copy of the own rows
+    if category == "gpu_memcpy":  # in the stream of the GEMMs it copies the local shard
         same = event.get("args", {}).get("stream") == compute_stream
         return (COMPUTE if same else COMMUNICATION), name
     return (WAIT if name.startswith(_WAITING) else COMPUTE), name
@@ -197,7 +198,7 @@ def _pass(name: str, prefix: str) -> tuple[str, str] | None:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals in order."""
+    """The union of the intervals: disjoint, in order."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -208,7 +209,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(these: Iterable[Interval], those: Sequence[Interval]) -> list[Interval]:
-    """What lies in both; each is disjoint and in order."""
+    """The intersection of both; each is disjoint and in order."""
     return [
         (max(begin, other_begin), min(end, other_end))
         for begin, end in these

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
-from flux_megatron.bench.candidates import add_product
 from flux_megatron.bench.trace import merge, picture, timeline
 from flux_megatron.bench.trace.merge import RankTrace
 from flux_megatron.bench.trace.options import TraceOptions
@@ -29,6 +28,7 @@ from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import PREFIX, phase
 from flux_megatron.symm import workspace
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
 
@@ -61,7 +61,7 @@ class Layer:
         torch.autograd.grad(y, (self._x, self._w), self._dy, allow_unused=True)
 
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
-        add_product(self._main_grad, dy, x)
+        accumulate_wgrad_by_torch(self._main_grad, dy, x)
 
 
 def main(options: TraceOptions) -> None:
@@ -122,7 +122,7 @@ def _align(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _kernel_waits(device: torch.device, clock_ns: int) -> list[KernelWaits]:
-    """What kernels have recorded, in microseconds from the reading of the clock on."""
+    """The waits that kernels have recorded, in microseconds after the read of the clock."""
 
     def since(time_ns: int) -> float:
         return (time_ns - clock_ns) / 1e3
@@ -131,7 +131,7 @@ def _kernel_waits(device: torch.device, clock_ns: int) -> list[KernelWaits]:
         KernelWaits(
             launch.kernel,
             [
-                KernelWait(w.program, w.tile, w.source, since(w.begin_ns), since(w.end_ns))
+                KernelWait(w.cta, w.tile, w.source, since(w.begin_ns), since(w.end_ns))
                 for w in launch.waits
             ],
             launch.lost,

@@ -1,0 +1,50 @@
+"""Host descriptors of matrices for TMA, made once for each address, shape and block."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flux_megatron.problem import Tile
+
+
+@lru_cache(maxsize=64)
+def _layout(block: tuple[int, ...], dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+class _Address(NamedTuple):
+    """What a descriptor needs of a tensor: kept in its place, it keeps no memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)  # making one costs the host 10 us
+def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows, columns = shape
+    layout = _layout(block, base.dtype)
+    return TensorDescriptor(base, [rows, columns], [columns, 1], list(block), layout)
+
+
+def described(tensor: Tensor, *block: int):
+    """A descriptor of a contiguous matrix, for TMA of blocks."""
+    return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
+
+
+def described_w(w: Tensor, layout: str, tile: Tile):
+    """Of w, [N, K] or [K, N]."""
+    if layout == "nt":
+        return described(w, tile.block_n, tile.block_k)
+    return described(w, tile.block_k, tile.block_n)

@@ -1,0 +1,160 @@
+"""The third role of GEMM+RS, one warp: it stores each finished tile where it belongs, and fetches
+what other ranks have made of a local tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from flux_megatron.kernels.gluon_versions import (
+    Descriptor,
+    Number,
+    Pointer,
+    Shared,
+    aggregate,
+    barrier,
+)
+from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
+    complete_tma_stores,
+    count_acq_rel_gpu,
+    count_release_sys,
+    signal_release_sys,
+)
+from flux_megatron.kernels.hopper_tile_order import rs_tile
+
+
+@aggregate
+class StagingTile:
+    """A tile in shared memory between the MMA warps and the store warp, in both directions:
+    finished (`full`, `empty`), and fetched from another rank (`fetched`, `added`).
+    """
+
+    tile: Shared
+    full: Shared
+    empty: Shared
+    fetched: Shared
+    added: Shared
+
+    @gluon.jit
+    def add_fetched(self, out, number, LAYOUT: gl.constexpr):
+        """out + the fetched tile, which is number `number` of this CTA."""
+        mbarrier.wait(self.fetched, number & 1)
+        out += self.tile.load(LAYOUT).to(gl.float32)
+        fence_async_shared()  # TMA writes there next
+        barrier()  # every thread has its share
+        mbarrier.arrive(self.added, count=1)
+        return out
+
+
+@gluon.jit
+def new_staging_tile(y_desc):
+    tile = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    fetched = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    mbarrier.init(fetched, count=1)
+    mbarrier.init(added, count=1)
+    return StagingTile(tile, full, empty, fetched, added)
+
+
+@aggregate
+class TileTargets:
+    """Where tiles go: y, the receive buffer of every rank, or `parts`, which the copy engine
+    pushes; and the counters of tiles by communication tile, of `tiles_comm` tiles each.
+    """
+
+    parts_desc: Descriptor
+    received_desc: Descriptor
+    y_desc: Descriptor
+    received_pointers: Pointer
+    pad_pointers: Pointer
+    counters: Pointer
+    tiles_comm: Number
+    BY_SM: gl.constexpr
+
+    @gluon.jit
+    def fetch(self, place, staging, fetched):
+        """Fetch the tile at `place` of the receive buffer, and wait until it has been added."""
+        BLOCK_M: gl.constexpr = self.received_desc.block_type.shape[0]
+        mbarrier.expect(staging.fetched, self.received_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            self.received_desc, [place * BLOCK_M, 0], staging.fetched, staging.tile
+        )
+        mbarrier.wait(staging.added, fetched & 1)
+
+    @gluon.jit
+    def store_at_owner(self, owner, place, tile, places):
+        """Begin to store a tile at `place` of the `places` in the owner's receive buffer."""
+        BLOCK_M: gl.constexpr = self.received_desc.block_type.shape[0]
+        BLOCK_N: gl.constexpr = self.received_desc.block_type.shape[1]
+        pointer = gl.load(self.received_pointers + owner)
+        theirs = tma.make_tensor_descriptor(
+            pointer.to(gl.pointer_type(self.received_desc.dtype)),
+            [places * BLOCK_M, BLOCK_N], [BLOCK_N, 1], [BLOCK_M, BLOCK_N],
+            self.received_desc.layout,
+        )  # fmt: skip
+        tma.async_copy_shared_to_global(theirs, [place * BLOCK_M, 0], tile)
+
+    @gluon.jit
+    def send(self, owner, hops, number, per_shard, tile, sizes, signals):
+        """A finished tile of a remote shard, number `number` of the `per_shard` there."""
+        comm_tile = number // self.tiles_comm
+        counter = self.counters + owner * MAX_COMM_TILES + comm_tile
+        if self.BY_SM:
+            place = sizes.rank * per_shard + number
+            self.store_at_owner(owner, place, tile, sizes.WORLD_SIZE * per_shard)
+            complete_tma_stores()
+            arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
+            if count_acq_rel_gpu(counter, arrivals):
+                theirs = gl.load(self.pad_pointers + owner).to(signals.pad.dtype)
+                slot = sizes.rank * MAX_COMM_TILES + comm_tile
+                signal_release_sys(theirs, slot, signals.epoch)  # signal [B]
+        else:
+            row = (hops * per_shard + number) * sizes.BLOCK_M
+            tma.async_copy_shared_to_global(self.parts_desc, [row, 0], tile)
+            complete_tma_stores()
+            count_release_sys(counter)  # signal [D]
+
+
+@gluon.jit
+def move_tiles(targets, staging, exchange, tiles, sizes, signals):
+    """One warp: fetches what the other ranks have made of a local tile, one rank after another, and
+    stores each finished tile.
+    """
+    grid = sizes.grid_here()
+    deadline = signals.deadline()
+    per_shard = grid.rows * grid.columns
+    comm_tiles = gl.cdiv(per_shard, targets.tiles_comm)
+    arrived = signals.none_arrived()
+    finished = 0
+    fetched = 0
+    place, phase = exchange.take(0, 1)
+    while place < tiles.count:
+        work = tiles.locate(place, 1)
+        if work.part == 0:  # else another CTA has the tile
+            owner, m, n, number, hops = rs_tile(work.tile, grid)
+            if owner == sizes.rank:
+                for back in range(1, sizes.WORLD_SIZE):
+                    source = (sizes.rank + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
+                    comm_tile = number // targets.tiles_comm
+                    arrived = signals.await_once(
+                        arrived, source, comm_tile, comm_tiles, work.tile, deadline
+                    )  # wait [B]
+                    targets.fetch(source * per_shard + number, staging, fetched)
+                    fetched += 1
+            mbarrier.wait(staging.full, finished & 1)
+            finished += 1
+            if owner == sizes.rank:
+                at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
+                tma.async_copy_shared_to_global(targets.y_desc, at, staging.tile)
+                tma.store_wait(pendings=0)
+            else:
+                targets.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
+            mbarrier.arrive(staging.empty, count=1)
+        place, phase = exchange.take(phase, 1)

@@ -1,0 +1,58 @@
+"""The loops over work tiles that AG+GEMM and GEMM+RS share: that of the producer warp, and that of
+the MMA warps.
+
+What the two patterns do differently is in the methods of their `operands` (whose rows of x a tile
+needs, and when they are there) and `epilogue` (what is added to a tile, and where it goes).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def produce(operands, ring, exchange, scheduler):
+    """One warp: draws this CTA's work tiles and loads the operands of their tiles."""
+    grid = operands.sizes.grid_here()
+    deadline = operands.deadline()
+    arrived = operands.none_arrived()
+    loaded = 0
+    phase = 0
+    place = scheduler.first()
+    while place < scheduler.tiles.count:
+        phase = exchange.hand_out(place, phase)
+        work = scheduler.tiles.locate(place, grid.k_tiles)
+        loaded, ticket, arrived = operands.load(
+            ring, scheduler, grid, work, loaded, arrived, deadline
+        )
+        place = scheduler.settle(ticket)
+    exchange.hand_out(place, phase)
+    scheduler.close(place)
+
+
+@gluon.jit
+def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
+    """Two warp groups: multiply, add up split tiles, and hand each tile to the epilogue."""
+    grid = epilogue.sizes.grid()
+    deadline = epilogue.signals.deadline()
+    multiplied = 0
+    fetched = 0
+    finished = 0
+    place, phase = exchange.take(0, NUM_WARPS)
+    while place < tiles.count:
+        work = tiles.locate(place, grid.k_tiles)
+        out, behind, multiplied, fetched = epilogue.accumulate(
+            ring, grid, work, multiplied, fetched
+        )
+        mine = True
+        if partials.PARTS_MAX > 1:
+            mine = work.part == 0
+            if not mine:
+                partials.store(out, work)
+            elif work.parts > 1:
+                out = partials.fix_up(out, work, deadline, epilogue.signals.status)
+        if mine:
+            fetched, finished = epilogue.finish(out, grid, work.tile, behind, fetched, finished)
+        place, phase = exchange.take(phase, NUM_WARPS)
+    epilogue.complete()

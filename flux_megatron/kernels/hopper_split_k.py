@@ -1,0 +1,141 @@
+"""Split-K on the device: which part of which tile a work tile is, partial sums and their fix-up.
+
+`split_k` chooses what is split.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, barrier
+from flux_megatron.kernels.hopper_primitives import count_release_sys, wait_acquire_sys
+
+
+@gluon.jit
+def k_tiles_of_part(k_tiles, part, PARTS: gl.constexpr):
+    """The first k-tile of a part, and the first of the next part."""
+    first = 0
+    last = 0
+    # By comparison: by a division the loop over these k-tiles would stay in vector registers, which
+    # makes the GEMM 10 % slower (4 x H200, 2026-11-21, triton 3.6).
+    for i in gl.static_range(PARTS):
+        if part == i:
+            first = k_tiles * i // PARTS
+            last = k_tiles * (i + 1) // PARTS
+    return first, last
+
+
+@aggregate
+class WorkTile:
+    """A tile, or part `part` of the `parts` of one: k-tiles `first` to `last`. Part 0 has k-tile 0.
+    `split` is the tile's number among all that are split.
+    """
+
+    tile: Number
+    first: Number
+    last: Number
+    part: Number
+    parts: Number
+    split: Number
+
+
+@aggregate
+class WorkTiles:
+    """The list of `count` work tiles.
+
+    Tiles `early_first` to `early_last` are split into EARLY_PARTS, so that all CTAs have work
+    before what comes next can begin; the tiles of work tiles from `last_wave_first` on into
+    LAST_PARTS, so that the last wave is short (`split_k.SplitK`).
+
+    Parts of a tile are neighbours and part 0, which adds the others, is the last of them: it waits
+    only for work tiles that have been drawn before it.
+    """
+
+    count: Number
+    early_first: Number
+    early_last: Number
+    last_wave_first: Number
+    EARLY_PARTS: gl.constexpr
+    LAST_PARTS: gl.constexpr
+    NUM_CTAS: gl.constexpr
+
+    @gluon.jit
+    def locate(self, place, k_tiles):
+        """The work tile at a place of the list; a tile has `k_tiles` k-tiles."""
+        tile = place
+        first = 0
+        last = k_tiles
+        part = 0
+        parts = 1
+        split = 0
+        if self.EARLY_PARTS > 1:
+            behind = place - self.early_first
+            if behind >= 0:
+                early = self.early_last - self.early_first
+                if behind < early * self.EARLY_PARTS:
+                    split = behind // self.EARLY_PARTS
+                    part = self.EARLY_PARTS - 1 - behind % self.EARLY_PARTS
+                    parts = self.EARLY_PARTS
+                    tile = self.early_first + split
+                    first, last = k_tiles_of_part(k_tiles, part, self.EARLY_PARTS)
+                else:
+                    tile = place - early * (self.EARLY_PARTS - 1)
+        if self.LAST_PARTS > 1:
+            behind = place - self.last_wave_first
+            if behind >= 0:
+                which = behind // self.LAST_PARTS
+                early = self.early_last - self.early_first
+                split = early + which
+                part = self.LAST_PARTS - 1 - behind % self.LAST_PARTS
+                parts = self.LAST_PARTS
+                tile = self.last_wave_first - early * (self.EARLY_PARTS - 1) + which
+                first, last = k_tiles_of_part(k_tiles, part, self.LAST_PARTS)
+        return WorkTile(tile, first, last, part, parts, split)
+
+
+@aggregate
+class Partials:
+    """Sums over parts of K: [split tile, part 1 .. PARTS_MAX - 1, BLOCK_M, BLOCK_N], and for each
+    split tile the count of those that are there.
+    """
+
+    sums: Pointer
+    counters: Pointer
+    PARTS_MAX: gl.constexpr
+    LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def store(self, out, work):
+        """Leave the sum over a part of K, other than the first, to the CTA that has the first."""
+        BLOCK_M: gl.constexpr = out.shape[0]
+        BLOCK_N: gl.constexpr = out.shape[1]
+        offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
+        place = (work.split * (self.PARTS_MAX - 1) + work.part - 1).to(gl.int64)
+        gl.store(self.sums + place * (BLOCK_M * BLOCK_N) + offsets, out)
+        barrier()
+        count_release_sys(self.counters + work.split)  # flag [F]
+
+    @gluon.jit
+    def fix_up(self, out, work, deadline, status):
+        """Add the other parts of K, in their order, when they are there.
+
+        This ends, because what it waits for comes earlier in the list; the deadline is for the case
+        that another CTA has died.
+        """
+        BLOCK_M: gl.constexpr = out.shape[0]
+        BLOCK_N: gl.constexpr = out.shape[1]
+        wait_acquire_sys(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
+        gl.store(self.counters + work.split, 0)  # for the next launch
+        offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
+        for part in range(work.parts - 1):
+            place = (work.split * (self.PARTS_MAX - 1) + part).to(gl.int64)
+            out += gl.load(self.sums + place * (BLOCK_M * BLOCK_N) + offsets)
+        return out
+
+
+@gluon.jit
+def offsets_in_tile(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    return rows[:, None] * BLOCK_N + cols[None, :]

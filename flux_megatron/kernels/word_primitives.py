@@ -1,0 +1,203 @@
+"""Words that carry their own flag: 32 bits of data and the 32-bit epoch of the call that stored
+them.
+
+| primitive | order |
+| --- | --- |
+| `send_words` | none: each 64-bit store is seen whole, data and epoch together, by any rank |
+| `receive_sum` | none: a word counts when its epoch is the call's; bounded by a deadline |
+| `fence_sys` | all stores of this CTA so far, then its later ones, for every rank |
+
+A word is written by one strong 64-bit store and read by strong 64-bit loads (volatile is relaxed at
+system scope), which PTX never tears. So data needs no fence, no barrier and no signal behind it.
+`receive_sum` adds up what it loads, in fp32 in the order of the sources, and begins anew until all
+words that it has added are the call's: one trip to memory for all sources.
+Interpreted, a wait is a host function, as in `primitives`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import triton
+import triton.language as tl
+
+from flux_megatron.kernels.primitives import INTERPRETED, time_ns
+from flux_megatron.symm import signals
+
+_TRIPPED = tl.constexpr(signals.STATUS_TRIPPED)
+_SLOT = tl.constexpr(signals.STATUS_SLOT)
+_EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
+_SEEN = tl.constexpr(signals.STATUS_SEEN)
+_PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
+_PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
+_LEAST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def pack_words(values, epoch, VALUES: tl.constexpr):
+    """[M, N] of a 16-bit dtype (VALUES = 2) or fp32 (1)  ->  words [M, N / VALUES]."""
+    if VALUES == 2:
+        pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2))
+        low, high = tl.split(pairs.to(tl.uint16, bitcast=True))
+        data = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    else:
+        data = values.to(tl.uint32, bitcast=True)
+    return data.to(tl.int64) | (epoch.to(tl.int64) << 32)
+
+
+@triton.jit
+def unpack_words(words, dtype: tl.constexpr, VALUES: tl.constexpr):
+    """The values of `pack_words` in fp32."""
+    data = words.to(tl.uint32)
+    if VALUES == 2:
+        low = (data & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = (data >> 16).to(tl.uint16).to(dtype, bitcast=True)
+        values = tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+    else:
+        values = data.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _send_words_device(pointers, words, mask):
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ne.u32 inside, $3, 0;
+        mov.u32 $0, 0;
+        @inside st.relaxed.sys.global.b64 [$1], $2;
+        }""",
+        "=r,l,l,r",
+        [pointers.to(tl.int64), words, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _send_words_interpreted(pointers, words, mask):
+    tl.store(pointers, words, mask=mask)
+
+
+@triton.jit
+def _look(
+    slots, at, inside, slot_words, epoch, dtype: tl.constexpr,
+    SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """The sum of what lies there now, and 1 + the last source of which a word is missing, or 0."""
+    total = tl.zeros((at.shape[0], at.shape[1] * VALUES), dtype=tl.float32)
+    missing = tl.zeros(at.shape, dtype=tl.int32)
+    for source in tl.static_range(SOURCES):
+        words = tl.load(slots + source * slot_words + at, mask=inside, other=0, volatile=True)
+        old = inside & ((words >> 32).to(tl.int32) != epoch)
+        missing = tl.where(old, source + 1, missing)
+        total += unpack_words(words, dtype, VALUES)
+    return total, tl.max(missing)
+
+
+@triton.jit
+def _receive_sum_device(
+    slots, at, inside, slot_words, epoch, first_source, deadline, status, memory,
+    dtype: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+    turns = 0
+    while (missing != 0) & (time_ns() < deadline):
+        total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+        turns += 1
+        if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
+            if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+                deadline = deadline * 0  # a wait has run out of time: all give up
+    late = missing != 0
+    if late:  # the first to be late is reported, not those that follow from it
+        late = tl.load(status + _TRIPPED, volatile=True) == 0
+    if late:
+        words = tl.load(slots + (missing - 1) * slot_words + at, mask=inside, volatile=True)
+        seen = tl.where(inside & ((words >> 32).to(tl.int32) != epoch), words >> 32, _LEAST)
+        tl.store(status + _SLOT, first_source + missing - 1)
+        tl.store(status + _EXPECTED, epoch)
+        tl.store(status + _SEEN, tl.max(seen).to(tl.int32))
+        tl.store(status + _PAD_LOW, memory.to(tl.int32))
+        tl.store(status + _PAD_HIGH, (memory >> 32).to(tl.int32))
+        tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+    return total
+
+
+@triton.jit
+def _receive_sum_interpreted(
+    slots, at, inside, slot_words, epoch, first_source, deadline, status, memory,
+    dtype: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    for source in tl.static_range(SOURCES):
+        places = slots + source * slot_words + at
+        _await_words(places, inside, first_source + source, epoch, deadline, status, memory)
+    total, _ = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+    return total
+
+
+@triton.jit
+def _fence_sys_device():
+    tl.inline_asm_elementwise(
+        "{ fence.acq_rel.sys; mov.u32 $0, 0; }", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()
+
+
+def missing_word(addresses: list[int], epoch: int) -> int | None:
+    """The epoch of the first word of another call, or None if all words have come."""
+    for address in addresses:
+        seen = ctypes.c_int32.from_address(address + 4).value
+        if seen != epoch:
+            return seen
+    return None
+
+
+def poll_words(addresses: list[int], source: int, epoch: int, deadline: int) -> None:
+    """Host wait for the words at `addresses`; `TimeoutError` carries an epoch seen instead."""
+    turns = 0
+    while (seen := missing_word(addresses, epoch)) is not None:
+        turns += 1
+        if turns < 20:
+            os.sched_yield()
+        else:
+            time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
+        if time.monotonic_ns() > deadline:
+            raise TimeoutError(seen)
+
+
+host_wait_words = poll_words  # a test's scheduler of virtual ranks puts its own wait here
+
+
+def _number(value) -> int:
+    """The Python integer behind an interpreted scalar."""
+    return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
+
+
+def _await_words(pointers, mask, source, epoch, deadline, status, memory) -> None:
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_number(status))
+    if record[signals.STATUS_TRIPPED]:  # a wait has run out of time: one look, and on
+        deadline = 0
+    addresses = pointers.handle.data[mask.handle.data].tolist()
+    try:
+        host_wait_words(addresses, _number(source), _number(epoch), deadline)
+    except TimeoutError as late:
+        if record[signals.STATUS_TRIPPED]:  # the first to be late is reported
+            return
+        record[signals.STATUS_SLOT] = _number(source)
+        record[signals.STATUS_EXPECTED] = _number(epoch)
+        record[signals.STATUS_SEEN] = late.args[0]
+        record[signals.STATUS_PAD_LOW] = signals.as_int32(_number(memory))
+        record[signals.STATUS_PAD_HIGH] = _number(memory) >> 32
+        record[signals.STATUS_TRIPPED] = 1
+
+
+def _no_fence_needed() -> None: ...
+
+
+send_words = _send_words_interpreted if INTERPRETED else _send_words_device
+receive_sum = _receive_sum_interpreted if INTERPRETED else _receive_sum_device
+fence_sys = _no_fence_needed if INTERPRETED else _fence_sys_device

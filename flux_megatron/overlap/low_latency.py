@@ -1,0 +1,86 @@
+"""Few rows, as in decoding: one kernel multiplies, sends, waits and adds up.
+
+No copy engine, no signal and no barrier: every word of data carries the epoch of its call, so an
+all-reduce costs one trip of the data, or two. Eager and captured calls are the same call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
+from flux_megatron.kernels.sizes import next_power_of_2
+from flux_megatron.overlap import transfer
+from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import Pattern
+from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.word_channel import WordChannel
+from flux_megatron.symm.workspace import Workspace
+
+PATTERNS = (Pattern.GEMM_AR,)
+MOST_ROWS, half_bytes = gemv_ar_kernels.MOST_ROWS, gemv_ar_kernels.half_bytes
+NEEDS_SYMMETRIC_MEMORY = True
+# Of ranks that send whole partials to one another: each receives R of them. In two phases it
+# receives 2, after twice the latency.
+MOST_ONE_SHOT = 4
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this strategy cannot run the problem, or None."""
+    return gemv_ar_kernels.supports(problem)
+
+
+def default_plan(problem: Problem) -> Plan:
+    """Tiles of few columns: w is read once, by as many SMs as can be."""
+    two_phase = problem.world_size > MOST_ONE_SHOT
+    if problem.device == "cpu":  # few large tiles: an interpreted one costs the same
+        block_n, block_k = (
+            max(16, min(256, next_power_of_2(size))) for size in (problem.N, problem.K_local)
+        )
+        tile = Tile(16, block_n, block_k, num_warps=4)
+    elif problem.dtype == "float32":  # full-precision products run on CUDA cores
+        tile = Tile(16, 32, 32, num_warps=4)
+    elif problem.M > 16 or problem.layout == "nn":  # "nn": rows of w are read 128 bytes at a time
+        tile = Tile(16, 64, 64, num_warps=4, num_stages=5)
+    else:
+        tile = Tile(16, 32, 128, num_warps=4, num_stages=5)
+    return Plan("low_latency", tile=tile, two_phase=two_phase)
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring: tiles of other shapes, and one phase instead of two."""
+    default = default_plan(problem)
+    if problem.device == "cpu" or problem.dtype == "float32":
+        return [default]
+    shapes = [(32, 128, 5), (32, 256, 4), (64, 64, 5), (64, 128, 4), (128, 64, 4)]
+    tiles = [Tile(16, n, k, num_warps=4, num_stages=stages) for n, k, stages in shapes]
+    plans = [replace(default, tile=tile) for tile in dict.fromkeys((default.tile, *tiles))]
+    return [*plans, replace(default, two_phase=not default.two_phase)]
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    """all_reduce(x @ w): y [M, N]."""
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    size_bytes = half_bytes(x.shape[0], N, x.dtype, workspace.world_size)
+    call = transfer.begin(workspace, transfer.WORDS, size_bytes, WordChannel)
+    channel = call.channel
+    assert isinstance(channel, WordChannel), f"{type(channel)} given, a WordChannel expected"
+    with phase("gemv_ar kernel"):
+        y = gemv_ar_kernels.gemv_ar(
+            x, w,
+            word_pointers=call.pointers,
+            half_bytes=channel.region_bytes,
+            epochs=channel.epochs,
+            work=channel.work,
+            status=call.status,
+            rank=call.rank,
+            world_size=call.world_size,
+            timeout_ns=transfer.timeout_ns(),
+            layout=layout,
+            tile=plan.tile,
+            two_phase=plan.two_phase,
+        )  # fmt: skip
+    workspace.end(call)
+    return y

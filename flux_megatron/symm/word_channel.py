@@ -1,0 +1,48 @@
+"""A channel whose data carries its flags, and whose calls are counted on the device.
+
+Each 64-bit word of its memory holds 32 bits of data and the epoch of the call that stored them, so
+there are no signals. Kernels read and advance the epoch themselves: a replay of a CUDA graph is a
+call like any other, uses the same two halves, and meets nobody when it begins.
+`docs/memory_model.md` has the argument.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flux_megatron.symm import signals
+from flux_megatron.symm.channel import Call, Channel
+from flux_megatron.symm.status import Status
+
+
+class WordChannel(Channel):
+    """Half h of a call's memory lies h * `region_bytes` behind `Call.pointers`.
+
+    `epochs`, int32 [1], is the number of the last call that has ended on this rank. `work`, int32
+    [2 * WORK_WORDS], is the tile scheduler of the calls of either half. Collective constructor.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
+        super().__init__(group, device, status)
+        self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
+        self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
+        self._waiter = f"rank {self._rank} of group {group.group_name}"
+
+    def begin(self, captured: bool) -> Call:
+        """Open the next call. Its `epoch` is the kernel's to know; here it is 0."""
+        assert not self.open, "a channel has one open call"
+        self.open = True
+        self._captured |= captured
+        return Call(0, self._status.words, self._regions[0], self)
+
+    def end(self, call: Call) -> None:
+        """Close the call. Nothing is poisoned: words of other epochs are never taken for data."""
+        assert self.open, "calls are closed in order"
+        self.open = False
+
+    def grow(self, size_bytes: int) -> None:
+        """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""
+        super().grow(size_bytes)
+        mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
+        self._status.name(mine, self._waiter, "words of rank {}".format)

@@ -1,0 +1,46 @@
+"""Compiles the kernel of few rows as `compile_kernels` does the others.
+
+python compile_words.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import triton  # noqa: F401, before our kernels: see `compile_kernels`
+from compile_kernels import compiled
+from forked_work import write_results
+from triton.backends.nvidia.compiler import CUDABackend
+
+from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
+from flux_megatron.overlap import low_latency
+from flux_megatron.problem import Pattern, Problem
+
+# dtype, layout, M, two phases: each tile, each number of values in a word, each number of phases
+SHIPPED = (
+    ("bfloat16", "nt", 1, False),
+    ("bfloat16", "nn", 64, True),
+    ("float16", "nt", 1, True),
+    ("float32", "nt", 1, False),
+)
+
+
+def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
+    """Default plans for sm_90."""
+    for dtype, layout, M, two_phase in SHIPPED:
+        problem = Problem(Pattern.GEMM_AR, M, 8192, 8192, dtype, 2, layout)
+        tile = low_latency.default_plan(problem).tile
+        yield f"{dtype} {layout} M={M}", partial(
+            compiled, gemv_ar_kernel, 90, dtype, tile,
+            WORLD_SIZE=2, TWO_PHASE=two_phase, LAYOUT_NN=layout == "nn",
+            BLOCK_M=max(16, M), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            VALUES=1 if dtype == "float32" else 2, NUM_WARPS=tile.num_warps,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
+        write_results(dict(shipped()), sys.argv[1])

@@ -1,0 +1,30 @@
+"""Host descriptors: one for each matrix and block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from flux_megatron.kernels.hopper_descriptors import described, described_w
+from flux_megatron.problem import Tile
+
+
+def test_one_is_made_for_each_address_shape_dtype_and_block():
+    x = torch.zeros(128, 64, dtype=torch.bfloat16)
+    first = described(x, 64, 64)
+    assert first.base.data_ptr() == x.data_ptr()
+    assert (first.shape, first.strides, first.block_shape) == ([128, 64], [64, 1], [64, 64])
+    assert described(x, 64, 64) is first
+    others = [
+        described(x, 128, 64), described(x[64:], 64, 64), described(x.view(64, 128), 64, 64),
+        described(x.view(torch.float16), 64, 64),
+    ]  # fmt: skip
+    assert all(other is not first for other in others)
+
+
+@pytest.mark.parametrize(("layout", "block"), [("nt", [128, 32]), ("nn", [32, 128])])
+def test_blocks_of_w_lie_as_w_does(layout, block):
+    w = torch.zeros(256, 256, dtype=torch.bfloat16)
+    assert described_w(w, layout, Tile(block_n=128, block_k=32)).block_shape == block

@@ -1,0 +1,89 @@
+"""What the compiled kernel of few rows does to its words; `ptx_order` has how it is asked."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled_apart import compiled_by, named
+from ptx_order import BARRIER, CLOCK, LOOK, Misordered, Ptx
+
+pytestmark = pytest.mark.timeout(300)
+
+SEND = r"st\.relaxed\.sys\.global\.b64"
+RECEIVE = r"ld\.volatile\.global\.b64"
+PLAIN_WORD = r"(st|ld)\.global(\.v\d)?\.b64"
+RENEW = r"st\.global(\.v\d)?\.b64"
+FENCE = r"fence\.acq_rel\.sys"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_words.py", tmp_path_factory.mktemp("ptx"))
+
+
+def check_words(ptx: Ptx) -> None:
+    """A word is one strong store, and one strong load. Only `renew` stores words otherwise."""
+    ptx.require_some(SEND, "no word is sent")
+    ptx.require_some(RECEIVE, "no word is received")
+    if ptx.find(r"ld\.volatile\.global\.v"):
+        raise Misordered("several words in one load")
+    loads = [i for i in ptx.find(r"ld\.global\.v\d\.b64")]
+    if loads:
+        raise Misordered(f"words are loaded weakly: {ptx.instructions[loads[0]]!r}")
+
+
+def check_spins(ptx: Ptx) -> None:
+    """Every spin on words reads the clock in every turn, and may learn that others gave up."""
+    clocks, looks = {*ptx.find(CLOCK)}, {*ptx.find(LOOK)}
+    for poll in ptx.find(RECEIVE):
+        if ptx.reach(poll, {poll}, clocks) is not None:
+            raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")
+    spins = [
+        poll
+        for poll in ptx.find(RECEIVE)
+        if any(ptx.reach(poll, {look}, set()) and ptx.reach(look, {poll}, set()) for look in looks)
+    ]
+    if not spins:
+        raise Misordered("a spin that never gives up")
+
+
+def check_renewal(ptx: Ptx) -> None:
+    """No word is sent before all threads' renewed words are where any rank sees them."""
+    ptx.require_some(RENEW, "no word is renewed")
+    ptx.require(RENEW, SEND, FENCE, "renewed words are not fenced")
+    ptx.require(FENCE, SEND, BARRIER, "not all threads have fenced: no CTA barrier")
+
+
+CHECKS = [check_words, check_spins, check_renewal]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_order_of_words(compiled, check):
+    for kernel in compiled.values():
+        check(Ptx(kernel["ptx"]))
+
+
+@pytest.mark.parametrize(
+    ("check", "found", "put", "reason"),
+    [
+        (check_words, SEND, "st.global.b64", "no word is sent"),
+        (check_words, RECEIVE, "ld.global.b64", "no word is received"),
+        (check_spins, r"mov\.u64 %rd\d+, %globaltimer", "", "without a clock"),
+        (check_spins, LOOK, "nothing", "never gives up"),
+        (check_renewal, FENCE, "fence.acq_rel.gpu", "not fenced"),
+        (check_renewal, BARRIER, "nothing", "no CTA barrier"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, check, found, put, reason):
+    for kernel in named(compiled, "bfloat16").values():
+        broken = re.sub(found, put, kernel["ptx"])
+        assert broken != kernel["ptx"], f"there is no {found}"
+        with pytest.raises(Misordered, match=reason):
+            check(Ptx(broken))
+
+
+def test_copies_are_asynchronous_and_fit(compiled):
+    for name, kernel in compiled.items():
+        assert "cp.async.cg" in kernel["ptx"], name
+        assert 2 * kernel["shared_bytes"] <= 227 * 1024, "two CTAs an SM"

@@ -1,0 +1,64 @@
+"""Flags in the data under virtual ranks: every schedule, down to one resident CTA in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted_access import needs_interpreter
+from protocol_cases import Case, run
+from virtual_machine import Machine, PackageCopy
+from virtual_ranks import STANDARD, Schedule
+
+pytestmark = needs_interpreter
+
+FEW = {"strategy": "low_latency", "N": 40, "K": 8}
+CASES = [
+    Case("ar", rows=(2, 2, 2, 2), **FEW),
+    Case("ar", rows=(1, 3, 1, 3), layout="nn", dtype=torch.bfloat16, **FEW),
+    Case("ar", world_size=3, rows=(2, 1, 2, 2), two_phase=True, **FEW),
+    Case("ar", world_size=4, rows=(1, 1, 1), two_phase=True, dtype=torch.float16, **FEW),
+    Case("ar", world_size=3, rows=(1,) * 6, captured=True, **FEW),
+    Case("ar", rows=(2,) * 5, two_streams=True, two_phase=True, **FEW),
+]
+# more CTAs than may be resident, which start in an order that differs between the ranks
+ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)
+
+
+@pytest.fixture(scope="module")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_schedule(package, case):
+    for schedule in (*STANDARD, ONE_BY_ONE):
+        run(case, package, schedule)
+
+
+@pytest.mark.parametrize("last", [2**30 - 2, 2**31 - 2, -2])
+def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
+    """Words that look like those of a call to come are gone when it comes; results are exact."""
+    machine, old = Machine(package, 2, ctas=2), package.signals.as_int32(last + 8)
+    plan = package.problem.Plan("low_latency", tile=package.problem.Tile(16, 16, 16))
+    results: list[torch.Tensor] = []
+
+    def host(rank: int) -> None:
+        space = machine.workspaces[rank]
+        x, w = torch.ones(2, 4), torch.ones(40, 4)
+        package.low_latency.gemm_ar(x, w, "nt", plan, space)
+        space._barrier()
+        channel = space.channels["words"]
+        channel.epochs.fill_(last)
+        for region in channel._regions[:2]:
+            region.view(rank, (region.size_bytes // 8,), torch.int64).fill_(old << 32)
+        space._barrier()
+        results.extend(package.low_latency.gemm_ar(x, w, "nt", plan, space) for _ in range(3))
+
+    machine.run(STANDARD[3], host)
+    assert all(torch.equal(y, torch.full((2, 40), 8.0)) for y in results)
+    for space in machine.workspaces:
+        channel = space.channels["words"]
+        assert channel.epochs.item() == package.signals.as_int32(last + 3)
+        for region in channel._regions[:2]:
+            words = region.view(channel._rank, (region.size_bytes // 8,), torch.int64)
+            assert not (words >> 32 == old).any()

@@ -1,0 +1,290 @@
+"""The channels, transfers, strategies and kernels of the package, on virtual ranks in one process.
+
+`PackageCopy` is the package as it is, `mutated` a copy with one change. `Machine` replaces what
+needs processes and devices: the allocation of symmetric memory, the barrier, the agreement, the
+copy engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is
+read before it has arrived shows in the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+from emulated_gluon import Gluon
+from hopper_kernels import HopperKernels
+from memory_checker import Region, extent
+from torch import Tensor
+from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
+
+import flux_megatron
+
+SOURCE = Path(flux_megatron.__file__).parent
+# Above level 0 only what runs here; the interpreter has been repaired by the original package.
+_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "expert_parallel/*.py")
+_MODULES = (
+    "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
+    "symm.signals", "symm.word_channel", "symm.workspace",
+    "kernels.launch", "kernels.primitives", "kernels.word_primitives",
+    "kernels.a2a_gemm",
+    "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
+    "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
+    "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
+    "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
+    "kernels.hopper_gemm",
+    "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "overlap.low_latency",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Each `old` must occur exactly once in `path` (below the package); its `new` replaces it."""
+
+    path: str
+    changes: tuple[tuple[str, str], ...]
+
+    def apply(self, source: str) -> str:
+        for old, new in self.changes:
+            found = source.count(old)
+            assert found == 1, f"{self.path}: {found} times, expected once: {old!r}"
+            source = source.replace(old, new)
+        return source
+
+
+class PackageCopy:
+    """The modules of one copy of the package, by their last name, as in `package.transfer`."""
+
+    def __init__(self, package: str) -> None:
+        importlib.import_module("flux_megatron.kernels")
+        for module in _MODULES:
+            setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+        self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
+        self.hopper_kernels = HopperKernels(self)
+
+
+@contextmanager
+def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
+    """A copy of the package with one change, in `folder`, because the interpreter reads sources."""
+    package = "mutated_package"
+    for path in [path for pattern in _COPIED for path in SOURCE.glob(pattern)]:
+        relative = path.relative_to(SOURCE)
+        source = path.read_text()
+        if str(relative) == mutation.path:
+            source = mutation.apply(source)
+        if path.name == "__init__.py":
+            source = ""
+        copy = folder / package / relative
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.replace("flux_megatron", package))
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        importlib.invalidate_caches()
+        try:
+            yield PackageCopy(package)
+        finally:
+            for name in [n for n in sys.modules if n.split(".")[0] == package]:
+                del sys.modules[name]
+
+
+class _Group:
+    """The part of a process group that the package uses."""
+
+    group_name = "virtual"
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+
+class _Agreement:
+    """All virtual ranks make the same calls, so they agree."""
+
+    broken = ""
+
+    def __init__(self, group: _Group) -> None: ...
+
+    def failure(self) -> str:
+        return ""
+
+    def refusals(self) -> str:
+        return ""
+
+
+def _copy_stream(package: PackageCopy, machine: Machine):
+    """The package's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
+    engine = package.cpu_backend.CpuCopyEngine()
+
+    class CopyStream(package.copy_engine.CopyEngine):
+        def current(self) -> int:
+            return STREAMS.index(machine.scheduler.current_stream)
+
+        def capture(self, stream: int) -> int:
+            return int(machine.scheduler.capturing)
+
+        def order(self, later: int, earlier: int) -> None:
+            machine.scheduler.order(STREAMS[later], STREAMS[earlier])
+
+        def fork(self) -> None:
+            machine.scheduler.order("copy", machine.scheduler.current_stream)
+
+        def join(self) -> None:
+            machine.scheduler.order(machine.scheduler.current_stream, "copy")
+
+        def copy(self, destination: int, source: int, size_bytes: int) -> None:
+            machine.scheduler.enqueue(
+                "copy", "push", lambda: engine.copy(destination, source, size_bytes)
+            )
+
+        def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
+            machine.scheduler.enqueue(
+                machine.scheduler.current_stream, "copy",
+                lambda: engine.copy(destination, source, size_bytes),
+            )  # fmt: skip
+
+        def wait_count(self, counter: int, count: int) -> None:
+            cell = ctypes.c_int32.from_address(counter)
+            machine.scheduler.hold(
+                "copy", lambda: cell.value >= count, f"{count} tiles to be counted"
+            )
+
+        def clear(self, counters: Sequence[int]) -> None:
+            machine.scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
+
+        def write(self, address: int, word: int) -> None:
+            machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
+
+    return CopyStream()
+
+
+class Machine:
+    """`world_size` virtual ranks with a workspace each; `run` schedules one host a rank."""
+
+    def __init__(self, package: PackageCopy, world_size: int, ctas: int) -> None:
+        self.package, self.world_size = package, world_size
+        self._ctas = ctas  # at most, of a persistent kernel
+        self._groups = [_Group(rank, world_size) for rank in range(world_size)]
+        self._allocated: list[tuple[Tensor, ...]] = []
+        self._allocations: Counter[int] = Counter()
+        self._arrivals: Counter[int] = Counter()
+        self._regions: list[Region] = []
+        self.scheduler: Scheduler | None = None
+        self.workspaces: list = []
+        with self._replacing():
+            for group in self._groups:
+                space = package.workspace.Workspace(group, torch.device("cpu"))
+                space.engine = _copy_stream(package, self)
+                for name in (
+                    package.transfer.GATHER, package.transfer.SCATTER,
+                    package.experts.DISPATCH, package.experts.COMBINE,
+                ):  # fmt: skip
+                    space.channels[name] = package.channel.Channel(
+                        group, space.device, space._status
+                    )
+                self.workspaces.append(space)
+
+    def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
+        """Run `host(rank)` on every rank; returns the scheduler, for its trace."""
+        self.scheduler = Scheduler(schedule, self._regions)
+        with self._replacing():
+            self.scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
+        return self.scheduler
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """What the calling host enqueues goes into a graph."""
+        return self.scheduler.capture()
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        p = self.package
+        workspace = {
+            "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
+            "capturing": lambda device: self.scheduler.capturing,
+            "Agreement": _Agreement,
+            "CallLog": lambda group: None,
+            "_why_unavailable": lambda group, device: None,
+        }
+        with (
+            mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
+            mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
+            mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
+            mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
+            # so that small problems have tiles to split
+            mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0),
+            p.hopper_kernels.launched_on(self._gluon()),
+        ):
+            yield
+
+    def _gluon(self) -> Gluon:
+        signals = self.package.signals
+        describe_slot = partial(signals.describe_slot, world_size=self.world_size)
+        return Gluon(self.scheduler, self._regions, (describe_slot, signals.reached))
+
+    def _allocate(self, size_bytes: int, group: _Group, device: torch.device):
+        rank = group.rank()
+        number = self._allocations[rank]
+        self._allocations[rank] += 1
+        if number == len(self._allocated):
+            # pads come first and must be zero; data is allocated while ranks run, and is NaN
+            fill = 0 if self.scheduler is None else 0xFF
+            shards = [torch.full((size_bytes,), fill, dtype=torch.uint8) for _ in self._groups]
+            self._allocated.append(tuple(shards))
+            self._regions += [
+                extent(shard, f"allocation {number} of rank {r}") for r, shard in enumerate(shards)
+            ]
+        self._barrier(rank)
+        shards = self._allocated[number]
+        assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
+        pointers = torch.tensor([shard.data_ptr() for shard in shards])
+        return self.package.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
+
+    def _barrier(self, rank: int) -> None:
+        if self.scheduler is None:  # while the workspaces are made, one rank after another
+            return
+        self.scheduler.synchronize()
+        self._arrivals[rank] += 1
+        mine = self._arrivals[rank]
+        self.scheduler.wait(
+            lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
+        )
+
+    def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
+        return (min(self._ctas, tiles),)
+
+    def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
+        checker = self.scheduler.running.checker
+        checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
+        cell = ctypes.c_int32.from_address(address)
+        awaited = self.package.signals.describe_slot(slot, self.world_size)
+        self.scheduler.wait(
+            lambda: self.package.signals.reached(cell.value, epoch),
+            f"{awaited}, epoch {epoch} (slot holds {cell.value})",
+        )
+
+    def _host_wait_words(
+        self, addresses: list[int], source: int, epoch: int, deadline: int
+    ) -> None:
+        checker = self.scheduler.running.checker
+        checker.check_addresses("wait", np.array(addresses, dtype=np.uint64), 8)
+        missing = self.package.word_primitives.missing_word
+        self.scheduler.wait(
+            lambda: missing(addresses, epoch) is None,
+            f"words of rank {source}, epoch {epoch} (a word has {missing(addresses, epoch)})",
+        )

@@ -1,0 +1,190 @@
+"""GEMM+AR of few rows in one kernel: exact, the same bits on every rank, bounded, chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact, small_integers
+from ranks import DEVICE, be_late, on_device
+from test_gemm_ar import operands
+
+import flux_megatron
+from flux_megatron import errors, ops, reference
+from flux_megatron.overlap import low_latency, registry
+from flux_megatron.perf.hardware import H200
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.tuning import estimate, tuner
+
+SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
+PLANS = {
+    "one shot": Plan("low_latency", tile=SMALL),
+    "two phases": Plan("low_latency", tile=SMALL, two_phase=True),
+}
+SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (64, 1, 33)]  # M, N, K_local
+
+
+def calls(rank: int, plan: Plan) -> None:
+    group = dist.group.WORLD
+    results = []
+    for turn in range(2):
+        for M, N, K_local in SIZES:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                layout = ("nt", "nn")[turn]
+                xs, ws, truth = operands(M, N, K_local, group.size(), dtype, layout)
+                x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+                y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
+                results.append((y, truth[rank], f"{turn} {M} {N} {dtype} {layout}"))
+    for y, truth, what in results:
+        assert_exact(y, truth, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_exact(world_size, plan):
+    on_device(calls, world_size, PLANS[plan])
+
+
+def sums(rank: int, plan: Plan) -> torch.Tensor:
+    """Partials that no two orders of addition sum up to the same bits."""
+    group = dist.group.WORLD
+    made = torch.Generator().manual_seed(3)
+    xs = [torch.rand(4, 1, generator=made) for _ in range(group.size())]
+    ws = [10.0 ** (3 * (r % 2)) * torch.rand(64, 1, generator=made) for r in range(group.size())]
+    y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
+    assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], "in rank order")
+    own_first = sum((xs[r] @ ws[r].t() for r in (1, 2, 0)), torch.zeros(4, 64))
+    assert not torch.equal(y.cpu(), own_first), "these operands do not tell the orders apart"
+    return y.cpu()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_rank_adds_in_rank_order(plan):
+    first, *others = on_device(sums, 3, PLANS[plan])
+    assert all(torch.equal(first, other) for other in others)
+
+
+def alone(rank: int) -> str:
+    """Rank 1 makes one call less."""
+    group, plan = dist.group.WORLD, PLANS["one shot"]
+    x, w = torch.ones(2, 4, device=DEVICE), torch.ones(40, 4, device=DEVICE)
+    ops.gemm_all_reduce(x, w, group, plan=plan)
+    dist.barrier()
+    if rank == 1:
+        return ""
+    try:
+        ops.gemm_all_reduce(x, w, group, plan=plan)
+        flux_megatron.synchronize()
+    except errors.SignalTimeout as error:
+        return str(error)
+    return "no error"
+
+
+def test_words_that_do_not_come_are_reported():
+    said, _ = on_device(alone, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "0.5"}, fresh=True)
+    assert "rank 0 of group" in said
+    assert "for words of rank 1: epoch 2 expected, 0 seen" in said
+
+
+def refused(rank: int) -> list[str]:
+    group = dist.group.WORLD
+    x, w = torch.ones(65, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="65 rows given, 64 at most expected"):
+        ops.gemm_all_reduce(x, w, group, plan=PLANS["one shot"])
+    with pytest.raises(ValueError, match="gemv_all_reduce: 65 rows given, 64 at most expected"):
+        ops.gemv_all_reduce(x, w, group)
+    assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((65, 3), 8.0))
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_more_rows_are_refused_or_fall_back_with_the_reason():
+    wanted = {"FLUX_MEGATRON_STRATEGY": "low_latency"}
+    for reasons in on_device(refused, 2, environment=wanted):
+        assert reasons == ["65 rows given, 64 at most expected"]
+
+
+def differentiated(rank: int, layout: str) -> dict[str, int]:
+    """Gradients beside those of one process that has all of K; then compiled."""
+    group = dist.group.WORLD
+    flux_megatron.reset_report()
+    xs, ws, truth = operands(6, 20, 8, group.size(), torch.float32, layout)
+    x, w = (part[rank].to(DEVICE).requires_grad_() for part in (xs, ws))
+    dy = torch.arange(120.0, device=DEVICE).reshape(6, 20) % 5
+    y = flux_megatron.gemv_all_reduce(x, w, group, layout=layout)
+    assert_exact(y, truth[rank])
+    y.backward(dy)
+    whole_x, whole_w = (part[rank].detach().clone().requires_grad_() for part in (xs, ws))
+    reference.matmul(whole_x, whole_w, layout).backward(dy.cpu())
+    assert_exact(x.grad, whole_x.grad, "dx")
+    assert_exact(w.grad, whole_w.grad, "dw")
+    compiled = torch.compile(ops.gemv_all_reduce, backend="eager", fullgraph=True)
+    assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth[rank], "compiled")
+    return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_the_public_operation_is_differentiable(layout):
+    for counted in on_device(differentiated, 2, layout):
+        assert counted == {"low_latency": 2}
+
+
+def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
+    few = Problem(Pattern.GEMM_AR, 16, 8192, 8192, "bfloat16", 2)
+    names, _ = registry.overlapping(few, "auto", None)
+    if DEVICE == "cpu":  # which has no kernels for GPUs: as on one that has
+        names = ["low_latency"]
+    plans = tuner.candidates(few, names, H200)
+    assert estimate.best(few, plans, [], "unset", H200) == low_latency.default_plan(few)
+    assert len([plan for plan in plans if plan.strategy == "low_latency"]) > 1
+    many = Problem(Pattern.GEMM_AR, 65, 8192, 8192, "bfloat16", 2)
+    assert "low_latency" not in registry.overlapping(many, "auto", None)[0]
+    phases = [
+        low_latency.default_plan(dataclasses.replace(few, world_size=ranks)).two_phase
+        for ranks in (2, 4, 8)
+    ]
+    assert phases == [False, False, True]
+
+
+def measured(rank: int):
+    device = torch.empty(0, device=DEVICE).device
+    problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
+    plans = tuner.candidates(problem, ["low_latency"], None)
+    return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
+
+
+def test_the_tuner_measures_it():
+    first, second = on_device(measured, 2)
+    assert first == second
+    assert not first.failed
+    assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
+
+
+def replayed(rank: int, plan: Plan) -> None:
+    """Replays and eager calls in turn, in the same two halves; a rank is late now and then."""
+    group, (M, N, K_local) = dist.group.WORLD, (3, 200, 64)
+    made = torch.Generator().manual_seed(7)
+    ws = [small_integers((N, K_local), torch.bfloat16, made) for _ in range(group.size())]
+    x, w = torch.zeros(M, K_local, dtype=torch.bfloat16, device=DEVICE), ws[rank].to(DEVICE)
+    ops.gemm_all_reduce(x, w, group, plan=plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.gemm_all_reduce(x, w, group, plan=plan)
+    for turn in range(50):
+        xs = [small_integers((M, K_local), torch.bfloat16, made) for _ in range(group.size())]
+        x.copy_(xs[rank])
+        if turn % 7 == rank:
+            be_late(0.002)
+        if turn % 3:
+            graph.replay()
+        y = captured if turn % 3 else ops.gemm_all_reduce(x, w, group, plan=plan)
+        assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], f"turn {turn}")
+    flux_megatron.synchronize()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
+@pytest.mark.parametrize("plan", PLANS)
+def test_replays_between_eager_calls(plan):
+    on_device(replayed, 2, PLANS[plan])

@@ -1,0 +1,92 @@
+"""When a launcher goes past Triton's own launch. A compiled kernel stands in; GPUs run the rest."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flux_megatron.kernels import triton_launch
+from flux_megatron.problem import Tile
+
+
+class Compiled:
+    """What Triton keeps of a kernel, as far as a direct launch reads it."""
+
+    function, packed_metadata = "function", "packed"
+    metadata = SimpleNamespace(tensordesc_meta=None)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple] = []
+
+    def run(self, *given) -> None:
+        self.runs.append(given)
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.arg_names = ["x", "rank", "N", "GROUP_M"]
+        self.compiled, self.launches = Compiled(), 0
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps: int, num_stages: int) -> Compiled:
+            self.launches += 1
+            return self.compiled
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Kernel:
+    torch = triton_launch.torch
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return Kernel()
+
+
+def launcher(kernel: Kernel) -> triton_launch.Launcher:
+    return triton_launch.Launcher(kernel, (3,), Tile(group_m=5), (64,))
+
+
+def at(address: int) -> SimpleNamespace:
+    return SimpleNamespace(data_ptr=lambda: address)
+
+
+def test_launches_with_whole_addresses_are_direct_but_the_first(kernel):
+    run = launcher(kernel)
+    for address in (32, 48, 64):
+        run([at(address)], (1,))
+    assert kernel.launches == 1
+    ends = [given[6:] for given in kernel.compiled.runs]
+    assert [given[:6] for given in kernel.compiled.runs] == [(3, 1, 1, 7, "function", "packed")] * 2
+    assert ends == [(None, None, None, address, 1, 64, 5) for address in (48, 64)]
+
+
+@pytest.mark.parametrize("first", [8, 32])
+def test_launches_with_other_addresses_are_triton_s(kernel, first):
+    run = launcher(kernel)
+    for address in (first, 40, 56):
+        run([at(address)], (1,))
+    assert (kernel.launches, kernel.compiled.runs) == (3, [])
+
+
+def test_launches_that_somebody_watches_are_triton_s(kernel, monkeypatch):
+    run = launcher(kernel)
+    run([at(32)], (1,))
+    monkeypatch.setattr(triton_launch, "_has_hooks", lambda: True)
+    run([at(32)], (1,))
+    assert (kernel.launches, kernel.compiled.runs) == (2, [])
+
+
+def test_an_unknown_version_launches_itself(kernel, monkeypatch):
+    monkeypatch.setattr(triton_launch, "_VERSION", "3.8")
+    run = launcher(kernel)
+    for _ in range(2):
+        run([at(32)], (1,))
+    assert (kernel.launches, kernel.compiled.runs) == (2, [])
+
+
+def test_constexprs_come_last(kernel):
+    kernel.arg_names = ["x", "GROUP_M", "N"]
+    with pytest.raises(AssertionError, match="constexprs come last"):
+        launcher(kernel)
