@@ -3,11 +3,13 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --out experts.jsonl
     torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --device cpu  # rehearsal
 
-Verified: small integers, exact, new counts in every call, eager and in a replayed graph. Timed, in
-one race a problem: ours; `nccl`, the collective with splits that are known, a sort of the rows by
-expert and a grouped GEMM; `nccl + sync`, which fetches the splits too, as a training step must;
-`gemm` and `a2a`, its parts. Counts are those of a uniform router, and of one whose first expert
-gets a third of all tokens. Prints ms; rows have all rounds.
+Verified, forward and backward: small integers, exact, new counts in every call, eager and in a
+replayed graph. Timed, in one race a problem and direction: `fused`; `nccl`, the collective with
+splits that are known, a sort of the rows by expert and a grouped GEMM; `nccl + sync`, which fetches
+the splits too, as forward of a training step must; the parts of `nccl`: `gemm`, `a2a`, `wgrad`; and
+those of `fused`: `own gemm`, the same call with all rows at home, and `own wgrad`. Backward gives
+dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
+tokens. Prints ms; rows have all rounds.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from pathlib import Path
 
 import gpu_run
 import torch
-import torch.distributed as dist
+from expert_baseline import Baseline, grouped, wgrad
+from expert_verification import routed, verify
 from gpu_run import Run
 from torch import Tensor
 
-import flux_megatron
-from flux_megatron import reference
 from flux_megatron.expert_parallel import ops
+from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels import a2a_gemm
 from flux_megatron.tuning.timing import race
 
-LIMIT_S = 115
+LIMIT_S = 98
 
 
 @dataclass(frozen=True)
@@ -54,166 +56,97 @@ MODELS = (
 TINY = (Model("tiny", 32, 48, 4, 2, (24,)),)
 
 
-def routed(rows: int, ranks: int, experts: int, skew: float, seed: int) -> Tensor:
-    """int32 [R, E]: `rows` of a rank to all experts, a share `skew` of them to the first."""
-    made = torch.Generator().manual_seed(seed)
-    share = torch.full((ranks * experts,), (1 - skew) / (ranks * experts))
-    share[0] += skew
-    chosen = torch.multinomial(share, rows, replacement=True, generator=made)
-    return chosen.bincount(minlength=ranks * experts).to(torch.int32).view(ranks, experts)
-
-
-def everyone(run: Run, mine: Tensor) -> list[Tensor]:
-    """Tensors of all ranks, of any sizes, on the host. Collective."""
-    found: list = [None] * run.group.size()
-    dist.all_gather_object(found, mine.cpu(), group=run.group)
-    return found
-
-
-def integers(run: Run, seed: int, *shape: int) -> Tensor:
-    made = torch.Generator().manual_seed(seed)
-    values = torch.randint(-1, 2, shape, generator=made) * (torch.rand(shape, generator=made) < 0.2)
-    return values.to(run.device, getattr(torch, run.about.dtype))
-
-
-def verify(run: Run, N: int, K: int, experts: int, most: int, calls: int) -> None:
-    """`AssertionError` unless calls with counts of their own are exact, captured ones too."""
-    ranks, rank = run.group.size(), run.group.rank()
-    w, v = integers(run, rank, experts, N, K), integers(run, 99 + rank, experts, K, N)
-    ws, vs = everyone(run, w), everyone(run, v)
-    rows, capacity = most, ranks * most + 7
-    x = torch.empty(rows, K, dtype=w.dtype, device=run.device)
-    counts = torch.zeros(ranks, experts, dtype=torch.int32, device=run.device)
-
-    def both() -> tuple[Tensor, Tensor]:
-        hidden, _ = ops.a2a_gemm(x, w, counts, run.group, capacity=capacity)
-        return hidden, ops.gemm_a2a(hidden.sign(), v, counts, run.group, tokens=rows)
-
-    graph, replayed = None, None
-    for call in range(calls):
-        skew = (0.0, 0.9, 0.5)[call % 3]
-        counts.copy_(routed(rows, ranks, experts, skew, 10 * call + rank))
-        x.copy_(integers(run, call * 7 + rank, rows, K))
-        if call == 3 and run.device.type == "cuda":
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                replayed = both()
-        if graph is not None and call % 2:
-            graph.replay()
-            made = replayed
-        else:
-            made = both()
-        flux_megatron.synchronize()
-        every, xs = everyone(run, counts), everyone(run, x)
-        hidden, _ = reference.a2a_gemm(xs, ws, every, capacity)
-        y = reference.gemm_a2a([one.sign() for one in hidden], vs, every)
-        for name, got, right in zip(("hidden", "y"), made, (hidden, y), strict=True):
-            wrong = int((got.cpu() != right[rank]).sum())
-            assert not wrong, f"call {call}: {wrong} elements of {name} are wrong on rank {rank}"
-
-
 @dataclass
-class Baseline:
-    """Collective, sort and grouped GEMM; the splits are known, or fetched in each call."""
+class Timed:
+    """Operands of one problem: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
 
     run: Run
-    counts: Tensor
-    fetch: bool
+    model: Model
+    tokens: int
+    skew: float
 
     def __post_init__(self) -> None:
-        self.every = self._all_counts()
-        self._order()
+        run, model = self.run, self.model
+        ranks, rank = run.group.size(), run.group.rank()
+        experts, self.rows = model.experts // ranks, self.tokens * model.topk
+        self.counts = routed(self.rows, ranks, experts, self.skew, rank).to(run.device)
+        self.known = Baseline(run, self.counts, False)
+        self.came = sum(self.known.received)
+        self.capacity = max(self.rows, int(self.known.every.sum((0, 2)).max()))
+        self.at_home = torch.zeros_like(self.counts)  # the same rows, none of which travels
+        self.at_home[rank] = self.known.every[:, rank].sum(0)
+        self.w = self._random(experts, model.ffn, model.hidden)
+        self.v = self._random(experts, model.hidden, model.ffn)
+        self.x, self.dy = (self._random(self.rows, model.hidden) for _ in range(2))
+        self.z, self.dh = (self._random(self.capacity, model.ffn) for _ in range(2))
+        self.arrived = self._random(self.came, model.hidden)
 
-    def _all_counts(self) -> Tensor:
-        """[R sources, R owners, E]"""
-        ranks = self.run.group.size()
-        every = self.counts.new_empty(ranks, *self.counts.shape)
-        dist.all_gather_into_tensor(every.flatten(), self.counts.flatten(), group=self.run.group)
-        return every
+    def _random(self, *shape: int) -> Tensor:
+        dtype = getattr(torch, self.run.about.dtype)
+        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
 
-    def _order(self) -> None:
-        """Rows as they come, by (source, expert), in the order (expert, source)."""
-        rank = self.run.group.rank()
-        came = self.every[:, rank]
-        splits = torch.stack([self.every[rank].sum(1), came.sum(1)]).tolist()  # the host waits
-        self.sent, self.received = splits
-        experts = torch.arange(came.shape[1], device=came.device).repeat(len(came))
-        of_row = torch.repeat_interleave(experts, came.flatten(), output_size=sum(self.received))
-        self.order = torch.argsort(of_row, stable=True)
-        self.back = torch.argsort(self.order)
-        self.ends = came.sum(0).cumsum(0).to(torch.int32)
+    def candidates(self) -> Iterator[tuple[str, dict[str, Callable]]]:
+        yield "a2a_gemm", self.a2a_gemm()
+        yield "gemm_a2a", self.gemm_a2a()
+        yield "a2a_gemm backward", self.a2a_gemm_backward()
+        yield "gemm_a2a backward", self.gemm_a2a_backward()
 
-    def _splits(self) -> None:
-        if self.fetch:
-            self.every = self._all_counts()
-            self._order()
-
-    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        arrived = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(arrived, x, received, sent, group=self.run.group)
-        return arrived
-
-    def a2a_gemm(self, x: Tensor, w: Tensor) -> Tensor:
-        self._splits()
-        rows = self.exchange(x, self.sent, self.received)
-        return grouped(rows.index_select(0, self.order), w, self.ends)
-
-    def gemm_a2a(self, x: Tensor, w: Tensor) -> Tensor:
-        self._splits()
-        made = grouped(x[: sum(self.received)], w, self.ends)
-        return self.exchange(made.index_select(0, self.back), self.received, self.sent)
-
-
-def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    if x.device.type == "cuda":
-        return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
-    first = [0, *ends.tolist()]
-    return torch.cat([x[a:b] @ e.t() for a, b, e in zip(first, first[1:], w, strict=False)])
-
-
-def candidates(
-    run: Run, model: Model, tokens: int, skew: float
-) -> Iterator[tuple[str, dict[str, Callable]]]:
-    ranks, experts = run.group.size(), model.experts // run.group.size()
-    rows = tokens * model.topk
-    counts = routed(rows, ranks, experts, skew, run.group.rank()).to(run.device)
-    known, fetched = Baseline(run, counts, False), Baseline(run, counts, True)
-    capacity = max(rows, int(known.every.sum((0, 2)).max()))
-    dtype = getattr(torch, run.about.dtype)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=run.device, dtype=dtype) / 8
-
-    w, v = random(experts, model.ffn, model.hidden), random(experts, model.hidden, model.ffn)
-    x, z = random(rows, model.hidden), random(capacity, model.ffn)
-    arrived = random(sum(known.received), model.hidden)
-    hidden = z[: sum(known.received)]
-    made = random(sum(known.received), model.hidden)
-    yield (
-        "a2a_gemm",
-        {
-            "fused": lambda: ops.a2a_gemm(x, w, counts, run.group, capacity=capacity),
+    def a2a_gemm(self) -> dict[str, Callable]:
+        x, w, group, known = self.x, self.w, self.run.group, self.known
+        fetched = Baseline(self.run, self.counts, True)
+        return {
+            "fused": lambda: ops.a2a_gemm(x, w, self.counts, group, capacity=self.capacity),
             "nccl": lambda: known.a2a_gemm(x, w),
             "nccl + sync": lambda: fetched.a2a_gemm(x, w),
-            "gemm": lambda: grouped(arrived, w, known.ends),
+            "gemm": lambda: grouped(self.arrived, w, known.ends),
+            "own gemm": lambda: ops.a2a_gemm(
+                self.arrived, w, self.at_home, group, capacity=self.capacity
+            ),
             "a2a": lambda: known.exchange(x, known.sent, known.received),
-        },
-    )
-    yield (
-        "gemm_a2a",
-        {
-            "fused": lambda: ops.gemm_a2a(z, v, counts, run.group, tokens=rows),
+        }
+
+    def gemm_a2a(self) -> dict[str, Callable]:
+        z, v, group, known = self.z, self.v, self.run.group, self.known
+        fetched = Baseline(self.run, self.counts, True)
+        return {
+            "fused": lambda: ops.gemm_a2a(z, v, self.counts, group, tokens=self.rows),
             "nccl": lambda: known.gemm_a2a(z, v),
             "nccl + sync": lambda: fetched.gemm_a2a(z, v),
-            "gemm": lambda: grouped(hidden, v, known.ends),
-            "a2a": lambda: known.exchange(made, known.received, known.sent),
-        },
-    )
+            "gemm": lambda: grouped(z[: self.came], v, known.ends),
+            "own gemm": lambda: ops.gemm_a2a(z, v, self.at_home, group, tokens=self.came),
+            "a2a": lambda: known.exchange(self.arrived, known.received, known.sent),
+        }
+
+    def a2a_gemm_backward(self) -> dict[str, Callable]:
+        x, w, known = self.x.requires_grad_(), self.w.requires_grad_(), self.known
+        y, received = ops.a2a_gemm(x, w, self.counts, self.run.group, capacity=self.capacity)
+        dy, plain = self.dh[: self.came], w.detach()
+        return {
+            "fused": lambda: torch.autograd.grad(y, (x, w), self.dh, retain_graph=True),
+            "nccl": lambda: known.a2a_gemm_backward(dy, plain, self.arrived),
+            "gemm": lambda: grouped(dy, plain, known.ends, "nn"),
+            "wgrad": lambda: wgrad(dy, self.arrived, known.ends),
+            "own wgrad": lambda: weight_gradient(dy, self.arrived, received),
+            "a2a": lambda: known.exchange(self.arrived, known.received, known.sent),
+        }
+
+    def gemm_a2a_backward(self) -> dict[str, Callable]:
+        z, v, known = self.z.requires_grad_(), self.v.requires_grad_(), self.known
+        y = ops.gemm_a2a(z, v, self.counts, self.run.group, tokens=self.rows)
+        hidden, plain = z.detach()[: self.came], v.detach()
+        received = known.every[:, self.run.group.rank()].contiguous()
+        return {
+            "fused": lambda: torch.autograd.grad(y, (z, v), self.dy, retain_graph=True),
+            "nccl": lambda: known.gemm_a2a_backward(self.dy, plain, hidden),
+            "gemm": lambda: grouped(self.arrived, plain, known.ends, "nn"),
+            "wgrad": lambda: wgrad(self.arrived, hidden, known.ends),
+            "own wgrad": lambda: weight_gradient(self.arrived, hidden, received),
+            "a2a": lambda: known.exchange(self.dy, known.sent, known.received),
+        }
 
 
 def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> None:
-    for operation, calls in candidates(run, model, tokens, skew):
+    for operation, calls in Timed(run, model, tokens, skew).candidates():
         if not run.time_left():
             run.say("no time for the others")
             return
@@ -235,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
     given = parser.parse_args()
