@@ -33,7 +33,7 @@ from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels import a2a_gemm
 from flux_megatron.tuning.timing import race
 
-LIMIT_S = 98
+LIMIT_S = 90
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=75)
+    parser.add_argument("--seconds", type=float, default=65)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
     given = parser.parse_args()

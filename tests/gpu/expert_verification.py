@@ -1,4 +1,4 @@
-"""Both operations of expert parallelism against the reference, forward and backward, on integers."""
+"""Expert parallelism against the reference, forward and backward, on small integers: exact."""
 
 from __future__ import annotations
 
