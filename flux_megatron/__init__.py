@@ -21,6 +21,7 @@ _PLACES = {
     "gemm_a2a": ("flux_megatron.expert_parallel.ops", "gemm_a2a"),
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
+    "embedding_all_to_all": ("flux_megatron.embedding.operation", "embedding_all_to_all"),
     "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
@@ -38,6 +39,7 @@ __all__ = [
     "all_gather_gemm",
     "check",
     "confirm_step",
+    "embedding_all_to_all",
     "gemm_a2a",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from flux_megatron.embedding.operation import embedding_all_to_all
     from flux_megatron.expert_parallel.ops import a2a_gemm, gemm_a2a
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear

@@ -100,7 +100,7 @@ def gemm_all_reduce(
     | result | [M, N], the same on every rank |
 
     Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. If M is no multiple of R
-    the call falls back to `sequential`.
+    only `signalled` and, for few rows, `low_latency` overlap.
     """
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from flux_megatron.patterns import Pattern, PatternSpec
 
-__all__ = ["TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
+__all__ = ["MAX_GROUPS", "TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class Tile:
 
 
 TRANSPORTS = ("copy_engine", "sm")
+MAX_GROUPS = 16  # wave groups of one GEMM
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ class Plan:
     names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
     says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
     ones. `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
+
+    `group_rows` are the rows of a shard, in GEMM+AR of y, in each wave group of `signalled`, one
+    after another; the rest is one more group. `comm_sms` SMs are left to its collectives, 0: they
+    run on the group's own communicator, and the GEMM takes all SMs.
     """
 
     strategy: str
@@ -122,6 +127,8 @@ class Plan:
     transport: str = "copy_engine"
     split_k_shards: int = 0
     two_phase: bool = False
+    group_rows: tuple[int, ...] = ()
+    comm_sms: int = 0
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -131,6 +138,13 @@ class Plan:
                 f"comm_rows {self.comm_rows}, splits {self.splits}, "
                 f"split_k_shards {self.split_k_shards} given, 0 or more expected"
             )
+        if len(self.group_rows) >= MAX_GROUPS or min(self.group_rows, default=1) < 1:
+            raise ValueError(
+                f"group_rows {self.group_rows} given, at most {MAX_GROUPS - 1} sizes above 0 "
+                "expected"
+            )
+        if self.comm_sms < 0:
+            raise ValueError(f"comm_sms {self.comm_sms} given, 0 or more expected")
 
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""
@@ -140,4 +154,10 @@ class Plan:
     def loads(text: str) -> Plan:
         """`TypeError` for a field that there is not."""
         fields = json.loads(text)
-        return Plan(**{**fields, "tile": Tile(**fields.get("tile", {}))})
+        return Plan(
+            **{
+                **fields,
+                "tile": Tile(**fields.get("tile", {})),
+                "group_rows": tuple(fields.get("group_rows", ())),
+            }
+        )

@@ -109,6 +109,25 @@ def gemm_a2a(
     ]
 
 
+def embedding_all_to_all(
+    weight: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor],
+    mode: str = "sum",
+) -> list[Tensor]:  # fmt: skip
+    """weight[r] [T_r, rows, D], indices[r] [nnz], offsets[r] [T_r * B + 1]  ->  y[r] [B/R, T, D]:
+    the sum or mean of each bag, in fp32 (fp64 for fp64), for samples r of all tables.
+    """
+    tables = []
+    for w, index, offset in zip(weight, indices, offsets, strict=True):
+        bags = torch.tensor_split(index, offset[1:-1])
+        batch = len(bags) // len(w)
+        for table, rows in enumerate(w.to(torch.promote_types(w.dtype, torch.float32))):
+            sums = [rows[bag].sum(0) for bag in bags[table * batch : (table + 1) * batch]]
+            lengths = offset.diff()[table * batch : (table + 1) * batch].clamp(min=1)
+            pooled = torch.stack(sums) / (lengths[:, None] if mode == "mean" else 1)
+            tables.append(pooled.to(w.dtype))
+    return list(torch.stack(tables, 1).chunk(len(weight)))
+
+
 # what each pattern computes: (x, w, layout) -> y
 PATTERNS: Mapping[Pattern, Callable[..., list[Tensor]]] = {
     Pattern.AG_GEMM: all_gather_gemm,

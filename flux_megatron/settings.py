@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 
 # the first is the default
-STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "sequential")
+STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
 

@@ -199,6 +199,26 @@ def expert_parallel() -> None:
     p.save("expert_parallel.svg")
 
 
+def signalled() -> None:
+    """A GEMM in bands, a stream that waits for counts, collectives beside."""
+    p = Picture(304, "A GEMM in three bands, and the collective of each")
+    p.text(18, 28, "one rank of two: GEMM+RS in three bands of rows", bold=True)
+    p.lane(44, "GEMM, 124 SMs", (0, 200, LOCAL, "band 0"), (204, 200, LOCAL, "band 1"),
+           (408, 100, LOCAL, "band 2"))  # fmt: skip
+    p.lane(104, "stream, no SM", (0, 200, IDLE, "wait for 576 tiles"),
+           (308, 96, IDLE, "wait"))  # fmt: skip
+    p.lane(164, "NCCL, 8 SMs", (214, 90, MOVE, "RS of 0"), (418, 90, MOVE, "RS of 1"),
+           (522, 50, MOVE, "2"))  # fmt: skip
+    for begin, end in ((200, 214), (404, 418), (508, 522)):
+        p.arrow(LEFT + begin, 71, LEFT + end, 162)
+    p.text(LEFT + 212, 100, "count [D]", FAINT)
+    p.text(18, 224, "memory of band 0", bold=True)
+    p.lane(238, "", (0, 200, LOCAL, "rows 0-767 of shard 0"),
+           (204, 200, REMOTE, "rows 0-767 of shard 1"))  # fmt: skip
+    p.text(LEFT, 286, "one reduce-scatter of it gives rows 0-767 of each rank's shard", FAINT)
+    p.save("signalled.svg")
+
+
 if __name__ == "__main__":
-    for draw in (patterns, backward, memory, signals, expert_parallel):
+    for draw in (patterns, backward, memory, signals, signalled, expert_parallel):
         draw()

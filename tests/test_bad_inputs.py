@@ -18,7 +18,10 @@ from flux_megatron.symm import workspace as workspaces
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
-STRATEGIES = ["hopper", "fused", "pipelined", "sequential"]
+STRATEGIES = {
+    GATHER: ["hopper", "fused", "pipelined", "sequential"],
+    SCATTER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
+}
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,7 +80,7 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
                 ("layout", (x, w), {"layout": "tn"},
                  ["layout 'tn' given, one of ('nt', 'nn') expected"]),
                 ("strategy", (x, w), {"plan": Plan("magic")},
-                 ["strategy 'magic' given", f"one of {STRATEGIES} expected"]),
+                 ["strategy 'magic' given", f"one of {STRATEGIES[op]} expected"]),
                 ("unsupported plan", (x.double(), w.double()), {"plan": Plan("fused")},
                  ["cannot run", "dtype float64 is none of float32, bfloat16, float16"]),
             ]

@@ -22,10 +22,12 @@ from flux_megatron.problem import Plan, Tile
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
 TILE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
+SEQUENTIAL = Plan("sequential")
 PLANS = {
     "fused": Plan("fused", comm_rows=24, tile=Tile(64, 64, 32)),
     "pipelined": Plan("pipelined", comm_rows=24),
-    "sequential": Plan("sequential"),
+    "signalled": Plan("signalled", tile=Tile(64, 64, 32), group_rows=(24,), comm_sms=8),
+    "sequential": SEQUENTIAL,
 }
 HOPPER = {
     "hopper": Plan("hopper", comm_rows=64, tile=TILE),
@@ -44,8 +46,8 @@ class Captured:
             K = 8 * 64 * (self.group.size() - 1)  # the least that its GEMM+RS takes
             sizes = {"M_shard": 128, "N_local": 136, "K_local": K, "kept": 0.2}
         self.cases = [
-            Case(pattern, **sizes, dtype=torch.bfloat16, plan=plan)
-            for pattern in ("ag_gemm", "gemm_rs")
+            Case(pattern, **sizes, dtype=torch.bfloat16, plan=plan if built else SEQUENTIAL)
+            for pattern, built in (("ag_gemm", plan.strategy != "signalled"), ("gemm_rs", True))
         ]
         self.inputs = [self._mine(operands(case, self.group.size())) for case in self.cases]
 

@@ -72,7 +72,9 @@ TABLE = {
     # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
     "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
-    "nn": room("errors ops wgrad kernels.norm", "torch"),
+    # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
+    "embedding": room("errors settings symm kernels overlap ops", "torch"),
+    "nn": room("errors ops wgrad kernels.norm embedding", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(

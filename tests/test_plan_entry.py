@@ -154,16 +154,16 @@ def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
 
 
 def test_so_is_a_plan_of_a_strategy_that_there_is_not(tmp_path):
-    text = changed("measured", 1, "plan", "strategy", value="signalled")
+    text = changed("measured", 1, "plan", "strategy", value="magic")
     cache = read(tmp_path, text)
     assert cache.entries == [replace(ENTRY, measured=ENTRY.measured[:1]), at(64)]
     (error,) = cache.left_out
-    assert "plans of strategy 'signalled' are left out" in error
+    assert "plans of strategy 'magic' are left out" in error
 
 
 def test_an_entry_without_any_plan_that_can_run_is_left_out(tmp_path):
     raw = json.loads(ENTRY.dumps())
-    raw |= {"plan": {"strategy": "signalled"}, "measured": []}
+    raw |= {"plan": {"strategy": "magic"}, "measured": []}
     cache = read(tmp_path, f'{{"format": 3, "entries": [{json.dumps(raw)}, {at(64).dumps()}]}}')
     assert cache.entries == [at(64)]
     (error,) = cache.left_out

@@ -29,6 +29,8 @@ PLANS = st.builds(
     tile=TILES,
     splits=st.integers(0, 8),
     transport=st.sampled_from(["copy_engine", "sm"]),
+    group_rows=st.lists(st.integers(1, 512), max_size=15).map(tuple),
+    comm_sms=st.integers(0, 64),
 )
 
 
@@ -72,6 +74,9 @@ def test_other_texts_are_no_plans(text):
         ({"transport": "nvlink"}, "'nvlink' given, one of"),
         ({"comm_rows": -1}, "comm_rows -1"),
         ({"splits": -2}, "splits -2"),
+        ({"comm_sms": -1}, "comm_sms -1"),
+        ({"group_rows": (16, 0)}, r"group_rows \(16, 0\)"),
+        ({"group_rows": (1,) * 16}, "at most 15 sizes"),
     ],
 )
 def test_a_wrong_plan_says_what_is_wrong(fields, message):

@@ -81,3 +81,21 @@ def test_float64_stays_float64():
     x, w = torch.full((1, 1), 1 + 2**-40, dtype=torch.float64), torch.ones(1, 1).double()
     assert reference.matmul(x, w).item() == 1 + 2**-40
     assert reference.matmul(x.bfloat16(), w.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_embedding_all_to_all(mode, dtype):
+    """Beside torch's lookup of each table: two tables of one rank, one of the other."""
+    weight = [shards(1, n, 5, 3, dtype=dtype, seed=n)[0] for n in (2, 1)]
+    offsets = [torch.tensor([0, 2, 2, 3, 3, 4, 6, 6, 8]), torch.tensor([0, 0, 1, 3, 4])]
+    indices = [torch.tensor([4, 0, 1, 1, 3, 2, 0, 0]), torch.tensor([2, 4, 4, 0])]
+    y = reference.embedding_all_to_all(weight, indices, offsets, mode)
+    tables = [(weight[0][0], 0, 0), (weight[0][1], 0, 4), (weight[1][0], 1, 0)]
+    for sample in range(4):
+        got = y[sample // 2][sample % 2]
+        for table, (rows, r, first) in enumerate(tables):
+            begin, end = offsets[r][first + sample : first + sample + 2].tolist()
+            bag = rows[indices[r][begin:end]].double()
+            pooled = bag.sum(0) / (max(end - begin, 1) if mode == "mean" else 1)
+            assert_exact(got[table], pooled.to(dtype), f"sample {sample} table {table}")

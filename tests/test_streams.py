@@ -30,6 +30,10 @@ PLANS = {
     "fused": (Plan("fused", tile=TILE), Plan("fused", tile=TILE)),
     "pipelined": (Plan("pipelined"), Plan("pipelined")),
     "mixed": (Plan("fused", tile=TILE), Plan("pipelined")),
+    "signalled": (
+        Plan("fused", tile=TILE),
+        Plan("signalled", tile=TILE, group_rows=(256, 512), comm_sms=8),
+    ),
     "chosen": (None, None),  # `hopper` where it can run
 }
 CALLS = 200

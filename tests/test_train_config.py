@@ -69,7 +69,7 @@ def test_a_strategy_of_a_call_is_one_of_a_run():
     for name in settings.STRATEGIES:
         assert configs.load(DEMO, {"strategy": name}).strategy == name
     with pytest.raises(
-        ConfigError, match="'hopper', 'fused', 'pipelined', 'low_latency' or 'sequential'"
+        ConfigError, match="'pipelined', 'low_latency', 'signalled' or 'sequential'"
     ):
         configs.load(DEMO, {"strategy": "magic"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flux_megatron.kernels import triton_launch
 from flux_megatron.problem import Tile
@@ -84,6 +85,14 @@ def test_an_unknown_version_launches_itself(kernel, monkeypatch):
     for _ in range(2):
         run([at(32)], (1,))
     assert (kernel.launches, kernel.compiled.runs) == (2, [])
+
+
+def test_tensors_of_another_dtype_are_refused(kernel):
+    kernel.compiled = None  # as interpreted: all launches are Triton's
+    run = launcher(kernel)
+    run([torch.zeros(1)], (1,))
+    with pytest.raises(AssertionError, match=r"dtypes \[torch.bfloat16\] given, \[torch.float32\]"):
+        run([torch.zeros(1, dtype=torch.bfloat16)], (1,))
 
 
 def test_constexprs_come_last(kernel):

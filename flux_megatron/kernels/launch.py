@@ -21,7 +21,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def supports_tensors(dtype: str, device: str) -> str | None:
-    """The same for tensors of a dtype, by its name, on a kind of device."""
+    """The same of tensors of a dtype on a kind of device."""
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of {', '.join(DTYPES)}"
     interpreted = triton.knobs.runtime.interpret
@@ -37,9 +37,13 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def persistent_grid(device: torch.device, tiles: int) -> tuple[int]:
-    """One CTA an SM, so that all are resident; interpreted ones run one after another anyway."""
-    return (1,) if device.type == "cpu" else (min(_sms(device), tiles),)
+def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
+    """One CTA an SM, so that all are resident, but for `spare_sms` SMs; interpreted ones run one
+    after another anyway.
+    """
+    if device.type == "cpu":
+        return (1,)
+    return (max(1, min(_sms(device) - spare_sms, tiles)),)
 
 
 def has_whole_units(x: torch.Tensor, w: torch.Tensor) -> bool:

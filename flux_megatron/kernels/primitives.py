@@ -7,6 +7,7 @@ PTX.
 | `wait_acquire_sys` | the signal, then all later loads of this CTA; a deadline bounds it |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
 | `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
+| `count_release_sys` | all earlier stores of this CTA, then the count, for a stream's wait |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
 | `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: the tile scheduler |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a later release |
@@ -61,6 +62,15 @@ def count_acq_rel_gpu(counter, arrivals):
     if last:
         tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
     return last
+
+
+@triton.jit
+def count_release_sys(counter):
+    """Count one arrival, after everything this CTA has stored: for a stream that waits until the
+    count is complete, and clears it.
+    """
+    tl.debug_barrier()  # one thread counts: the stores of the others must have been issued
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class Launcher:
     depends on but the alignment of addresses, so after the first launch with whole 16-byte
     addresses such launches go to the compiled kernel directly. All others are Triton's.
     A tensor that may be None makes other code: one launcher for those with it, one for those
-    without.
+    without. So do tensors of other dtypes; launches that are Triton's refuse them.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Launcher:
         self._fixed = (*sizes, *(values[name] for name in named))
         self._kernel, self._grid, self._tile = kernel, grid, tile
         self._direct: Callable[..., None] | None = None
+        self._dtypes: list | None = None
 
     def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
         """Launch on the current stream; `tensors` may hold host tensor descriptors."""
@@ -72,6 +73,9 @@ class Launcher:
         if self._direct is not None and aligned and not _has_hooks():
             self._direct(*addresses, *numbers, *self._fixed)
             return
+        dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
+        assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
+        self._dtypes = dtypes
         compiled = self._kernel[self._grid](
             *tensors, *numbers, *self._fixed,
             num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,

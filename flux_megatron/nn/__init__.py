@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 _PLACES = {
     "ColumnParallelLinear": "flux_megatron.nn.linear",
     "RowParallelLinear": "flux_megatron.nn.linear",
+    "ShardedEmbeddingBag": "flux_megatron.nn.embedding",
     "sharded_state_dict": "flux_megatron.nn.sharded_state",
     "sum_gradient": "flux_megatron.nn.replicated",
 }
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "sharded_state_dict", "sum_gradient"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "ShardedEmbeddingBag",
+    "sharded_state_dict",
+    "sum_gradient",
+]
 
 if TYPE_CHECKING:
+    from flux_megatron.nn.embedding import ShardedEmbeddingBag
     from flux_megatron.nn.linear import ColumnParallelLinear, RowParallelLinear
     from flux_megatron.nn.replicated import sum_gradient
     from flux_megatron.nn.sharded_state import sharded_state_dict

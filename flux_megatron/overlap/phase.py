@@ -11,6 +11,9 @@
 | scatter push | pushes of partial results to their owners, each with its signal [B] |
 | reduce | the sum of what all ranks have sent |
 | all-gather, reduce-scatter, all-reduce | the start of a collective |
+| embedding_a2a kernel | the kernel that pools bags and sends them |
+| gradient push, sort, gradient of rows | the pieces of its backward |
+| pool, all-to-all | a library's lookup; the collective behind or before it |
 | fprop, dgrad, wgrad | a pass of a layer, with the other phases inside |
 """
 

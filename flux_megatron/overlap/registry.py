@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential
+from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential, signalled
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace
@@ -68,6 +68,7 @@ _ALL: dict[str, Strategy] = {
     "hopper": hopper,
     "fused": fused,
     "pipelined": pipelined,
+    "signalled": signalled,
     "sequential": sequential,
 }
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
@@ -111,9 +112,10 @@ def candidates(problem: Problem, name: str) -> list[Plan]:
 
 def gather_plan(problem: Problem, plan: Plan) -> Plan:
     """The plan of the gather of x beside the GEMM+RS `problem` in a column layer's backward: the
-    default plan of the same strategy.
+    default plan of the same strategy, or `sequential` if that gathers nothing.
     """
-    return strategy(problem.dual, plan.strategy).default_plan(problem.dual)
+    gathering = STRATEGIES[problem.dual.pattern].get(plan.strategy, sequential)
+    return gathering.default_plan(problem.dual)
 
 
 def forward(strategy: Strategy, pattern: Pattern) -> Forward:

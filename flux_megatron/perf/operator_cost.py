@@ -17,6 +17,7 @@ from typing import NamedTuple
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
 from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.wave_groups import model_of
 from flux_megatron.problem import Plan, Problem
 
 # The tile of the kernels that wait for shards inside one GEMM.
@@ -100,6 +101,8 @@ class _Prediction(NamedTuple):
     def total_us(self) -> float:
         if self.plan.strategy == "sequential":
             return self._sequential_us()
+        if self.plan.strategy == "signalled":
+            return self._signalled_us()
         if self.plan.strategy == "low_latency":
             return self.gemm_us(self.problem.M) + self._words_us()
         call_overhead_us = self.constants.call_overhead_us[self.plan.strategy]
@@ -131,6 +134,12 @@ class _Prediction(NamedTuple):
             share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
         return sum(gemms) + self.problem.spec.trips * collective
+
+    def _signalled_us(self) -> float:
+        """Bands of rows are sent while later ones, and in a backward wgrad, are computed."""
+        model = model_of(self.problem, self.plan, self.hardware, self.constants)
+        computed = max(model.gemm_us, model.begin_us) + self.wgrad_us()
+        return max(computed, model.finish_us(self.plan.group_rows))
 
     def _latency_us(self) -> float:
         sm = self.plan.transport == "sm"

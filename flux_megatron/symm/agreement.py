@@ -37,6 +37,10 @@ class Agreement:
         self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)
         self._number = 0
 
+    def store(self, name: str) -> dist.Store:
+        """A part of the job's key-value store that this group alone uses for `name`."""
+        return dist.PrefixStore(name, self._store)
+
     def confirm(self, description: str) -> None:
         """Return if every rank describes its call so; else raise `ProblemMismatch` that quotes
         every rank.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -91,6 +92,10 @@ class CopyEngine(ABC):
     @abstractmethod
     def join(self) -> None:
         """What the caller's stream gets from now on comes after what has been pushed."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        """What torch enqueues within comes between what is pushed before and after."""
+        return nullcontext()
 
     @abstractmethod
     def copy(self, destination: int, source: int, size_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -78,6 +79,9 @@ class CudaCopyEngine(CopyEngine):
 
     def join(self) -> None:
         self.order(self.current(), self._stream)
+
+    def stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._owner)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self._stream)

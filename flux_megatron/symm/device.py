@@ -22,6 +22,18 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
 @cache
 def copy_engine(device: torch.device) -> CopyEngine:
     """The copy engine of a device: one stream of pushes for the whole process."""
+    return _engine(device)
+
+
+@cache
+def communication_stream(device: torch.device) -> CopyEngine:
+    """A stream of a device for collectives that wait for a count: pushes must not stand behind
+    them.
+    """
+    return _engine(device)
+
+
+def _engine(device: torch.device) -> CopyEngine:
     if device.type == "cuda":
         return cuda_backend.CudaCopyEngine(device)
     return cpu_backend.CpuCopyEngine()

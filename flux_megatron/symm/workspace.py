@@ -45,6 +45,8 @@ class Workspace:
         self.agreement = Agreement(group)
         self.decisions: dict[Hashable, Any] = {}  # that all ranks have confirmed
         self.checked: dict[Hashable, Any] = {}  # the same, by all that a rank checks of its call
+        # what a strategy needs for all its calls, by its name; it is `open` while one is
+        self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         self.unavailable = _why_unavailable(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
@@ -128,9 +130,9 @@ class Workspace:
         self.agreement.failure()
         self.check()
 
-    def open_calls(self) -> list[Channel]:
-        """The channels in the middle of a call."""
-        return [channel for channel in self.channels.values() if channel.open]
+    def open_calls(self) -> list[Any]:
+        """The channels, and what strategies keep, in the middle of a call."""
+        return [one for one in (*self.channels.values(), *self.kept.values()) if one.open]
 
     def guard(self) -> Guard:
         return Guard(self)

@@ -85,7 +85,9 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     train: LoopConfig
     layers: Layers = "flux"
-    strategy: Literal["auto", "hopper", "fused", "pipelined", "low_latency", "sequential"] = "auto"
+    strategy: Literal[
+        "auto", "hopper", "fused", "pipelined", "low_latency", "signalled", "sequential"
+    ] = "auto"
 
     @model_validator(mode="after")
     def _divisible(self) -> TrainConfig:

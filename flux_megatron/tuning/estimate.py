@@ -112,8 +112,9 @@ def _distance(one: Problem, other: Problem) -> float:
 
 
 def _relative(plan: Plan, problem: Problem) -> Plan:
-    """The plan with `comm_rows` as the number of communication tiles in a shard: what plans of
-    different M have in common.
+    """The plan with `comm_rows` as the number of communication tiles in a shard, and `group_rows`
+    as that of the groups: what plans of different M have in common.
     """
     tiles = cdiv(problem.M_shard, plan.comm_rows) if plan.comm_rows else 1
-    return replace(plan, comm_rows=tiles)
+    groups = (len(plan.group_rows),) if plan.group_rows else ()
+    return replace(plan, comm_rows=tiles, group_rows=groups)

@@ -152,7 +152,7 @@ class _MoreAsked(ValueError):
 
 def _decode(kind: Any, raw: Any, where: str, notes: list[str]) -> Any:
     """`raw` as the type `kind`, each field of its type; `ValueError` says what is not."""
-    if get_origin(kind) is tuple and isinstance(raw, list):
+    if get_origin(kind) is tuple and isinstance(raw, (list, tuple)):
         return tuple(_decode(get_args(kind)[0], item, f"{where}[]", notes) for item in raw)
     if dataclasses.is_dataclass(kind) and isinstance(raw, dict):
         return _decode_fields(kind, raw, where, notes)

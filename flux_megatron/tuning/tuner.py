@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
+from flux_megatron.perf.wave_groups import best_plans
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
@@ -48,13 +49,23 @@ def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -
     all variants, in case time runs out.
     """
     plain = sequential.default_plan(problem)
-    plans = [registry.candidates(problem, name) for name in names]
+    plans = [_variants(problem, name, facts) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
     if facts is not None:
         predicted = {plan: predict_us(problem, plan, facts) for plan in [plain, *ordered]}
         best = min(predicted.values())
         ordered = [plan for plan in ordered if predicted[plan] <= HOPELESS * best]
     return [plain, *ordered]
+
+
+def _variants(problem: Problem, name: str, facts: Hardware | None) -> list[Plan]:
+    """A strategy's plans; those of `signalled` have the wave groups that are predicted to be best,
+    where the cost model has facts.
+    """
+    plans = registry.candidates(problem, name)
+    if name != "signalled" or facts is None:
+        return plans
+    return [*dict.fromkeys([*best_plans(problem, plans[0], facts), plans[0]])]
 
 
 def measure(

@@ -92,9 +92,11 @@ def _kind(
         dtype=draw.choice(DTYPES),
         plan=None,
     )
-    return replace(
-        kind, plan=draw.choice([*_plans(draw, kind.M_shard), *([] if portable else [None])])
-    )
+    plans = [*_plans(draw, kind.M_shard), *([] if portable else [None])]
+    if not kind.gathers:
+        band = 1 + kind.M_shard // 3
+        plans.append(Plan("signalled", tile=TILES[0], group_rows=(band, band), comm_sms=8))
+    return replace(kind, plan=draw.choice(plans))
 
 
 def on_hopper(device: str) -> bool:

@@ -26,6 +26,7 @@ from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
 from flux_megatron.kernels.rank_barrier import rank_barrier_kernel
 from flux_megatron.kernels.reduce_received import reduce_received_kernel
+from flux_megatron.kernels.signalled_gemm import signalled_gemm_kernel
 from flux_megatron.kernels.wait_sources import wait_sources_kernel
 from flux_megatron.overlap import fused
 from flux_megatron.problem import Pattern, Problem, Tile
@@ -37,10 +38,11 @@ _TYPES = {
     **dict.fromkeys(("timeout_ns", "half_words"), "i64"),
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
+    "table": "*i32",
     **dict.fromkeys(("epochs", "work"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers", "word_pointers"), "*i64"),
 }
-_PAYLOAD = ("x", "gathered", "w", "bias", "y", "received", "source", "target")
+_PAYLOAD = ("x", "gathered", "w", "bias", "y", "received", "out", "source", "target")
 
 
 def compiled(
@@ -95,6 +97,12 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
                 ag = {**common, "HAS_BIAS": layout_nn}
                 yield f"{prefix} ag_gemm {name}", partial(make, ag_gemm_kernel, **ag)
                 yield f"{prefix} gemm_rs {name}", partial(make, gemm_rs_kernel, **common)
+                if dtype == "bfloat16" and not layout_nn:  # else it differs from gemm_rs in nothing
+                    shards = {n: value for n, value in common.items() if n != "WORLD_SIZE"}
+                    yield (
+                        f"{prefix} signalled_gemm {name}",
+                        partial(make, signalled_gemm_kernel, **shards, SHARDS=4),
+                    )
             if dtype == "bfloat16":
                 recorded = partial(make, ag_gemm_kernel, recorded=True, **ag)
                 yield f"{prefix} recorded_ag_gemm {name}", recorded

@@ -49,7 +49,8 @@ class ExpertCase:
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
         operands = Operands(self)
-        machine = Machine(package, self.world_size, self.ctas)
+        channels = (package.experts.DISPATCH, package.experts.COMBINE)
+        machine = Machine(package, self.world_size, self.ctas, channels)
         hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
         with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
             scheduler = machine.run(schedule, lambda rank: hosts[rank].run())

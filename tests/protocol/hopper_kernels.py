@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from unittest import mock
@@ -68,16 +69,22 @@ def _runs_on_the_device(node: ast.stmt) -> bool:
 def parsed(module: ModuleType) -> tuple[CodeType, dict[str, object], dict[str, list[str]]]:
     """The functions and aggregates of a module, its constants, and the parameters of functions."""
     assert module.__file__ is not None
-    tree = ast.parse(Path(module.__file__).read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    parameters = {node.name: [argument.arg for argument in node.args.args] for node in functions}
-    taken = [node for node in tree.body if _runs_on_the_device(node)]
-    plain = ast.Module([_Plain().visit(node) for node in taken], [])
-    code = compile(ast.fix_missing_locations(plain), module.__file__, "exec")
+    file = Path(module.__file__)
     constants = {
         name: value.value for name, value in vars(module).items() if hasattr(value, "value")
     }
+    code, parameters = _functions(file.read_text(), file.name)
     return code, constants, parameters
+
+
+@cache  # most copies of the package have a change in another file
+def _functions(source: str, name: str) -> tuple[CodeType, dict[str, list[str]]]:
+    body = ast.parse(source).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    parameters = {node.name: [argument.arg for argument in node.args.args] for node in functions}
+    taken = [node for node in body if _runs_on_the_device(node)]
+    plain = ast.Module([_Plain().visit(node) for node in taken], [])
+    return compile(ast.fix_missing_locations(plain), name, "exec"), parameters
 
 
 def struct(fields: tuple[str, ...]) -> type:

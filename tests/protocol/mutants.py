@@ -57,6 +57,10 @@ CASES = {
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
+    "signalled rs": Case("rs", "signalled", group_rows=(5,)),
+    "signalled rs, 3 ranks": Case("rs", "signalled", 3, rows=(9, 9, 9), N=16, group_rows=(4,)),
+    "signalled rs on two streams": Case("rs", "signalled", rows=(9,) * 5, two_streams=True),
+    "signalled ar": Case("ar", "signalled", group_rows=(16, 7)),
     "backward, 3 ranks": Case("backward", **_THREE),
     "a2a": ExpertCase("dispatch"),
     "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),

@@ -45,6 +45,7 @@ class Case:
     split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
     two_phase: bool = False  # of `low_latency`
+    group_rows: tuple[int, ...] = ()  # of `signalled`
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         return run(self, package, schedule)
@@ -56,6 +57,7 @@ class Case:
         options += " two streams" * self.two_streams + " two phases" * self.two_phase
         if self.strategy == "hopper":
             options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
+        options += f" groups {self.group_rows}" * bool(self.group_rows)
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -91,6 +93,7 @@ class Host:
         self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
             transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,
+            group_rows=case.group_rows,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
@@ -148,7 +151,7 @@ def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
 
 def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
-    """GEMM+AR of few rows; the input is overwritten at once."""
+    """GEMM+AR; the input is overwritten at once."""
     case, space = host.case, host.workspace
     y = host.strategy.gemm_ar(rs_x, host.w, case.layout, host.plan, space)
     rs_x.fill_(float("nan"))

@@ -14,6 +14,7 @@ from ptx_order import (
     BARRIER,
     CLOCK,
     RELEASE,
+    TMA_STORE,
     Misordered,
     Ptx,
     check_acquire,
@@ -39,6 +40,16 @@ def test_signal_follows_all_stores(compiled):
         assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
         check_release(ptx)
         check_count(ptx)
+
+
+def test_a_count_follows_all_stores(compiled):
+    kernels = named(compiled, "signalled_gemm")
+    assert {name.split()[0] for name in kernels} == {"sm_80", "sm_90"}
+    for name, kernel in kernels.items():
+        ptx = Ptx(kernel["ptx"])
+        assert bool(ptx.find(TMA_STORE)) == ("tma" in name.split()), name
+        assert ("wgmma.mma_async" in kernel["ptx"]) == name.startswith("sm_90"), name
+        check_release(ptx)
 
 
 def test_an_entry_follows_the_reset(compiled):
@@ -135,6 +146,9 @@ def test_broken_kernels_are_rejected(compiled, kernel, check, reason):
         ("gemm_rs", check_release, BARRIER, "no CTA barrier"),
         ("gemm_rs", check_release, r"fence\.proxy\.async;", "not fenced"),
         ("gemm_rs", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("signalled_gemm", check_release, BARRIER, "no CTA barrier"),
+        ("signalled_gemm", check_release, r"fence\.proxy\.async;", "not fenced"),
+        ("signalled_gemm", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
         ("gemm_rs", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
         ("gemm_rs", check_count, BARRIER, "no CTA barrier between the count"),
         ("ag_gemm", check_acquire, BARRIER, "no CTA barrier"),

@@ -1,5 +1,5 @@
 """Every source mutant must fail the test that its list names; and every file that runs in a call
-has a mutant, here or in `mutants.diff`.
+has a mutant, here, in `mutants.diff` or in `embedding_mutants.diff`.
 
 Run as a script, this file prints how many mutants each file has:
 
@@ -15,9 +15,10 @@ import pytest
 from interpreted_access import needs_interpreter
 from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
+from test_embedding_ranks import EMBEDDING_MUTANTS
 from virtual_machine import SOURCE
 
-ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn")
+ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding")
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
@@ -37,7 +38,8 @@ def mutants_by_file() -> Counter[str]:
     counts = Counter(
         {str(file.relative_to(SOURCE)): 0 for file in files if file.stem != "__init__"}
     )
-    counts.update(mutant.mutation.path for mutant in [*MUTANTS, *SOURCE_MUTANTS])
+    listed = [*MUTANTS, *EMBEDDING_MUTANTS, *SOURCE_MUTANTS]
+    counts.update(mutant.mutation.path for mutant in listed)
     return counts
 
 

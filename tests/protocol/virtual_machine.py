@@ -26,13 +26,16 @@ from emulated_gluon import Gluon
 from hopper_kernels import HopperKernels
 from memory_checker import Region, extent
 from torch import Tensor
+from virtual_collectives import VirtualCollectives
 from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 
 import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "expert_parallel/*.py")
+_COPIED = (
+    "*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py", "expert_parallel/*.py",
+)  # fmt: skip
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
@@ -42,9 +45,10 @@ _MODULES = (
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
-    "kernels.hopper_gemm",
+    "kernels.hopper_gemm", "kernels.signalled_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
-    "overlap.low_latency",
+    "embedding.bags", "embedding.fused_bags",
+    "overlap.low_latency", "overlap.signalled",
 )  # fmt: skip
 
 
@@ -97,13 +101,30 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
                 del sys.modules[name]
 
 
+class _Work:
+    """A collective in the current stream."""
+
+    def wait(self) -> None: ...
+
+
 class _Group:
     """The part of a process group that the package uses."""
 
     group_name = "virtual"
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, collectives: VirtualCollectives) -> None:
+        self._rank, self._world_size, self._collectives = rank, world_size, collectives
+
+    def allreduce(self, tensors: list[Tensor]) -> _Work:
+        """In the copy stream, which stands for the communication stream too."""
+        (tensor,) = tensors
+        self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
+        return _Work()
+
+    def _reduce_scatter_base(self, y: Tensor, block: Tensor, options: object) -> _Work:
+        mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
+        self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
+        return _Work()
 
     def rank(self) -> int:
         return self._rank
@@ -175,10 +196,14 @@ def _copy_stream(package: PackageCopy, machine: Machine):
 class Machine:
     """`world_size` virtual ranks with a workspace each; `run` schedules one host a rank."""
 
-    def __init__(self, package: PackageCopy, world_size: int, ctas: int) -> None:
+    def __init__(
+        self, package: PackageCopy, world_size: int, ctas: int,
+        channels: Sequence[str] = ("gather", "scatter"),
+    ) -> None:  # fmt: skip
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
-        self._groups = [_Group(rank, world_size) for rank in range(world_size)]
+        self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
+        self._groups = [_Group(rank, world_size, self._collectives) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
@@ -189,10 +214,7 @@ class Machine:
             for group in self._groups:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
-                for name in (
-                    package.transfer.GATHER, package.transfer.SCATTER,
-                    package.experts.DISPATCH, package.experts.COMBINE,
-                ):  # fmt: skip
+                for name in channels:
                     space.channels[name] = package.channel.Channel(
                         group, space.device, space._status
                     )
@@ -223,6 +245,7 @@ class Machine:
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
+            mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
@@ -265,7 +288,10 @@ class Machine:
             lambda: all(self._arrivals[r] >= mine for r in range(self.world_size)), "the barrier"
         )
 
-    def _persistent_grid(self, device: torch.device, tiles: int) -> tuple[int]:
+    def _communication_stream(self, device: torch.device):
+        return self.workspaces[self.scheduler.rank].engine
+
+    def _persistent_grid(self, device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
         return (min(self._ctas, tiles),)
 
     def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:

@@ -1,0 +1,170 @@
+"""`embedding_all_to_all`: pooled embedding bags of sharded tables, each rank's samples of all
+tables; forward and backward, as torch custom operators.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import errors, settings
+from flux_megatron.embedding import fused_bags, sequential_bags
+from flux_megatron.embedding.bags import Bags, data_error, shape_error
+from flux_megatron.kernels import launch
+from flux_megatron.ops import group_named, refuse
+from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.symm.workspace import Workspace, capturing, workspace
+
+NAME = "embedding_a2a"
+STRATEGIES: dict[str, ModuleType] = {"fused": fused_bags, "sequential": sequential_bags}
+
+
+def embedding_all_to_all(
+    weight: Tensor, indices: Tensor, offsets: Tensor, group: ProcessGroup, *,
+    tables: Sequence[int] | None = None, mode: str = "sum", strategy: str = "auto",
+    validate: bool = True,
+) -> Tensor:  # fmt: skip
+    """Embedding + All-to-All (SC'24, arXiv 2305.06942): bags are pooled where their tables are, and
+    sent to the ranks of their samples as soon as a slice of them is pooled.
+
+        y = torch.stack([F.embedding_bag(indices[t], w[t], offsets[t], mode=mode)
+                         for t in all_tables], 1).chunk(R)[rank]
+
+    | tensor | shape on each rank (R = world size, B = samples of all ranks) |
+    | --- | --- |
+    | weight | [T_local, rows, D], the rank's own tables; D and dtype are the same on all ranks |
+    | indices | int64 [nnz], rows of a table, bag after bag |
+    | offsets | int64 [T_local * B + 1]: bag t * B + b, of table t and sample b, is indices from \
+offsets[t * B + b] to that of the next; empty bags are zero |
+    | result | [B / R, T, D]: the rank's samples of all tables, those of rank 0 first |
+
+    `tables` has each rank's T_local; None: the same on all. Differentiable in weight: its gradient
+    is dense and, like the result, the same bits every time. `strategy` is "fused", "sequential" or
+    "auto": fused where it can run.
+
+    With `validate` the ranks compare what they were given before any of them starts: each raises
+    `ValueError` if an index, the offsets or a shape is wrong on one of them, `ProblemMismatch` if
+    their calls differ. That is a small all-reduce for which the host waits, left out of captures.
+    Without it shapes alone are checked, and an index outside its table adds nothing under "fused".
+    """
+    if tables is None:
+        tables = [weight.shape[0]] * group.size()
+    return _embedding_all_to_all(
+        weight, indices, offsets, list(tables), group.group_name, mode, strategy, validate
+    )
+
+
+@torch.library.custom_op("flux_megatron::embedding_all_to_all", mutates_args=())
+def _embedding_all_to_all(
+    weight: Tensor, indices: Tensor, offsets: Tensor, tables: Sequence[int], group: str, mode: str,
+    strategy: str, validate: bool,
+) -> Tensor:  # fmt: skip
+    space = workspace(group_named(group), weight.device)
+    space.check()  # before a question that a rank which has failed would not answer
+    rank, world_size = space.group.rank(), space.world_size
+    error = shape_error(weight, indices, offsets, tables, rank, world_size, mode)
+    if not error and strategy not in ("auto", *STRATEGIES):
+        error = f"strategy {strategy!r} given, one of {['auto', *STRATEGIES]} expected"
+    if validate and not capturing(space.device):
+        error = error or data_error(indices, offsets, weight.shape[1])
+        words = "" if error else str(Bags.of(weight, offsets, tables, rank, mode))
+        _compare(error, words, space)
+    elif error:
+        refuse(f"{NAME}: {error}", space.group, weight.device)
+    bags = Bags.of(weight, offsets, tables, rank, mode)
+    module = _begin(bags, strategy, space, "forward")
+    with space.guard():
+        return module.forward(weight, indices, offsets, bags, space)
+
+
+@_embedding_all_to_all.register_fake
+def _(weight, indices, offsets, tables, group, mode, strategy, validate):
+    batch = (offsets.shape[0] - 1) // weight.shape[0]
+    return weight.new_empty(batch // len(tables), sum(tables), weight.shape[2])
+
+
+@torch.library.custom_op("flux_megatron::embedding_all_to_all_backward", mutates_args=())
+def _backward(
+    dy: Tensor, indices: Tensor, offsets: Tensor, rows: int, tables: Sequence[int], group: str,
+    mode: str, strategy: str,
+) -> Tensor:  # fmt: skip
+    space = workspace(group_named(group), dy.device)
+    space.check()
+    bags = Bags(
+        tuple(tables), space.group.rank(), rows, dy.shape[2], dy.shape[0] * len(tables), mode,
+        dy.dtype,
+    )  # fmt: skip
+    module = _begin(bags, strategy, space, "backward")
+    with space.guard():
+        return module.backward(dy, indices, offsets, bags, space)
+
+
+@_backward.register_fake
+def _(dy, indices, offsets, rows, tables, group, mode, strategy):
+    local = (offsets.shape[0] - 1) // (dy.shape[0] * len(tables))
+    return dy.new_empty(local, rows, dy.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, indices, offsets, *ctx.options, _ = inputs
+    ctx.rows = weight.shape[1]
+    ctx.save_for_backward(indices, offsets)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dw = None
+    if ctx.needs_input_grad[0]:
+        dw = _backward(dy, *ctx.saved_tensors, ctx.rows, *ctx.options)
+    return dw, *(None,) * 7
+
+
+_embedding_all_to_all.register_autograd(_gradients, setup_context=_keep)
+
+
+def _compare(error: str, words: str, space: Workspace) -> None:
+    """Return if no rank has an error and all mean the same call. Collective."""
+    digest = zlib.crc32(words.encode())
+    verdict = torch.tensor([bool(error), digest, -digest], device=space.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=space.group)
+    wrong, most, least = verdict.tolist()
+    if not wrong and most == -least:
+        return
+    said: list[tuple[str, str]] = [("", "")] * space.world_size
+    dist.all_gather_object(said, (error, words), group=space.group)
+    if wrong:
+        wrongs = [f"rank {r}: {one}" for r, (one, _) in enumerate(said) if one]
+        raise ValueError(f"{NAME}: {'; '.join(wrongs)}")
+    quotes = "; ".join(f"rank {r}: {text}" for r, (_, text) in enumerate(said))
+    raise errors.ProblemMismatch(f"the ranks of the group do not agree on the call: {quotes}")
+
+
+def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> ModuleType:
+    """Choose who computes it, the same on all ranks, and count the call."""
+    wanted = settings.get().strategy if strategy == "auto" else strategy
+    reason = None
+    if wanted in ("auto", "fused"):
+        dtype = str(bags.dtype).removeprefix("torch.")
+        reason = space.unavailable or launch.supports_tensors(dtype, space.device.type)
+    elif wanted != "sequential":
+        reason = f"{wanted} is not built for {NAME}"
+    plain = reason is not None or wanted == "sequential" or space.world_size == 1
+    name = "sequential" if plain else "fused"
+    if strategy == "fused" and reason is not None:
+        refuse(f"{NAME}: strategy 'fused' cannot run: {reason}", space.group, space.device)
+    words = f"{bags} {direction} by {name}"
+    if words not in space.decisions:
+        space.agreement.confirm(words)
+        space.decisions[words] = name
+    space.note(words)
+    if reason is None or space.world_size == 1:
+        note_call(NAME, name)
+    else:
+        note_fallback(NAME, reason)
+    return STRATEGIES[name]

@@ -1,0 +1,250 @@
+"""FlashOverlap: a GEMM counts its tiles, and plain collectives of finished bands of rows run beside
+it.
+
+It needs neither peer access nor one node: whatever the group's collectives run over will do. A
+communication stream waits for the count of each band, which holds no SM, then starts the
+collective. `docs/how/signalled.md` has the picture. What a layer gathers, `sequential` gathers.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import errors, settings
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import fused, sequential
+from flux_megatron.overlap.phase import phase
+from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.symm.device import communication_stream
+from flux_megatron.symm.signals import WORK_WORDS
+from flux_megatron.symm.workspace import Workspace, capturing
+
+PATTERNS = (ROW, Pattern.GEMM_AR)
+NEEDS_SYMMETRIC_MEMORY = False
+
+_SUM = dist.ReduceScatterOptions()
+
+GROUPS = 4
+# 4 groups, M = 8192, 2 x H200, with 8 and 16 SMs: GEMM+RS, K 49152, 5926 and 6324 us, K 12288 1825
+# and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (docs/results/h200x2/signalled.jsonl).
+COMM_SMS = 8
+
+start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this strategy cannot run the problem, or None."""
+    return launch.supports(problem)
+
+
+def default_plan(problem: Problem) -> Plan:
+    """Bands of the same size, as far as tiles allow."""
+    return _plan(problem, GROUPS, COMM_SMS)
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring where no model predicts better ones: fewer and more groups."""
+    return [_plan(problem, groups, COMM_SMS) for groups in (GROUPS, 2, 8)]
+
+
+def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
+    tile = fused.default_plan(problem).tile
+    rows = problem.M_shard if problem.spec.scatters else problem.M
+    band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m
+    group_rows = (band,) * (cdiv(rows, band) - 1)
+    return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Bands on their way: `finish` gives y [M_shard, N].
+
+    The collectives read `staging` until then.
+    """
+
+    workspace: Workspace
+    y: Tensor
+    staging: Tensor
+
+    def finish(self) -> Tensor:
+        _join(self.workspace)
+        return self.y
+
+
+def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+    """x @ w, each band scattered when its tiles are counted; `finish` gives y [M_shard, N]."""
+    shards, N = workspace.world_size, w.shape[0] if layout == "nt" else w.shape[1]
+    staging = x.new_empty(x.shape[0], N)
+    y = x.new_empty(x.shape[0] // shards, N)
+
+    def scatter(band: Band, group: ProcessGroup) -> None:
+        last = band.first + band.rows
+        block = staging[shards * band.first : shards * last]
+        with phase("reduce-scatter"):
+            group._reduce_scatter_base(y[band.first : last], block, _SUM).wait()
+
+    _start(x, w, staging, shards, layout, plan, workspace, scatter)
+    return Scatter(workspace, y, staging)
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    """x @ w, each band of rows reduced in place when its tiles are counted: y [M, N]."""
+    y = x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
+
+    def reduce(band: Band, group: ProcessGroup) -> None:
+        with phase("all-reduce"):
+            group.allreduce([y[band.first : band.first + band.rows]]).wait()
+
+    _start(x, w, y, 1, layout, plan, workspace, reduce)
+    _join(workspace)
+    return y
+
+
+class _Stage:
+    """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
+    open call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = communication_stream(device)
+        self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+        self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
+        self.open = False
+        self._device = device
+        self._tables: dict[tuple[Band, ...], Tensor] = {}
+
+    def table(self, made: tuple[Band, ...]) -> Tensor:
+        """The kernel's table of the bands; kept, because graphs know its address."""
+        if made not in self._tables:
+            _refuse_capture(self._device)
+            self._tables[made] = table_of(made, self._device)
+        return self._tables[made]
+
+    def count_of(self, band: int) -> int:
+        """The address of a band's counter."""
+        return self.counters.data_ptr() + band * self.counters.element_size()
+
+
+def _start(
+    x: Tensor, w: Tensor, out: Tensor, shards: int, layout: str, plan: Plan, workspace: Workspace,
+    collective: Callable[[Band, ProcessGroup], None],
+) -> None:  # fmt: skip
+    """Enqueue the GEMM, then each band's wait and collective.
+
+    In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
+    """
+    stage = _stage(workspace)
+    if stage.open:
+        raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
+    group = _communicator(workspace, plan.comm_sms)
+    made = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
+    table = stage.table(made)
+    stage.open = True
+    workspace.engine.follow()
+    stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
+    with phase("signalled_gemm kernel"):
+        gemm(x, w, out, table, sum(band.tiles for band in made), shards, layout, plan, stage)
+    with stage.stream.stream():
+        for number, band in enumerate(made):
+            stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
+            collective(band, group)
+    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(made))))
+
+
+def gemm(
+    x: Tensor, w: Tensor, out: Tensor, table: Tensor, tiles: int, shards: int, layout: str,
+    plan: Plan, stage: _Stage,
+) -> None:  # fmt: skip
+    """x times w into `out`, by the kernel for the plan's tile and the device: so far one for all.
+
+    A kernel makes `tiles` tiles of `plan.tile` in the order of `table` (`table_of`), adds 1 to the
+    counter of a tile's band when the tile is stored (signal [D]), leaves the work counter 0, puts
+    no CTA on `plan.comm_sms` SMs, and waits for nobody.
+    """
+    signalled_gemm(
+        x, w, out, table=table, tiles=tiles, shards=shards, counters=stage.counters,
+        work_counter=stage.work_counter, spare_sms=plan.comm_sms, layout=layout, tile=plan.tile,
+    )  # fmt: skip
+
+
+def _join(workspace: Workspace) -> None:
+    """What the current stream gets from now on comes after all collectives of the open call."""
+    stage = _stage(workspace)
+    workspace.engine.follow()
+    stage.stream.join()
+    stage.open = False
+
+
+def _stage(workspace: Workspace) -> _Stage:
+    if "signalled" not in workspace.kept:
+        _refuse_capture(workspace.device)
+        workspace.kept["signalled"] = _Stage(workspace.device)
+    stage: _Stage = workspace.kept["signalled"]
+    return stage
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Counters, tables and communicators cannot be had during a capture."""
+    if capturing(device):
+        raise errors.WorkspaceError(
+            "a call of signalled is captured that was never made before: make the same call once "
+            "before it is captured"
+        )
+
+
+# by the group's name and the SMs that they may hold, each with its group: names come back
+_communicators: dict[tuple[str, int], tuple[ProcessGroup, Any]] = {}
+
+
+def _communicator(workspace: Workspace, comm_sms: int) -> Any:
+    """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
+    kernels hold at most `comm_sms` SMs. Collective at its first call.
+    """
+    group = workspace.group
+    if not comm_sms or workspace.device.type != "cuda":
+        return group
+    key = (group.group_name, comm_sms)
+    found = _communicators.get(key)
+    if found is None or found[0] is not group:
+        _refuse_capture(workspace.device)
+        found = _communicators[key] = (group, _nccl(workspace, comm_sms))
+    return found[1]
+
+
+def _nccl(workspace: Workspace, comm_sms: int) -> Any:
+    """Made here and not by `dist.new_group`: where the default group is bound to a device that
+    splits its communicator, for which all ranks of the job would have to come.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = comm_sms
+    # NCCL's clusters of 4 CTAs find no 4 free SMs together beside a GEMM, so nothing overlapped:
+    # GEMM+RS 8192 x 12288 x 12288 in 8 bands 2321 us, without clusters 1847 (2 x H200, NCCL 2.28.9,
+    # docs/results/h200x2/signalled.jsonl).
+    options.config.cga_cluster_size = 1
+    options._timeout = timedelta(seconds=settings.get().timeout_s)
+    # both for the watchdog's messages
+    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
+    options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
+    store = workspace.agreement.store(f"communicator {comm_sms}")
+    rank, world_size = workspace.group.rank(), workspace.world_size
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@atexit.register
+def _let_communicators_go() -> None:
+    """Their threads must not outlive the device; a peer that is gone must not be waited for."""
+    while _communicators:
+        _, (_, own) = _communicators.popitem()
+        own.abort()

@@ -1,0 +1,285 @@
+"""`signalled` by groups and by SMs left to NCCL: measured beside predicted, and beside its peers.
+
+    torchrun --nproc-per-node 2 tests/gpu/signalled.py signalled.jsonl
+    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 tests/gpu/signalled.py signalled.jsonl
+
+1. Exact: many calls of small and large operands of small integers, eager and replayed, in groups of
+   every kind, beside `sequential`.
+2. Curves: the collectives on communicators of so many CTAs, by size.
+3. Races: GPT-3's proj and fc2 by every grouping, each beside its prediction by the measured curve,
+   the best predicted groups among them; the GEMM alone; GEMM and NCCL one after the other, eager
+   and as a graph; and the strategies that need symmetric memory.
+
+A wrong result ends the run with exit code 1; what lasts longer than `--seconds` is left out, and a
+hang ends it with a traceback. Without GPUs the same in small, which shows that the script works.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import gpu_run
+import torch
+import torch.distributed as dist
+import typer
+from gpu_run import Run
+from torch import Tensor
+
+from flux_megatron import ops
+from flux_megatron.bench.efficiency import baselines
+from flux_megatron.kernels.signalled_gemm import bands, signalled_gemm, table_of
+from flux_megatron.overlap import registry, signalled
+from flux_megatron.overlap.registry import overlapping
+from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.perf.hardware import H200, find
+from flux_megatron.perf.wave_groups import Curve, best_plans, model_of
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.symm.signals import WORK_WORDS
+from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning.timing import race
+
+GRACE_S = 20
+PATTERNS = (ROW, Pattern.GEMM_AR)
+EPOCHS = {"cuda": 50, "cpu": 2}
+MODEL = {"cuda": (12288, 49152), "cpu": (32, 64)}  # hidden and FFN size
+ROWS = {"cuda": (2048, 8192), "cpu": (64,)}
+CURVE_MIB = {"cuda": (1, 4, 16, 64, 200), "cpu": (1 / 1024, 1 / 256, 1 / 64)}
+COMM_SMS = (4, 8, 16, 32)
+GROUPS = (1, 2, 4, 8)
+
+
+def problem(pattern: Pattern, M: int, K: int, run: Run) -> Problem:
+    kind = run.device.type
+    dtype = str(run.about.dtype).removeprefix("torch.")
+    return Problem(pattern, M, MODEL[kind][0], K, dtype, run.group.size(), "nt", kind)
+
+
+def grouped(asked: Problem, groups: int, comm_sms: int) -> Plan:
+    return signalled._plan(asked, groups, comm_sms)
+
+
+def dtype_of(run: Run) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, run.about.dtype)
+    return dtype
+
+
+class Operands:
+    """Sparse small integers, of which every sum is exact in bf16."""
+
+    def __init__(self, asked: Problem, run: Run) -> None:
+        made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
+        kept = min(1.0, (64 / asked.K) ** 0.5)  # sums of 64 terms, on average
+
+        def integers(*shape: int) -> Tensor:
+            signs = torch.rand(shape, device=run.device, generator=made) - 0.5
+            few = torch.rand(shape, device=run.device, generator=made) < kept
+            return (signs.sign() * few).to(dtype_of(run))
+
+        self.x = integers(asked.M, asked.K_local)
+        self.w = integers(asked.N, asked.K_local)
+        self.asked, self._group = asked, run.group
+
+    def call(self, plan: Plan) -> Callable[[], Tensor]:
+        operation = ops.OPERATIONS[self.asked.pattern]
+        return lambda: operation(self.x, self.w, self._group, plan=plan)
+
+    def gemm(self) -> Tensor:
+        return self.x @ self.w.t()
+
+    def kernel(self, plan: Plan) -> Callable[[], object]:
+        """The GEMM of the plan in one band, without collectives."""
+        shards = self._group.size() if self.asked.spec.scatters else 1
+        rows, out = self.asked.M // shards, self.x.new_empty(self.asked.M, self.asked.N)
+        made = bands(rows, self.asked.N, shards, (), plan.tile)
+        counters, work = (
+            torch.zeros(words, dtype=torch.int32, device=self.x.device)
+            for words in (MAX_GROUPS, WORK_WORDS)
+        )
+        return partial(
+            signalled_gemm, self.x, self.w, out, table=table_of(made, self.x.device),
+            tiles=made[0].tiles, shards=shards, counters=counters, work_counter=work,
+            spare_sms=plan.comm_sms, layout="nt", tile=plan.tile,
+        )  # fmt: skip
+
+    def serial(self) -> Tensor:
+        y = self.gemm()
+        if self.asked.spec.scatters:
+            scattered = y.new_empty(self.asked.M_shard, y.shape[1])
+            dist.reduce_scatter_tensor(scattered, y, group=self._group)
+            return scattered
+        dist.all_reduce(y, group=self._group)
+        return y
+
+
+def replayed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The call as a graph; the call itself where there is no GPU."""
+    if not torch.cuda.is_available():
+        return call
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def verify(run: Run) -> bool:
+    """Whether every grouping is exact, over many epochs."""
+    good = True
+    hidden, ffn = MODEL[run.device.type]
+    for pattern in PATTERNS:
+        for M, K in ((ROWS[run.device.type][0], hidden), (run.group.size() * 37, ffn)):
+            asked = problem(pattern, M, K, run)
+            given = Operands(asked, run)
+            expected = given.serial()
+            for groups, comm_sms in ((1, 0), (4, 0), (2, 4), (8, 16), (15, 32)):
+                plan = grouped(asked, groups, comm_sms)
+                for kind, wrap in (("eager", lambda call: call), ("replay", replayed)):
+                    wrong, failure = _wrong(run, given, plan, expected, wrap)
+                    good = good and not wrong and not failure
+                    run.row(
+                        "signalled exact", pattern=str(pattern), M=M, K=K, kind=kind,
+                        plan=plan.dumps(), wrong=wrong, failure=failure,
+                    )  # fmt: skip
+                    if wrong or failure:
+                        run.say(
+                            f"WRONG {asked} {kind} groups {groups} {comm_sms}: {wrong} {failure}"
+                        )
+    return good
+
+
+def _wrong(run: Run, given: Operands, plan: Plan, expected: Tensor, wrap) -> tuple[int, str]:
+    """How many of the calls are wrong on some rank, or why they fail."""
+    wrong = torch.zeros(1, device=run.device)
+
+    def calls() -> None:
+        call = wrap(given.call(plan))
+        for _ in range(EPOCHS[run.device.type]):
+            wrong.add_((call() != expected).any())
+
+    failure = run.failure(calls)
+    return int(run.slowest(wrong)), failure
+
+
+def curves(run: Run) -> dict[tuple[Pattern, int], Curve]:
+    """The collectives of each pattern, by the SMs that they may hold; 0: the group's own NCCL."""
+    kind, found = run.device.type, {}
+    space = workspace(run.group, run.device)
+    sizes = [int(mib * 2**20) for mib in CURVE_MIB[kind]]
+    ranks, element = run.group.size(), dtype_of(run).itemsize
+    block = torch.zeros(sizes[-1] // element, dtype=dtype_of(run), device=run.device)
+    shard = torch.empty_like(block[: block.numel() // ranks])
+
+    def collective(pattern: Pattern, comm_sms: int, size: int) -> Callable[[], object]:
+        group, n = signalled._communicator(space, comm_sms), size // element // ranks * ranks
+        if pattern is ROW:
+            return lambda: group._reduce_scatter_base(
+                shard[: n // ranks], block[:n], signalled._SUM
+            ).wait()
+        return lambda: group.allreduce([block[:n]]).wait()
+
+    for pattern in PATTERNS:
+        for comm_sms in (0, *COMM_SMS):
+            calls = {f"{size}": collective(pattern, comm_sms, size) for size in sizes}
+            timed = race(calls, group=run.group, device=run.device, rounds=6)
+            times = tuple(timed.median_us(name) for name in calls)
+            found[pattern, comm_sms] = Curve(tuple(map(float, sizes)), times)
+            run.row(
+                "signalled curve", pattern=str(pattern), comm_sms=comm_sms, sizes=sizes, us=times
+            )
+            trips = pattern.spec.trips * (ranks - 1) / ranks
+            cells = "  ".join(
+                f"{us:7.0f} us {trips * size / us * 1e-3:4.0f} GB/s"
+                for size, us in zip(sizes, times, strict=True)
+            )
+            run.say(f"{pattern} collective, {comm_sms:2} SMs, {CURVE_MIB[kind]} MiB: {cells}")
+    return found
+
+
+def plans(asked: Problem, run: Run, curve: dict, facts) -> Iterator[tuple[str, Plan]]:
+    for groups in GROUPS:
+        yield f"{groups} groups, 16 SMs", grouped(asked, groups, 16)
+    for comm_sms in (0, 4, 8, 32):
+        yield f"4 groups, {comm_sms} SMs", grouped(asked, 4, comm_sms)
+    predicted = best_plans(
+        asked, grouped(asked, 1, 16), facts, lambda sms: curve[asked.pattern, sms]
+    )
+    for plan in predicted:
+        yield f"predicted, {plan.comm_sms} SMs", plan
+    yield "sequential", Plan("sequential")
+    space = workspace(run.group, run.device)
+    for name in overlapping(asked, "auto", space.unavailable)[0]:
+        if name != "signalled":
+            yield name, registry.strategy(asked, name).default_plan(asked)
+
+
+def measure(run: Run, asked: Problem, curve: dict, rounds: int) -> None:
+    """One race: every candidate beside its prediction."""
+    given = Operands(asked, run)
+    facts = find(run.about.gpu, "nvlink") or H200
+    named = dict(plans(asked, run, curve, facts))
+    calls: dict[str, Callable[[], object]] = {"gemm": given.gemm, "serial": given.serial}
+    calls["serial, graph"] = replayed(given.serial)
+    for spare in (0, 16, 32):
+        calls[f"kernel alone, {spare} SMs spared"] = given.kernel(grouped(asked, 1, spare))
+    calls |= {name: given.call(plan) for name, plan in named.items()}
+    timed = race(calls, group=run.group, device=run.device, rounds=rounds)
+    medians = {name: timed.median_us(name) for name in timed.times_us}
+    serial = min(medians["serial"], medians["serial, graph"])
+    scale = baselines({"gemm": medians["gemm"], "serial": serial})
+    run.say(f"{asked}\n  {'us':>8} {'E':>6} {'predicted':>9}")
+    for name in calls:
+        if name in timed.failures:
+            run.say(f"  {name}: {timed.failures[name]}")
+            continue
+        plan, predicted = named.get(name), None
+        if plan is not None and plan.strategy == "signalled":
+            model = model_of(asked, plan, facts, curve=curve[asked.pattern, plan.comm_sms])
+            predicted = model.finish_us(plan.group_rows)
+        efficiency = scale.efficiency(medians[name]) if scale else None
+        run.row(
+            "signalled", pattern=str(asked.pattern), M=asked.M, N=asked.N, K=asked.K,
+            candidate=name, plan=plan and plan.dumps(), median_us=medians[name],
+            times_us=timed.times_us[name], efficiency=efficiency, predicted_us=predicted,
+        )  # fmt: skip
+        groups = plan.group_rows if plan and name.startswith("predicted") else ""
+        shown = (f"{medians[name]:8.0f}", f"{efficiency or 0:6.2f}", f"{predicted or 0:9.0f}")
+        run.say(f"  {' '.join(shown)}  {name} {groups}")
+
+
+def everything(run: Run, rounds: int) -> int:
+    """The exit code."""
+    run.say(f"connections {run.about.max_connections}")
+    if not verify(run):
+        return 1
+    run.say("every grouping is exact, eager and replayed")
+    curve = curves(run)
+    hidden, ffn = MODEL[run.device.type]
+    for M in ROWS[run.device.type]:
+        for K in (ffn, hidden):
+            for pattern in PATTERNS:
+                if not run.time_left():
+                    run.say("no time for the others")
+                    return 0
+                measure(run, problem(pattern, M, K, run), curve, rounds)
+    return 0
+
+
+def main(out: Path, commit: str = "", seconds: float = 90, rounds: int = 8) -> None:
+    """Be one of the ranks."""
+    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
+    on_gpu = torch.cuda.is_available()
+    run = gpu_run.start(out, commit, seconds, torch.bfloat16 if on_gpu else torch.float32)
+    gpu_run.finish(run, everything(run, rounds))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,89 @@
+"""Compiles the kernels of Embedding + All-to-All for GPUs that are not there, in a process without
+the interpreter.
+
+    python compile_embedding.py FILE    writes JSON: name -> {"ptx", "shared_bytes"}
+
+As their launchers fix them, for 2 ranks and tables of D = 128 and of an odd D.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from forked_work import write_results
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+from flux_megatron.kernels import embedding_a2a, embedding_gradient, launch
+from flux_megatron.kernels.triton_launch import Launcher
+
+SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+SAMPLES, SLICE, ROWS, TABLES = 4096, 512, 100_000, (32, 32)
+_CUDA = torch.device("cuda", 0)
+_TYPES = {
+    "timeout_ns": "i64", "nnz": "i64", "keys": "*i32", "scales": "*fp32", "sums": "*fp32",
+    **dict.fromkeys(("indices", "offsets", "starts", "entries"), "*i64"),
+    **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
+    **dict.fromkeys(("first_tables", "pad", "counters", "work_counter", "status"), "*i32"),
+}  # fmt: skip
+_PAYLOAD = ("weight", "y", "received", "gradients", "dw")
+
+
+def _launchers(D: int, mean: bool, dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
+    tile = embedding_a2a.tile_of(D, SAMPLES, "cuda")
+    sizes = (ROWS, SAMPLES, SLICE, D)
+    yield "forward", embedding_a2a._launcher(sizes, TABLES, 0, mean, dtype, tile, _CUDA)
+    make = partial(embedding_gradient._launcher, dtypes=(dtype,), world_size=2, scaled=mean,
+                   chunk=embedding_gradient.CHUNK, tile=tile, device=_CUDA)  # fmt: skip
+    bags = SAMPLES * 64
+    gradient = embedding_gradient
+    yield "chunk_sums", make(gradient.chunk_sums_kernel, 1024, (bags, SAMPLES, SLICE, D))
+    row_sizes = (bags, SAMPLES, SLICE, ROWS * 32, D)
+    yield "row_sums", make(gradient.row_sums_kernel, 1024, row_sizes)
+
+
+def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype) -> dict:
+    kernel, tile = launcher._kernel, launcher._tile
+    names = kernel.arg_names
+    constants = [p.name for p in kernel.params if p.is_constexpr]
+    values = dict(zip(constants, launcher._fixed[-len(constants) :], strict=True))
+    sizes = launcher._fixed[: -len(constants)]
+    size_names = names[-len(launcher._fixed) : -len(constants)]
+    types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
+    if launcher._kernel is embedding_a2a.embedding_a2a_kernel or not values["SCALED"]:
+        types["scales"] = "*i64"
+    signature = {n: "constexpr" if n in values else types.get(n, "i32") for n in names}
+    aligned = [n for n in names if signature[n].startswith("*")]
+    aligned += [n for n, size in zip(size_names, sizes, strict=True) if size % 16 == 0]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=values,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+
+
+def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
+    """Each dtype, GPU, mode and kind of D once, not all of their combinations."""
+    for architecture, D, mean, dtype in (
+        (90, 128, False, torch.float32), (80, 128, False, torch.bfloat16),
+        (90, 100, True, torch.bfloat16),
+    ):  # fmt: skip
+        for name, launcher in _launchers(D, mean, dtype):
+            title = f"sm_{architecture} {name} {SHORT[dtype]} D={D}"
+            yield title, partial(compiled, launcher, architecture, dtype)
+
+
+if __name__ == "__main__":
+    with (
+        mock.patch.object(launch, "_sms", return_value=132),
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
+    ):
+        write_results(dict(shipped()), sys.argv[1])

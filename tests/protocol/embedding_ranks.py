@@ -1,0 +1,127 @@
+"""Embedding + All-to-All on virtual ranks: back-to-back calls, each with new weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from protocol_cases import WrongResult
+from torch import Tensor
+from virtual_machine import Machine, PackageCopy
+from virtual_ranks import Schedule, Scheduler
+
+from flux_megatron import reference
+
+ROWS, D, LONGEST = 5, 3, 3
+
+
+@dataclass(frozen=True)
+class BagsCase:
+    """`tables` of each rank, and `samples` and a slice of them; `steps` of each call."""
+
+    steps: tuple[str, ...] = ("forward", "backward")
+    tables: tuple[int, ...] = (2, 1)
+    samples: int = 5
+    slice_samples: int = 2
+    block: int = 2  # bags of a tile
+    calls: int = 3
+    captured: bool = False  # two calls of three are replays of a graph
+    ctas: int = 3
+
+    def __str__(self) -> str:
+        return (
+            f"{' '.join(self.steps)} of {self.tables} tables, {self.samples} samples in slices of "
+            f"{self.slice_samples}" + " captured" * self.captured
+        )
+
+
+class Operands:
+    """Integers: weight [T_local, ROWS, D] and dy [B / R, T, D] of each call and rank; the bags."""
+
+    def __init__(self, case: BagsCase) -> None:
+        random = torch.Generator().manual_seed(0)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.randint(-2, 3, shape, generator=random).float()
+
+        batch = case.samples * len(case.tables)
+        self.offsets, self.indices = [], []
+        for local in case.tables:
+            lengths = torch.randint(LONGEST + 1, (local * batch,), generator=random)
+            self.offsets.append(F.pad(lengths.cumsum(0), (1, 0)))
+            self.indices.append(torch.randint(ROWS, (int(lengths.sum()),), generator=random))
+        calls = range(case.calls)
+        self.weight = [[integers(n, ROWS, D) for n in case.tables] for _ in calls]
+        all_tables = sum(case.tables)
+        self.dy = [[integers(case.samples, all_tables, D) for _ in case.tables] for _ in calls]
+
+    def expected(self, call: int) -> dict[str, list[Tensor]]:
+        weights = [w.clone().requires_grad_() for w in self.weight[call]]
+        y = reference.embedding_all_to_all(weights, self.indices, self.offsets)
+        torch.autograd.backward(y, self.dy[call])
+        return {
+            "forward": [one.detach() for one in y],
+            "backward": [w.grad for w in weights if w.grad is not None],
+        }
+
+
+class Host:
+    """One rank's host program. `results` maps (step, call) to a tensor."""
+
+    def __init__(self, case: BagsCase, operands: Operands, machine: Machine, rank: int) -> None:
+        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
+        self.results: dict[tuple[str, int], Tensor] = {}
+        self.bags = machine.package.bags.Bags(
+            case.tables, rank, ROWS, D, case.samples * len(case.tables), "sum", torch.float32
+        )
+        self.weight = torch.empty_like(operands.weight[0][rank])
+        self.dy = torch.empty_like(operands.dy[0][rank])
+
+    def run(self) -> None:
+        graph, replayed = None, {}
+        for call in range(self.case.calls):
+            self.weight.copy_(self.operands.weight[call][self.rank])
+            self.dy.copy_(self.operands.dy[call][self.rank])
+            if not self.case.captured or call % 3 == 0:
+                results = self._step()
+            else:
+                if graph is None:
+                    with self.machine.capture() as graph:
+                        replayed = self._step()
+                graph.replay()
+                results = replayed
+            for what, result in results.items():
+                self.results[what, call] = torch.empty_like(result).copy_(result)
+
+    def _step(self) -> dict[str, Tensor]:
+        fused, space = self.machine.package.fused_bags, self.machine.workspaces[self.rank]
+        bags = self.operands.indices[self.rank], self.operands.offsets[self.rank], self.bags
+        slices, results = self.case.slice_samples, {}
+        if "forward" in self.case.steps:
+            results["forward"] = fused.forward(self.weight, *bags, space, slices)
+        if "backward" in self.case.steps:
+            results["backward"] = fused.backward(self.dy, *bags, space, slices, 2)
+            self.dy.fill_(float("nan"))
+        return results
+
+
+def run(case: BagsCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
+    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
+    operands = Operands(case)
+    channels = (package.fused_bags.CHANNEL,)
+    machine = Machine(package, len(case.tables), case.ctas, channels)
+    hosts = [Host(case, operands, machine, rank) for rank in range(len(case.tables))]
+    tile = package.problem.Tile(case.block, 4, num_warps=4)
+    with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
+        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+    for call in range(case.calls):
+        expected = operands.expected(call)
+        for host in hosts:
+            for step in case.steps:
+                wrong = int((host.results[step, call] != expected[step][host.rank]).sum())
+                if wrong:
+                    where = f"{step} of call {call} on rank {host.rank}"
+                    raise WrongResult(f"{where}: {wrong} elements are wrong")
+    return scheduler

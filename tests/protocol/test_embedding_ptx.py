@@ -1,0 +1,88 @@
+"""Memory order in the compiled kernels of Embedding + All-to-All. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled_apart import compiled_by, named
+from ptx_order import (
+    BARRIER,
+    COUNT,
+    RELEASE,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_gives_up,
+)
+
+pytestmark = pytest.mark.timeout(300)
+ROWS = r"st\.global\.v\d"
+WORD = r"st\.global\.b32"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_embedding.py", tmp_path_factory.mktemp("ptx"))
+
+
+def check_slices(ptx: Ptx) -> None:
+    """Rows, then the count, then the signal."""
+    ptx.require_some(ROWS, "no rows are stored")
+    ptx.require_some(COUNT, "tiles are not counted with acquire and release")
+    ptx.require(ROWS, f"{COUNT}|{RELEASE}", BARRIER, "only one thread's rows: no CTA barrier")
+    signals, counts = signals_of(ptx), set(ptx.find(COUNT))
+    if any(ptx.reach(row, signals, counts) is not None for row in ptx.find(ROWS)):
+        raise Misordered("a signal is raised without counting")
+    if any(ptx.reach(count, signals, {*ptx.find(BARRIER)}) is not None for count in counts):
+        raise Misordered("no CTA barrier between the count and the signal")
+
+
+def signals_of(ptx: Ptx) -> set[int]:
+    """The releases but that of the record of a late wait, which one thread writes by words: no
+    barrier is needed before it.
+    """
+    releases, barriers = set(ptx.find(RELEASE)), set(ptx.find(BARRIER))
+    records = {ptx.reach(store, releases, barriers) for store in ptx.find(WORD)}
+    if not releases - records:
+        raise Misordered("no signal is released to the system")
+    return releases - records
+
+
+def test_a_signal_follows_the_rows_of_its_slice(compiled):
+    for kernel in named(compiled, "forward", "D=128").values():
+        check_slices(Ptx(kernel["ptx"]))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "chunk_sums", "row_sums"])
+def test_rows_are_read_after_their_signal(compiled, kernel):
+    for result in named(compiled, kernel).values():
+        ptx = Ptx(result["ptx"])
+        check_acquire(ptx)
+        check_bounded(ptx)
+        check_gives_up(ptx)
+
+
+def test_a_warp_reads_whole_lines(compiled):
+    """Rows of 512 bytes by loads of 16, and no trip through shared memory for their indices."""
+    for kernel in ("forward", "row_sums"):
+        for result in named(compiled, "sm_90", kernel, "D=128").values():
+            assert "ld.global.v4.b32" in result["ptx"], kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "removed", "reason"),
+    [
+        ("forward", check_slices, BARRIER, "no CTA barrier"),
+        ("forward", check_slices, RELEASE, "no signal is released"),
+        ("forward", check_slices, COUNT, "not counted"),
+        ("row_sums", check_acquire, BARRIER, "other threads load too early"),
+        ("row_sums", check_gives_up, r"ld\.global\.sys\.relaxed", "never gives up"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
+    (result,) = named(compiled, "sm_90", kernel, "D=128").values()
+    broken = re.sub(rf"({removed})[^;\n]*", "", result["ptx"])
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))

@@ -1,0 +1,293 @@
+"""Embedding + All-to-All: exact against the reference and torch's own gradients; wrong input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from closeness import assert_exact, small_integers
+from ranks import DEVICE, on_device
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flux_megatron
+from flux_megatron import reference
+from flux_megatron.embedding import fused_bags, operation
+from flux_megatron.embedding.bags import Bags
+from flux_megatron.nn import ShardedEmbeddingBag
+from flux_megatron.symm.workspace import workspace
+
+operate = flux_megatron.embedding_all_to_all
+
+
+@dataclass(frozen=True)
+class Case:
+    tables: tuple[int, ...]
+    rows: int = 11
+    D: int = 8
+    samples: int = 5  # of each rank
+    longest: int = 4
+    mode: str = "sum"
+    dtype: torch.dtype = torch.float32
+    hot: bool = False  # nearly all entries name one row
+    empty: bool = False  # no entries at all
+
+    def operands(self, seed: int) -> list[tuple[torch.Tensor, ...]]:
+        """weight, indices, offsets and dy of every rank: integers; lengths are powers of two or
+        zero, so that means are exact too.
+        """
+        made = torch.Generator().manual_seed(seed)
+        batch = self.samples * len(self.tables)
+
+        def on_rank(local: int) -> tuple[torch.Tensor, ...]:
+            weight = small_integers((local, self.rows, self.D), self.dtype, made, 2)
+            powers = torch.tensor([0, *(2**n for n in range(self.longest.bit_length()))])
+            lengths = powers[torch.randint(len(powers), (local * batch,), generator=made)]
+            lengths *= not self.empty
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            indices = torch.randint(self.rows, (int(offsets[-1]),), generator=made)
+            if self.hot:
+                indices[torch.rand(indices.shape, generator=made) < 0.9] = self.rows - 1
+            dy = small_integers((self.samples, sum(self.tables), self.D), self.dtype, made, 1)
+            return weight, indices, offsets, dy * 4
+
+        return [on_rank(local) for local in self.tables]
+
+    def expected(self, operands, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and the gradient that torch's autograd gives in fp64."""
+        weight, indices, offsets, dy = (list(part) for part in zip(*operands, strict=True))
+        y = reference.embedding_all_to_all(weight, indices, offsets, self.mode)[rank]
+        wide = weight[rank].double().requires_grad_()
+        batch = self.samples * len(self.tables)
+        counts = offsets[rank][::batch].diff()
+        flat = indices[rank] + (torch.arange(len(wide)) * self.rows).repeat_interleave(counts)
+        pooled = F.embedding_bag(
+            flat, wide.flatten(0, 1), offsets[rank], mode=self.mode, include_last_offset=True
+        ).view(len(wide), batch, self.D)
+        mine = slice(sum(self.tables[:rank]), sum(self.tables[: rank + 1]))
+        pooled.transpose(0, 1).backward(torch.cat(dy)[:, mine].double())
+        return y, wide.grad.to(self.dtype)
+
+
+CASES = {
+    "odd sizes": Case((3, 3), D=12, samples=7),
+    "its sizes in bf16": Case((3, 3), D=12, samples=7, dtype=torch.bfloat16),
+    "uneven tables": Case((1, 4), samples=3),
+    "one hot row": Case((2, 2), samples=6, longest=8, hot=True),
+    "hot row in bf16": Case((2, 1), samples=6, longest=8, hot=True, dtype=torch.bfloat16),
+    "only empty bags": Case((1, 2), empty=True),
+    "means": Case((2, 2), mode="mean", longest=8),
+    "means in bf16": Case((1, 2), mode="mean", dtype=torch.bfloat16, D=3),
+    "one row": Case((1, 1), rows=1, D=1, samples=1),
+    "four ranks": Case((2, 1, 3, 1), samples=5, D=6),
+}
+
+
+def call(case: Case, rank: int, seed: int, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(seed)[rank])
+    weight.requires_grad_()
+    y = operate(
+        weight, indices, offsets, dist.group.WORLD,
+        tables=case.tables, mode=case.mode, strategy=strategy,
+    )  # fmt: skip
+    y.backward(dy)
+    return y.detach(), weight.grad
+
+
+def calls(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+    got = [(case, seed, *call(case, rank, seed, strategy)) for seed in range(3) for case in cases]
+    for case, seed, y, dw in got:  # all of them now: later calls leave results alone
+        expected_y, expected_dw = case.expected(case.operands(seed), rank)
+        assert_exact(y, expected_y, f"{case} seed {seed}")
+        assert_exact(dw, expected_dw, f"{case} gradient, seed {seed}")
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", ["fused", "sequential"])
+def test_exact(world_size, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == world_size]
+    for counted in on_device(calls, world_size, cases, strategy):
+        assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
+
+
+def in_pieces(rank: int) -> None:
+    """Slices of two samples and chunks of four entries, which nobody asks for by the operator."""
+    case = Case((2, 3), samples=7, longest=16, hot=True, rows=5)
+    space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    for seed in range(3):
+        weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(seed)[rank])
+        bags = Bags.of(weight, offsets, case.tables, rank, "sum")
+        y = fused_bags.forward(weight, indices, offsets, bags, space, 2)
+        dw = fused_bags.backward(dy, indices, offsets, bags, space, 2, 4)
+        expected_y, expected_dw = case.expected(case.operands(seed), rank)
+        assert_exact(y, expected_y, "y")
+        assert_exact(dw, expected_dw, "dw")
+
+
+def test_exact_in_pieces():
+    on_device(in_pieces, 2)
+
+
+def repeated(rank: int) -> None:
+    torch.manual_seed(rank)
+    weight = torch.randn(2, 5, 8, device=DEVICE, requires_grad=True)
+    offsets = torch.arange(0, 2 * 6 * 40 + 1, 40, device=DEVICE)
+    indices = torch.randint(5, (480,), device=DEVICE)
+    dy = torch.randn(3, 4, 8, device=DEVICE)
+
+    def gradient(strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+        y = operate(weight, indices, offsets, dist.group.WORLD, strategy=strategy)
+        return y.detach(), torch.autograd.grad(y, weight, dy)[0]
+
+    first, second = gradient("fused"), gradient("fused")
+    for one, other in zip(first, second, strict=True):
+        assert_exact(one, other, "the second time")
+    for one, other in zip(first, gradient("sequential"), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_same_bits_every_time():
+    on_device(repeated, 2)
+
+
+def bad_input(rank: int) -> dict[str, str]:
+    group, said = dist.group.WORLD, {}
+    weight = torch.ones(2, 3, 4, device=DEVICE)
+    indices, offsets = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, 3, 4])
+
+    def attempt(name: str, **changes) -> None:
+        """Rank 1's call is wrong."""
+        given = {"indices": indices, "offsets": offsets, "weight": weight, "tables": [2, 2]}
+        given |= changes if rank == 1 else {}
+        tensors = [given.pop(name).to(DEVICE) for name in ("weight", "indices", "offsets")]
+        try:
+            operate(*tensors, group, **given)
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("index", indices=torch.tensor([0, 2, 3, 1]))
+    attempt("negative", indices=torch.tensor([0, -1, 1, 1]))
+    attempt("falling", offsets=torch.tensor([0, 3, 1, 3, 4]))
+    attempt("short", offsets=torch.tensor([0, 1, 1, 3, 3]))
+    attempt("batch", offsets=torch.tensor([0, 1, 4]))
+    attempt("tables", tables=[2, 3])
+    attempt("ranks", tables=[2])
+    attempt("mode", mode="max")
+    attempt("dtype", indices=indices.int())
+    attempt("other D", weight=torch.ones(2, 3, 5))
+    attempt("no mistake")
+    return said
+
+
+WRONG = {
+    "index": "index 3 given at 2, 0 to 2 expected",
+    "negative": "index -1 given at 1, 0 to 2 expected",
+    "falling": "offsets 3, 1 given at 1, rising ones expected",
+    "short": "offsets from 0 to 3 given, 0 to 4 expected",
+    "batch": "1 + a multiple of 2 tables x 2 ranks expected",
+    "tables": "[2, 3] tables a rank expected",
+    "ranks": "tables [2] given, one number for each of 2 ranks expected",
+    "mode": "mode 'max' given",
+    "dtype": "indices [4] int32",
+    "other D": "ProblemMismatch: the ranks of the group do not agree on the call: rank 0",
+}
+
+
+def test_bad_input_is_refused_on_every_rank_and_the_next_call_works():
+    for said in on_device(bad_input, 2):
+        assert said.keys() == WRONG.keys()
+        for name, words in WRONG.items():
+            assert words in said[name], name
+            assert "rank 1" in said[name], name
+
+
+def unchecked(rank: int) -> None:
+    """An index outside its table adds nothing, and shapes are refused on their rank alone."""
+    weight = torch.ones(1, 3, 4, device=DEVICE)
+    indices, offsets = torch.tensor([0, 9, -1, 1]).to(DEVICE), torch.tensor([0, 2, 4]).to(DEVICE)
+    y = operate(weight, indices, offsets, dist.group.WORLD, strategy="fused", validate=False)
+    assert_exact(y, torch.ones(1, 2, 4))
+    with pytest.raises(ValueError, match="mode 'max' given"):
+        operate(weight, indices, offsets, dist.group.WORLD, mode="max", validate=False)
+
+
+def test_without_validation_nothing_outside_a_table_is_read():
+    on_device(unchecked, 2)
+
+
+def fallen_back(rank: int) -> list[str]:
+    case = CASES["odd sizes"]
+    with pytest.warns(UserWarning, match="embedding_a2a runs without overlap: pipelined"):
+        call(case, rank, 0, "auto")
+    wide = torch.ones(1, 2, 2, dtype=torch.float64, device=DEVICE)
+    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
+    with pytest.raises(ValueError, match="dtype float64 is none of"):
+        operate(wide, indices.to(DEVICE), offsets.to(DEVICE), dist.group.WORLD, strategy="fused")
+    return [f"{pattern}: {why}" for pattern, why in flux_megatron.report().fallbacks]
+
+
+def test_a_fallback_is_counted_with_its_reason():
+    for reasons in on_device(fallen_back, 2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"}):
+        assert reasons == ["embedding_a2a: pipelined is not built for embedding_a2a"]
+
+
+def alone(rank: int) -> dict:
+    case = Case((3,))
+    y, dw = call(case, 0, 0, "auto")
+    expected_y, expected_dw = case.expected(case.operands(0), 0)
+    assert_exact(y, expected_y)
+    assert_exact(dw, expected_dw)
+    return flux_megatron.report().fallbacks
+
+
+def test_one_rank_has_nobody_to_send_to():
+    assert on_device(alone, 1) == [{}]
+
+
+def module(rank: int) -> None:
+    torch.manual_seed(0)
+    layer = ShardedEmbeddingBag(3, 5, 4, device=DEVICE)
+    torch.manual_seed(0)
+    whole = torch.stack([torch.empty(5, 4, device=DEVICE).normal_() for _ in range(3)])
+    assert layer.tables == (2, 1)
+    assert layer.own_tables == (slice(0, 2), slice(2, 3))[rank]
+    assert_exact(layer.weight, whole[layer.own_tables])
+    offsets = torch.arange(2 * layer.weight.shape[0] + 1, device=DEVICE)
+    indices = torch.arange(len(offsets) - 1, device=DEVICE)
+    assert_exact(layer(indices, offsets)[:, 0], whole[0][[rank]])
+    with pytest.raises(ValueError, match="1 tables given, at least one for each of 2 ranks"):
+        ShardedEmbeddingBag(1, 5, 4)
+
+
+def test_module_has_the_tables_of_one_process():
+    on_device(module, 2)
+
+
+def compiled(rank: int) -> None:
+    case = CASES["odd sizes"]
+    weight, indices, offsets, _ = (one.to(DEVICE) for one in case.operands(0)[rank])
+
+    def twice(weight: torch.Tensor) -> torch.Tensor:
+        return 2 * operate(weight, indices, offsets, dist.group.WORLD)
+
+    y = torch.compile(twice, backend="aot_eager", fullgraph=True)(weight.requires_grad_())
+    assert_exact(y, 2 * case.expected(case.operands(0), rank)[0])
+    y.sum().backward()
+
+
+def test_it_compiles_without_a_break():
+    on_device(compiled, 2)
+
+
+def test_operators_have_the_shape_of_the_result():
+    with FakeTensorMode():
+        weight, offsets = torch.empty(2, 7, 4), torch.empty(2 * 6 + 1, dtype=torch.int64)
+        indices = torch.empty(5, dtype=torch.int64)
+        rest = [2, 3, 1], "no group is asked", "sum", "auto"
+        y = operation._embedding_all_to_all(weight, indices, offsets, *rest, True)
+        dw = operation._backward(y, indices, offsets, 7, *rest)
+    assert y.shape == (2, 6, 4)
+    assert dw.shape == weight.shape

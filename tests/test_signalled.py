@@ -1,0 +1,206 @@
+"""`signalled`: exact against the reference, in bands of any size, also between nodes."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, call, operands
+from closeness import assert_exact
+from ranks import DEVICE, on_device, run_ranks
+
+import flux_megatron
+from flux_megatron import errors, ops
+from flux_megatron.kernels.signalled_gemm import bands
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.overlap import registry, signalled
+from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
+from flux_megatron.symm.workspace import workspace
+
+SMALL = Tile(16, 16, 16, group_m=2)
+# M_shard, N, K_local: whole tiles, ragged tiles, less than a tile
+WHOLE, RAGGED, FEW = (32, 32, 16), (37, 21, 9), (3, 5, 7)
+GROUPS = [
+    (WHOLE, ()), (WHOLE, (16,)), (WHOLE, (7, 16)), (RAGGED, ()), (RAGGED, (16,)), (RAGGED, (7, 16)),
+    (FEW, (16,)), (FEW, (1,)), (FEW, (1,) * (MAX_GROUPS - 1)),
+]  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """Every size with groupings of its rows; layouts and dtypes in turn."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    made = []
+    for number, (size, group_rows) in enumerate(GROUPS):
+        plan = Plan("signalled", tile=SMALL, group_rows=group_rows, comm_sms=8)
+        layout, dtype = ("nt", "nn")[number % 2], dtypes[number % 3]
+        made.append(Case("gemm_rs", *size, dtype=dtype, layout=layout, plan=plan, seed=number))
+    return made
+
+
+def exact(rank: int, turns: int) -> dict:
+    """Every case of both patterns; from the second turn on with counters that were used before."""
+    group = dist.group.WORLD
+    flux_megatron.reset_report()
+    results = []
+    for turn in range(turns):
+        for case in cases():
+            given = operands(case, group.size())
+            results.append((call(case, given, group), given.expected[rank], f"{turn} {case}"))
+            x, w = given.x[rank].to(DEVICE), given.w[rank].to(DEVICE)
+            y = ops.gemm_all_reduce(x, w, group, layout=case.layout, plan=case.plan)
+            results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
+    for y, expected, what in results:  # all of them now: later calls leave results alone
+        assert_exact(y, expected, what)
+    assert not workspace(group, torch.empty(0, device=DEVICE).device).size_bytes
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1)])
+def test_exact(world_size, turns):
+    calls = turns * len(GROUPS)
+    for counted in on_device(exact, world_size, turns):
+        assert counted == {(name, "signalled"): calls for name in ("gemm_rs", "gemm_ar")}
+
+
+def ragged(rank: int) -> None:
+    x, w = torch.ones(5, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    plan = Plan("signalled", tile=SMALL, group_rows=(2, 2))
+    y = ops.gemm_all_reduce(x, w, dist.group.WORLD, plan=plan)
+    assert_exact(y, torch.full((5, 3), 8.0))
+
+
+def test_rows_of_an_all_reduce_need_not_be_divided_over_the_ranks():
+    on_device(ragged, 2)
+
+
+def test_bands_cover_all_rows_in_order():
+    for rows in (1, 15, 16, 100):
+        for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
+            made = bands(rows, 40, 3, group_rows, SMALL)
+            assert [band.first for band in made] == [
+                sum(b.rows for b in made[:n]) for n in range(len(made))
+            ]
+            assert sum(band.rows for band in made) == rows
+            for band in made:
+                assert band.tiles == 3 * -(-band.rows // 16) * 3 > 0
+
+
+def test_default_plans_have_bands_of_whole_tiles():
+    for M in (2, 300, 8192):
+        for pattern in (ROW, Pattern.GEMM_AR):
+            problem = Problem(pattern, M, 512, 512, "float32", 2, device="cpu")
+            rows = M // 2 if pattern is ROW else M
+            for plan in registry.candidates(problem, "signalled"):
+                block = plan.tile.block_m
+                assert all(size % block == 0 for size in plan.group_rows)
+                assert 0 < rows - sum(plan.group_rows) <= max(block, *plan.group_rows, 0)
+    assert len(plan.group_rows) == 7
+
+
+def layers(rank: int) -> dict[tuple[str, str], int]:
+    """Forward and backward of a column and a row layer: y, dx and dw."""
+    group, (M, N, K) = dist.group.WORLD, (12, 8, 6)
+    R, made = group.size(), torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (M, K), generator=made).float()
+    w1, w2 = (
+        torch.randint(-2, 3, shape, generator=made).float()
+        for shape in ((R, N, K), (R, K, N))
+    )  # fmt: skip
+    dy = torch.randint(-2, 3, (M, K), generator=made).float()
+    local = [t.to(DEVICE).requires_grad_() for t in (x.chunk(R)[rank], w1[rank], w2[rank])]
+    h = column_parallel_linear(local[0], local[1], None, group=group)
+    y = row_parallel_linear(h, local[2], group=group)
+    y.backward(dy.chunk(R)[rank].to(DEVICE))
+    whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    expected = sum((whole[0] @ whole[1][r].t()) @ whole[2][r].t() for r in range(R))
+    expected.backward(dy)
+    assert_exact(y, expected.chunk(R)[rank], "y")
+    for name, given, reference in zip(
+        ("dx", "dw1", "dw2"), local,
+        (whole[0].grad.chunk(R)[rank], whole[1].grad[rank], whole[2].grad[rank]), strict=True,
+    ):  # fmt: skip
+        assert_exact(given.grad, reference, name)
+    return flux_megatron.report().calls
+
+
+WANTED = {"FLUX_MEGATRON_STRATEGY": "signalled"}
+OVERLAPPED = {("gemm_rs", "signalled"): 2, ("ag_gemm", "sequential"): 2}
+
+
+def test_layers_forward_and_backward():
+    """A column layer's dgrad scatters, so does a row layer's forward; what gathers falls back."""
+    for counted in on_device(layers, 2, environment=WANTED):
+        assert counted == OVERLAPPED
+
+
+def on_two_nodes(rank: int) -> tuple[dict, str]:
+    group = dist.group.WORLD
+    host = f"node-{rank // (group.size() // 2)}"
+    with mock.patch.object(socket, "gethostname", return_value=host):
+        counted = layers(rank)
+    return counted, workspace(group, torch.device("cpu")).unavailable
+
+
+@pytest.mark.parametrize("strategy", ["auto", "signalled"])
+def test_between_nodes_where_nothing_else_overlaps(strategy):
+    """Two hosts of two ranks each, without shared memory between them."""
+    found = run_ranks(on_two_nodes, 4, environment={"FLUX_MEGATRON_STRATEGY": strategy})
+    for counted, unavailable in found:
+        assert "spans 2 nodes" in unavailable
+        assert counted == OVERLAPPED
+
+
+def opened(rank: int) -> None:
+    x, w = torch.ones(8, 4), torch.ones(3, 4)
+    plan = Plan("signalled", tile=SMALL)
+    ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+    with pytest.raises(errors.WorkspaceError, match="another was open"):
+        ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+
+
+def test_one_open_call():
+    run_ranks(opened, 2)
+
+
+def test_a_communicator_for_each_number_of_sms(monkeypatch):
+    """As on GPUs, where the group's own would have as many CTAs as it likes."""
+    made: list[int] = []
+    capture = [False]
+    monkeypatch.setattr(signalled, "_communicators", {})
+    monkeypatch.setattr(signalled, "_nccl", lambda space, sms: made.append(sms) or object())
+    monkeypatch.setattr(signalled, "capturing", lambda device: capture[0])
+    group, device = SimpleNamespace(group_name="one"), torch.device("cuda")
+    space = SimpleNamespace(group=group, device=device)
+    assert signalled._communicator(space, 0) is group
+    few, many = (signalled._communicator(space, sms) for sms in (4, 16))
+    capture[0] = True
+    assert signalled._communicator(space, 4) is few is not many
+    with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
+        signalled._communicator(space, 8)
+    capture[0] = False
+    later = SimpleNamespace(group=SimpleNamespace(group_name="one"), device=device)
+    assert signalled._communicator(later, 4) is not few
+    assert made == [4, 16, 4]
+
+
+def broken(rank: int) -> str:
+    x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
+    plan = Plan("signalled", tile=SMALL)
+    with (
+        mock.patch.object(signalled, "signalled_gemm", side_effect=RuntimeError("no kernel")),
+        pytest.raises(RuntimeError, match="no kernel"),
+    ):
+        ops.gemm_reduce_scatter(x, w, group, plan=plan)
+    with pytest.raises(errors.GroupBroken) as refused:
+        ops.gemm_reduce_scatter(x, w, group, plan=plan)
+    return str(refused.value)
+
+
+def test_an_error_in_the_middle_breaks_the_group():
+    for reported in run_ranks(broken, 2):
+        assert "no kernel" in reported
