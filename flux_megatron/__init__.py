@@ -16,7 +16,9 @@ _PLACES = {
     "RowParallelLinear": ("flux_megatron.integration.layers", "FluxRowParallelLinear"),
     "Plan": ("flux_megatron.problem", "Plan"),
     "Tile": ("flux_megatron.problem", "Tile"),
+    "a2a_gemm": ("flux_megatron.expert_parallel.ops", "a2a_gemm"),
     "all_gather_gemm": ("flux_megatron.ops", "all_gather_gemm"),
+    "gemm_a2a": ("flux_megatron.expert_parallel.ops", "gemm_a2a"),
     "gemm_all_reduce": ("flux_megatron.ops", "gemm_all_reduce"),
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
     "embedding_all_to_all": ("flux_megatron.embedding.operation", "embedding_all_to_all"),
@@ -33,10 +35,12 @@ __all__ = [
     "Plan",
     "RowParallelLinear",
     "Tile",
+    "a2a_gemm",
     "all_gather_gemm",
     "check",
     "confirm_step",
     "embedding_all_to_all",
+    "gemm_a2a",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
@@ -47,6 +51,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flux_megatron.embedding.operation import embedding_all_to_all
+    from flux_megatron.expert_parallel.ops import a2a_gemm, gemm_a2a
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
     from flux_megatron.ops import (

@@ -14,6 +14,12 @@ class ProblemMismatch(FluxError, ValueError):
     """
 
 
+class CapacityExceeded(FluxError, ValueError):
+    """Rows for a rank's experts are more than the call has room for, or are not those that it was
+    given. The message names both numbers. Give a larger capacity, or route fewer tokens there.
+    """
+
+
 class SignalTimeout(FluxError, TimeoutError):
     """A signal of another rank did not arrive in time. Look at that rank; then restart all."""
 

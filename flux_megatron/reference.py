@@ -62,6 +62,53 @@ def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt"
     return [total.clone() for _ in x]
 
 
+def a2a_gemm(
+    x: Sequence[Tensor], w: Sequence[Tensor], counts: Sequence[Tensor], capacity: int,
+    layout: str = "nt",
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """x[r] [T_r, K] sorted by (rank, its expert), w[r] [E, N, K], counts[r] int [R, E]  ->  y[r]
+    [capacity, N] and the received rows [capacity, K], both sorted by (expert, source rank).
+
+    Rows that nobody sent are 0.
+    """
+    pieces = [torch.split(rows, n.flatten().tolist()) for rows, n in zip(x, counts, strict=True)]
+    ys, received = [], []
+    for rank, experts in enumerate(w):
+        E = len(experts)
+        rows, y = x[0].new_zeros(capacity, x[0].shape[1]), []
+        for e in range(E):
+            y += [
+                matmul(pieces[source][rank * E + e], experts[e], layout).to(x[0].dtype)
+                for source in range(len(x))
+            ]
+        arrived = torch.cat([pieces[s][rank * E + e] for e in range(E) for s in range(len(x))])
+        rows[: len(arrived)] = arrived
+        received.append(rows)
+        y.append(y[0].new_zeros(capacity - len(arrived), y[0].shape[1]))
+        ys.append(torch.cat(y))
+    return ys, received
+
+
+def gemm_a2a(
+    x: Sequence[Tensor], w: Sequence[Tensor], counts: Sequence[Tensor], layout: str = "nt"
+) -> list[Tensor]:
+    """x[r] [capacity, K] sorted by (own expert, source rank), w[r] [E, N, K], counts[r] int [R, E]
+    of `a2a_gemm`  ->  y[r] [T_r, N], in the order in which rank r had sent its rows.
+    """
+    R, E = len(x), len(w[0])
+    pieces: dict[tuple[int, int, int], Tensor] = {}
+    for rank in range(R):
+        sizes = [int(counts[source][rank, e]) for e in range(E) for source in range(R)]
+        rows = torch.split(x[rank][: sum(sizes)], sizes)
+        for number, piece in enumerate(rows):
+            e, source = divmod(number, R)
+            pieces[source, rank, e] = matmul(piece, w[rank][e], layout).to(x[rank].dtype)
+    return [
+        torch.cat([pieces[source, rank, e] for rank in range(R) for e in range(E)])
+        for source in range(R)
+    ]
+
+
 def embedding_all_to_all(
     weight: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor],
     mode: str = "sum",

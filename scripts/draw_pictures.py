@@ -179,6 +179,26 @@ def signals() -> None:
     p.save("signals.svg")
 
 
+def expert_parallel() -> None:
+    """Both operations on rank 0 of 2, beside what a library does one after the other."""
+    p = Picture(400, "a2a_gemm and gemm_a2a on a time line, beside all-to-all and grouped GEMM")
+    p.text(18, 28, "all-to-all, then grouped GEMM, rank 0 of 2", bold=True)
+    p.lane(40, "host", (0, 90, IDLE, "waits: splits"))
+    p.lane(70, "NCCL", (94, 150, MOVE, "all-to-all"))
+    p.lane(100, "SMs", (248, 60, IDLE, "sort"), (312, 300, REMOTE, "GEMMs of all experts"))
+    p.text(18, 168, "a2a_gemm", bold=True)
+    p.lane(180, "a few CTAs", (0, 56, MOVE, "counts"), (60, 130, MOVE, "push to rank 1"),
+           (194, 260, REMOTE, "as the others"))  # fmt: skip
+    p.lane(210, "other CTAs", (60, 180, LOCAL, "local rows"), (244, 210, REMOTE, "rows of rank 1"))
+    p.text(18, 268, "gemm_a2a", bold=True)
+    p.lane(280, "SMs", (0, 56, MOVE, "counts"), (60, 190, REMOTE, "tiles for rank 1"),
+           (254, 180, LOCAL, "local tiles"), (438, 70, SUM, "copy"))  # fmt: skip
+    p.lane(310, "NVLink", (84, 190, MOVE, "into their rows there"))
+    p.legend(352, (LOCAL, "local rows"), (REMOTE, "rows of other ranks"), (MOVE, "communication"))
+    p.text(LEFT, 386, "time runs to the right; widths are a sketch", FAINT)
+    p.save("expert_parallel.svg")
+
+
 def signalled() -> None:
     """A GEMM in bands, a stream that waits for counts, collectives beside."""
     p = Picture(304, "A GEMM in three bands, and the collective of each")
@@ -200,5 +220,5 @@ def signalled() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (patterns, backward, memory, signals, signalled):
+    for draw in (patterns, backward, memory, signals, signalled, expert_parallel):
         draw()

@@ -69,6 +69,8 @@ TABLE = {
         " tuning.environment",
         "torch",
     ),
+    # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
+    "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
@@ -76,7 +78,7 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn wgrad patching.installed overlap.report symm.step",
+        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),

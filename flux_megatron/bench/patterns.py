@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from rich.table import Table
 
+from flux_megatron.expert_parallel.call import STRATEGIES
+from flux_megatron.kernels import launch
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Problem
@@ -49,4 +51,16 @@ def table(world_size: int) -> Table:
         made.add_column(heading)
     for line in lines(world_size):
         made.add_row(f"{line.pattern.spec.title} ({line.pattern})", *line[1:])
+    for cells in expert_lines():
+        made.add_row(*cells)
     return made
+
+
+def expert_lines() -> Iterator[tuple[str, str, str, str]]:
+    """The operations of expert parallelism, each of which is the backward of the other."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasons = {"fused": launch.supports_tensors("bfloat16", device), "sequential": None}
+    for operation in ("a2a_gemm", "gemm_a2a"):
+        for name in STRATEGIES:
+            can = reasons[name] or WORKS
+            yield f"experts ({operation})", name, can, can

@@ -22,6 +22,7 @@ class FluxOptions:
     layers: tuple[str, ...] | None = None
     strategy: str | None = None
     save_gathered: bool | None = None
+    experts: bool | None = None
     tune: str | None = None
     tune_seconds: float | None = None
     cache: str | None = None
@@ -77,6 +78,10 @@ def add_flux_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     switch(
         "--flux-save-gathered",
         "keep the gathered input of qkv, fc1 and head for backward: memory for one gather less",
+    )
+    switch(
+        "--flux-experts",
+        "run the GEMMs of a Mixture of Experts as one operation with their all-to-all",
     )
     knob("--flux-tune", "lazy: the first call of a kind measures its plans; default: off",
          choices=TUNE)  # fmt: skip

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
-from flux_megatron.integration import beside, explicit_specs, metrics, requirements
+from flux_megatron.integration import beside, experts, explicit_specs, metrics, requirements
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
@@ -48,6 +48,11 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
         return
     requirements.check(args, known)
     beside.resolve(args)
+    if options.experts and args.moe_token_dispatcher_type != "alltoall":
+        given = args.moe_token_dispatcher_type
+        raise ValueError(
+            f"--moe-token-dispatcher-type {given} given, --flux-experts needs alltoall"
+        )
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     install(options, of_te, (getattr(args, "spec", None) or [None])[0])
     # else all masks of causal layers are causal, and torch's flash attention need not read them
@@ -68,6 +73,8 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
     base: type = FluxTEProvider if of_te else FluxSpecProvider
     provider = provider_of(options.layers, base) if options.layers else base
+    if options.experts:
+        experts.use()
     if of_te:
         build_te_layers_from(provider)
     else:

@@ -6,6 +6,7 @@ PTX.
 | `signal_release_sys` | all earlier stores of this CTA, then the signal, for any rank |
 | `wait_acquire_sys` | the signal, then all later loads of this CTA; a deadline bounds it |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
+| `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
 | `count_release_sys` | all earlier stores of this CTA, then the count, for a stream's wait |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
 | `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: the tile scheduler |
@@ -35,6 +36,7 @@ _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
 _PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_REFUSED = tl.constexpr(signals.STATUS_REFUSED)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
 _CLAIMS = tl.constexpr(signals.WORK_CLAIMS)
@@ -191,6 +193,18 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
 
 
 @triton.jit
+def _refuse_release_sys_device(pad, number, expected, seen, status):
+    if tl.load(status + _TRIPPED, volatile=True) == 0:  # only the first failure is recorded
+        tl.store(status + _SLOT, number)
+        tl.store(status + _EXPECTED, expected)
+        tl.store(status + _SEEN, seen)
+        address = pad.to(tl.int64, bitcast=True)
+        tl.store(status + _PAD_LOW, address.to(tl.int32))
+        tl.store(status + _PAD_HIGH, (address >> 32).to(tl.int32))
+        tl.atomic_xchg(status + _TRIPPED, _REFUSED, sem="release", scope="sys")
+
+
+@triton.jit
 def _complete_tma_stores_device():
     # Triton 3.6 and 3.7 wait only for the reads of shared memory (wait_group.read), 3.9 waits for
     # completion.
@@ -262,6 +276,17 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
         record[signals.STATUS_TRIPPED] = 1
 
 
+def _refuse_release_sys_host(pad, number, expected, seen, status) -> None:
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+    if record[signals.STATUS_TRIPPED]:
+        return
+    record[signals.STATUS_SLOT] = _word(number)
+    record[signals.STATUS_EXPECTED], record[signals.STATUS_SEEN] = _word(expected), _word(seen)
+    record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
+    record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
+    record[signals.STATUS_TRIPPED] = signals.STATUS_REFUSED
+
+
 def _no_fence_needed() -> None: ...
 
 
@@ -270,6 +295,7 @@ end_draw = _end_draw_interpreted if INTERPRETED else _end_draw_device
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device
+refuse_release_sys = _refuse_release_sys_host if INTERPRETED else _refuse_release_sys_device
 complete_tma_stores = _no_fence_needed if INTERPRETED else _complete_tma_stores_device
 acquire_for_tma_loads = _no_fence_needed if INTERPRETED else _acquire_for_tma_loads_device
 

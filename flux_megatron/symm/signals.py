@@ -20,6 +20,10 @@ CAPTURED_EPOCH = 1  # of every captured call, because a replay repeats it
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
 STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the two words of the pad's address
 STATUS_WORDS = 6
+# what the first word holds: a wait has run out of time, or a kernel has refused its numbers
+STATUS_LATE, STATUS_REFUSED = 1, 2
+# the slot of a refusal is 2 * rank + its kind
+REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
 LOOK_EVERY = 256  # turns of a wait between two looks whether another wait has run out of time
 
 
@@ -44,6 +48,14 @@ def describe_slot(number: int, world_size: int) -> str:
     if source < world_size:
         return f"communication tile {comm_tile} of rank {source}"
     return f"rank {comm_tile} to begin the same captured call"
+
+
+def refused(number: int, expected: int, seen: int) -> str:
+    """What a kernel has refused, in words."""
+    rank, kind = divmod(number, 2)
+    if kind == REFUSED_CAPACITY:
+        return f"rank {rank} receives {seen} rows, capacity for at most {expected} given"
+    return f"the counts of rank {rank} name {seen} rows, {expected} expected: as many as its x has"
 
 
 def as_int32(epoch: int) -> int:

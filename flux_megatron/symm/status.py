@@ -25,7 +25,7 @@ class Status:
         self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)
         self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
         self._pads: dict[int, tuple[str, Callable[[int], str]]] = {}
-        self._late = ""
+        self._late = self._refused = ""
 
     def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
         """Name the waits for slots of `pad`: who waits, and what the slot of a number announces."""
@@ -33,19 +33,29 @@ class Status:
 
     def late(self) -> str:
         """Who waited for what, and how long; "" while no wait is late."""
-        if self._record[signals.STATUS_TRIPPED] and not self._late:
-            low, high, slot, expected, seen = (
-                self._record[word]
-                for word in (
-                    signals.STATUS_PAD_LOW, signals.STATUS_PAD_HIGH, signals.STATUS_SLOT,
-                    signals.STATUS_EXPECTED, signals.STATUS_SEEN,
-                )
-            )  # fmt: skip
-            waiter, awaited = self._pads.get(
-                (high << 32) + low % 2**32, ("a rank", lambda slot: f"slot {slot}")
-            )
+        if self._record[signals.STATUS_TRIPPED] == signals.STATUS_LATE and not self._late:
+            waiter, awaited, slot, expected, seen = self._recorded()
             self._late = (
                 f"{waiter} waited {settings.get().timeout_s:g} s for {awaited(slot)}: "
                 f"epoch {expected} expected, {seen} seen"
             )
         return self._late
+
+    def refused(self) -> str:
+        """What a kernel refused to do, on which rank, or nothing."""
+        if self._record[signals.STATUS_TRIPPED] == signals.STATUS_REFUSED and not self._refused:
+            who, _, slot, expected, seen = self._recorded()
+            self._refused = f"{who}: {signals.refused(slot, expected, seen)}"
+        return self._refused
+
+    def _recorded(self) -> tuple[str, Callable[[int], str], int, int, int]:
+        low, high, slot, expected, seen = (
+            self._record[word]
+            for word in (
+                signals.STATUS_PAD_LOW, signals.STATUS_PAD_HIGH, signals.STATUS_SLOT,
+                signals.STATUS_EXPECTED, signals.STATUS_SEEN,
+            )
+        )  # fmt: skip
+        address = (high << 32) + low % 2**32
+        who, awaited = self._pads.get(address, ("a rank", "slot {}".format))
+        return who, awaited, slot, expected, seen

@@ -120,6 +120,8 @@ class Workspace:
             self._report_failure(f"SignalTimeout: {self._late}")
         if self._late:
             raise errors.SignalTimeout(self._late)
+        if self.unavailable is None and (refused := self._status.refused()):
+            raise errors.CapacityExceeded(refused)
         if self.agreement.broken:
             raise errors.GroupBroken(self.agreement.broken)
 

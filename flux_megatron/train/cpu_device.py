@@ -108,6 +108,8 @@ def pretend_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # before a checkpoint is written
     torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment]
+    torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
+    torch.cuda.stream = lambda stream: stream  # type: ignore[assignment,return-value]
     torch.cuda.manual_seed = generator.seed
     torch.cuda.get_rng_state = generator.get
     torch.cuda.set_rng_state = generator.set  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from expert_cases import ExpertCase
 from protocol_cases import Case
 from virtual_machine import Mutation
 
@@ -63,6 +64,13 @@ CASES = {
     "hopper signalled rs": Case("rs", "signalled", rows=(32, 32, 48), group_rows=(16,), gluon=True),
     "hopper signalled ar": Case("ar", "signalled", group_rows=(16,), gluon=True),
     "backward, 3 ranks": Case("backward", **_THREE),
+    "a2a": ExpertCase("dispatch"),
+    "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),
+    "a2a, experts that share a signal": ExpertCase("dispatch", experts=4, most=9, slots=3),
+    "a2a by TMA": ExpertCase("dispatch", most=9, tma=True),
+    "back": ExpertCase("combine"),
+    "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
+    "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
     "words in two phases": Case("ar", **_WORDS, two_phase=True),
@@ -73,7 +81,7 @@ CASES = {
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    case: Case
+    case: Case | ExpertCase
     mutation: Mutation
 
     def __str__(self) -> str:

@@ -50,6 +50,9 @@ class Case:
     group_rows: tuple[int, ...] = ()
     gluon: bool = False  # by its Hopper kernel
 
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        return run(self, package, schedule)
+
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"

@@ -17,7 +17,7 @@ from emulated_memory import Misuse
 from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import MUTANTS, Mutant
-from protocol_cases import WrongResult, run
+from protocol_cases import WrongResult
 from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
@@ -30,7 +30,7 @@ _SHORT = {
 def _outcome(mutant: Mutant, package: PackageCopy, schedule: Schedule) -> str:
     """How the schedule caught the mutant, or "". Any other exception is a mistake in the mutant."""
     try:
-        run(mutant.case, package, schedule)
+        mutant.case.run(package, schedule)
     except tuple(_SHORT) as error:
         return _SHORT[type(error)]
     return ""
@@ -56,7 +56,7 @@ def test_names_are_unique():
 def test_unmutated_package_passes(case):
     package = PackageCopy("flux_megatron")
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 def print_table() -> None:

@@ -18,7 +18,7 @@ from source_mutants import SOURCE_MUTANTS, outcome
 from test_embedding_ranks import EMBEDDING_MUTANTS
 from virtual_machine import SOURCE
 
-ROOMS = ("kernels", "overlap", "symm", "tuning", "nn", "embedding")
+ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding")
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None
 

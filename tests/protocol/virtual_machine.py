@@ -33,11 +33,14 @@ import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = ("*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py")
+_COPIED = (
+    "*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py", "expert_parallel/*.py",
+)  # fmt: skip
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
+    "kernels.a2a_gemm",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
@@ -71,6 +74,7 @@ class PackageCopy:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
             setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+        self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
         self.hopper_kernels = HopperKernels(self)
 
 
@@ -243,6 +247,7 @@ class Machine:
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             # so that small problems have tiles to split
             mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0),

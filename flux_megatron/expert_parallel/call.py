@@ -1,0 +1,140 @@
+"""From a call to its strategy: the checks that it passes before any rank could hang.
+
+As `dispatch` does it for the patterns of tensor parallelism. What ranks must have in common is
+asked once for each new kind of call; the number of a rank's rows is not among it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import settings
+from flux_megatron.expert_parallel import fused, sequential
+from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.problem import Plan
+from flux_megatron.symm.workspace import Workspace, workspace
+
+LAYOUTS = ("nt", "nn")
+
+
+class Strategy(Protocol):
+    """How both operations overlap: a module of this folder."""
+
+    def supports(self, x: Tensor, space: Workspace) -> str | None: ...
+
+    def default_plan(self, x: Tensor, N: int) -> Plan: ...
+
+    def a2a_gemm(
+        self, x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool,
+        plan: Plan, space: Workspace,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+    def gemm_a2a(
+        self, x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan,
+        space: Workspace,
+    ) -> Tensor: ...  # fmt: skip
+
+
+# in order of preference; the last is always possible
+STRATEGIES: dict[str, Strategy] = {"fused": fused, "sequential": sequential}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs a kind of call, and why nothing overlaps, if a strategy that does was wanted."""
+
+    operation: str
+    strategy: Strategy
+    plan: Plan
+    space: Workspace
+    fallback: str | None
+
+    def count(self) -> None:
+        if self.fallback is None:
+            note_call(self.operation, self.plan.strategy)
+        else:
+            note_fallback(self.operation, self.fallback)
+
+
+def decide(
+    operation: str, x: Tensor, w: Tensor, counts: Tensor, group: ProcessGroup, rows: int,
+    capacity: int, layout: str, plan: Plan | None,
+) -> Decision:  # fmt: skip
+    """Check the call, choose its strategy, and ask the other ranks once for each new kind.
+
+    `rows` is what this rank sends, or gets back; `capacity` what no rank sends or receives more of.
+    """
+    space = workspace(group, x.device)
+    space.check()  # before a question that a rank which has failed would not answer
+    if error := _error(x, w, counts, space, rows, capacity, layout, plan):
+        error = f"{operation}: {error}"
+        space.agreement.refuse(error)
+        raise ValueError(error)
+    wanted = settings.get()
+    key = (operation, w.shape, w.dtype, capacity, layout, plan, wanted)
+    words = f"{operation} {_sizes(w)} {layout} capacity {capacity}"
+    if key not in space.decisions:
+        decision = _choose(operation, x, w, layout, plan, space)
+        space.agreement.confirm(f"{words} with {decision.plan.dumps()}")
+        space.decisions[key] = decision
+    space.note(words)
+    found: Decision = space.decisions[key]
+    return found
+
+
+def _choose(
+    operation: str, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace
+) -> Decision:
+    N = w.shape[1] if layout == "nt" else w.shape[2]
+    wanted = plan.strategy if plan is not None else settings.get().strategy
+    name = "fused" if wanted == "auto" else wanted
+    reason = (
+        STRATEGIES[name].supports(x, space)
+        if name in STRATEGIES
+        else f"{name} is not built for {operation}"
+    )
+    if reason is not None and plan is not None:
+        error = f"{operation}: the plan {plan.dumps()} cannot run: {reason}"
+        space.agreement.refuse(error)
+        raise ValueError(error)
+    name = name if reason is None else "sequential"
+    strategy = STRATEGIES[name]
+    return Decision(operation, strategy, plan or strategy.default_plan(x, N), space, reason)
+
+
+def _error(
+    x: Tensor, w: Tensor, counts: Tensor, space: Workspace, rows: int, capacity: int, layout: str,
+    plan: Plan | None,
+) -> str | None:  # fmt: skip
+    """What is wrong with the arguments of this rank: what was given and what was expected."""
+    if layout not in LAYOUTS:
+        return f"layout {layout!r} given, one of {LAYOUTS} expected"
+    if plan is not None and plan.strategy not in STRATEGIES:
+        return f"strategy {plan.strategy!r} given, one of {[*STRATEGIES]} expected"
+    if x.dim() != 2 or w.dim() != 3:
+        return f"x {_sizes(x)} and w {_sizes(w)} given, a matrix and one for each expert expected"
+    if not x.dtype.is_floating_point or w.dtype != x.dtype:
+        return f"x {_sizes(x)} and w {_sizes(w)} given, one floating-point dtype expected"
+    if not x.device == w.device == counts.device == space.device:
+        devices = f"x on {x.device}, w on {w.device}, counts on {counts.device}"
+        return f"{devices} given, {space.device} expected"
+    if not (x.is_contiguous() and w.is_contiguous() and counts.is_contiguous()):
+        return "operands with gaps given, contiguous ones expected"
+    if counts.dtype != torch.int32 or counts.shape != (space.world_size, w.shape[0]):
+        return f"counts {_sizes(counts)} given, [{space.world_size}, {w.shape[0]}] int32 expected"
+    if x.shape[1] != (w.shape[2] if layout == "nt" else w.shape[1]):
+        return f"x {_sizes(x)} and w {_sizes(w)} given, equal K expected for layout {layout!r}"
+    if 0 in w.shape:
+        return f"w {_sizes(w)} given, no empty dimension expected"
+    if not 0 < capacity < 2**31 or not 0 <= rows <= capacity:
+        return f"{rows} rows and capacity {capacity} given, at most capacity rows expected"
+    return None
+
+
+def _sizes(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

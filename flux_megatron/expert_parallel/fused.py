@@ -1,0 +1,116 @@
+"""Communication inside the GEMM's kernel: rows and tiles go straight into the other rank's buffer.
+
+Each call begins with an exchange of counts, after which every rank knows all offsets. The host
+never reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flux_megatron.kernels import a2a_gemm as a2a_gemm_kernels
+from flux_megatron.kernels import gemm_a2a as gemm_a2a_kernels
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_routes import exchange_counts, header_bytes
+from flux_megatron.kernels.sizes import next_power_of_2
+from flux_megatron.overlap import transfer
+from flux_megatron.overlap.phase import phase
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm.channel import Call
+from flux_megatron.symm.signals import as_int32
+from flux_megatron.symm.workspace import Workspace
+
+# the channels of a workspace
+DISPATCH, COMBINE = "dispatch", "combine"
+COMM_ROWS = 32  # of a push or a copy
+
+
+def supports(x: Tensor, space: Workspace) -> str | None:
+    """Why this strategy cannot run the call, or None."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return space.unavailable or launch.supports_tensors(dtype, x.device.type)
+
+
+def default_plan(x: Tensor, N: int) -> Plan:
+    if x.device.type == "cpu":  # few large blocks are cheaper than many
+        block_k = min(64, next_power_of_2(x.shape[1]))
+        return Plan("fused", COMM_ROWS, Tile(32, min(64, next_power_of_2(N)), block_k))
+    if x.dtype == torch.float32:
+        return Plan("fused", COMM_ROWS, Tile(64, 64, 32, num_warps=4))
+    if torch.cuda.get_device_capability(x.device) < (9, 0):
+        return Plan("fused", COMM_ROWS, Tile(128, 128, 64, num_warps=8, num_stages=3))
+    return Plan("fused", COMM_ROWS, Tile(128, 256, 64, num_warps=8, num_stages=3, tma=True))
+
+
+def a2a_gemm(
+    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    space: Workspace,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
+    K = x.shape[1]
+    call, routes, received = _begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
+    with phase("a2a_gemm kernel"):
+        y = a2a_gemm_kernels.a2a_gemm(
+            x, w, routes, **_about(call), capacity=capacity, layout=layout, tile=plan.tile,
+            comm_rows=plan.comm_rows, keep=keep,
+        )  # fmt: skip
+    rows = x.new_empty(capacity if keep else 0, K)
+    if keep:
+        rows.copy_(_received(call, counts, rows))
+    space.end(call)
+    return y, received, rows
+
+
+def gemm_a2a(
+    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+) -> Tensor:
+    """y [tokens, N], in the order in which the tokens were sent."""
+    N = w.shape[1] if layout == "nt" else w.shape[2]
+    call, routes, _ = _begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
+    with phase("gemm_a2a kernel"):
+        y = gemm_a2a_kernels.gemm_a2a(
+            x, w, routes, **_about(call), tokens=tokens, layout=layout, tile=plan.tile,
+            comm_rows=plan.comm_rows,
+        )  # fmt: skip
+    space.end(call)
+    return y
+
+
+def _begin(
+    channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, plan: Plan,
+    space: Workspace,
+) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
+    """A call with `capacity` rows of `columns` elements in its region, its routes, and what this
+    rank receives.
+    """
+    header = header_bytes(*counts.shape)
+    call = transfer.begin(space, channel, header + capacity * columns * x.element_size())
+    about = _about(call)
+    del about["world_size"]
+    with phase("exchange of counts"):
+        routes, received = exchange_counts(
+            counts, **about, rows=rows, capacity=capacity, block_m=plan.tile.block_m,
+            comm_rows=plan.comm_rows,
+        )  # fmt: skip
+    return call, routes, received
+
+
+def _about(call: Call) -> dict:
+    return {
+        "pointers": call.pointers,
+        "pad": call.pads[call.rank],
+        "pad_pointers": call.pad_pointers,
+        "status": call.status,
+        "rank": call.rank,
+        "world_size": call.world_size,
+        "epoch": as_int32(call.epoch),
+        "timeout_ns": transfer.timeout_ns(),
+    }
+
+
+def _received(call: Call, counts: Tensor, like: Tensor) -> Tensor:
+    """The rows of this rank's region."""
+    header = header_bytes(*counts.shape)
+    region = call.view(call.rank, (header + like.nbytes,), torch.uint8)
+    return region[header:].view(like.dtype).view(like.shape)

@@ -1,0 +1,105 @@
+"""The plain strategy: one all-to-all and a GEMM an expert. Always possible; the baseline.
+
+`all_to_all_single` needs its splits on the host, so each call waits for the counts of all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flux_megatron import errors
+from flux_megatron.overlap.phase import phase
+from flux_megatron.problem import Plan
+from flux_megatron.symm import signals
+from flux_megatron.symm.workspace import Workspace
+
+
+def supports(x: Tensor, space: Workspace) -> str | None:
+    """Why this strategy cannot run the call: never."""
+    return None
+
+
+def default_plan(x: Tensor, N: int) -> Plan:
+    return Plan("sequential")
+
+
+def a2a_gemm(
+    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    space: Workspace,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
+    every = _all_counts(counts, x.shape[0], capacity, space)
+    rank = space.group.rank()
+    came = every[:, rank]
+    arrived = _exchanged(x, every[rank].sum(1), came.sum(1), space)
+    pieces = arrived.split(came.flatten().tolist())  # by (source, expert)
+    world_size, experts = came.shape
+    rows = x.new_zeros(capacity, x.shape[1])
+    by_expert = [pieces[s * experts + e] for e in range(experts) for s in range(world_size)]
+    torch.cat(by_expert, out=rows[: len(arrived)])
+    y = _multiplied(rows, w, came.sum(0).tolist(), layout)
+    return y, came.to(counts.device), rows if keep else x.new_empty(0, x.shape[1])
+
+
+def gemm_a2a(
+    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+) -> Tensor:
+    """y [tokens, N], in the order in which the tokens were sent."""
+    every = _all_counts(counts, tokens, x.shape[0], space)
+    rank = space.group.rank()
+    came = every[:, rank]
+    made = _multiplied(x, w, came.sum(0).tolist(), layout)[: int(came.sum())]
+    pieces = made.split(came.t().flatten().tolist())  # by (expert, source)
+    world_size, experts = came.shape
+    back = torch.cat(
+        [pieces[e * world_size + s] for s in range(world_size) for e in range(experts)]
+    )
+    return _exchanged(back, came.sum(1), every[rank].sum(1), space)
+
+
+def _all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> Tensor:
+    """int32 [R sources, R owners, E] on the host; `CapacityExceeded`, on all ranks alike."""
+    world_size = space.world_size
+    mine = torch.cat([counts.flatten(), counts.new_full((1,), rows)])
+    gathered = mine.new_empty(world_size * mine.numel())
+    with phase("exchange of counts"):
+        dist.all_gather_into_tensor(gathered, mine, group=space.group)
+    reported = gathered.cpu().view(world_size, -1)
+    every = reported[:, :-1].view(world_size, *counts.shape)
+    for rank in range(world_size):
+        named, there = int(every[rank].sum()), int(reported[rank, -1])
+        if named != there or int(every[rank].min()) < 0:
+            _refuse(2 * rank + signals.REFUSED_COUNTS, there, named)
+    for rank in range(world_size):
+        if (came := int(every[:, rank].sum())) > capacity:
+            _refuse(2 * rank + signals.REFUSED_CAPACITY, capacity, came)
+    return every
+
+
+def _refuse(number: int, expected: int, seen: int) -> None:
+    raise errors.CapacityExceeded(signals.refused(number, expected, seen))
+
+
+def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Tensor:
+    """What all ranks have sent here, in rank order; `sent` and `came` [R] are rows a rank."""
+    arrived = rows.new_empty(int(came.sum()), rows.shape[1])
+    with phase("all-to-all"):
+        dist.all_to_all_single(
+            arrived, rows, came.tolist(), sent.tolist(), group=space.group
+        )  # fmt: skip
+    return arrived
+
+
+def _multiplied(rows: Tensor, w: Tensor, sizes: list[int], layout: str) -> Tensor:
+    """Each expert's rows times its matrix; 0 in the rows of no expert."""
+    N = w.shape[1] if layout == "nt" else w.shape[2]
+    y = rows.new_zeros(len(rows), N)
+    first = 0
+    with phase("gemm chunk"):
+        for expert, size in zip(w, sizes, strict=True):
+            part = slice(first, first + size)
+            torch.mm(rows[part], expert.t() if layout == "nt" else expert, out=y[part])
+            first += size
+    return y

@@ -1,0 +1,23 @@
+"""dw of the experts' GEMMs, of rows that are counted on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_wgrad import expert_wgrad
+
+
+def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
+    """dw [E, M, N], of each expert a^T b over its rows of a [rows, M] and b [rows, N].
+
+    `received` int32 [R, E] counts its rows. On a GPU the host does not read it; on CPU that costs
+    nothing, and a library GEMM an expert is faster than an interpreted kernel.
+    """
+    dtype = str(a.dtype).removeprefix("torch.")
+    if a.device.type != "cpu" and launch.supports_tensors(dtype, a.device.type) is None:
+        return expert_wgrad(a, b, received.sum(0).cumsum(0).to(torch.int32))
+    sizes = received.sum(0).tolist()
+    rows = zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes), strict=True)
+    return torch.stack([left.t() @ right for left, right in rows])

@@ -1,0 +1,121 @@
+"""A Mixture of Experts of Megatron's whose all-to-all is hidden behind the experts' GEMMs.
+
+`FluxTokenDispatcher` takes the place of Megatron's all-to-all dispatcher and leaves the rows where
+they are: it sorts them by expert and counts them, on the device. `FluxExperts`, which takes the
+place of `SequentialMLP`, sends them within its first GEMM and gets them back within its second, so
+it multiplies by the router's probabilities where the rows came from: the second GEMM is linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine_spec_provider
+from megatron.core.models import backends
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from flux_megatron.expert_parallel import ops
+
+
+def use() -> None:
+    """Models built after this have our dispatcher and experts, where they would have had
+    Megatron's all-to-all dispatcher and one MLP an expert.
+    """
+    moe_layer.MoEAlltoAllTokenDispatcher = FluxTokenDispatcher
+    for module in (backends, transformer_engine_spec_provider):
+        module.SequentialMLP = FluxExperts
+
+
+class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Rows stay until the experts' first GEMM; `tokens_per_expert` is int32 [ranks, experts of
+    each], the counts of this rank's rows.
+    """
+
+    tokens_per_expert: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reason := _why_not(self.config, self.tp_size):
+            raise ValueError(f"--flux-experts cannot run this model: {reason}")
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        counts = routing_map.sum(0, dtype=torch.int32)
+        return counts.view(self.ep_size, self.num_local_experts)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        counts, self.tokens_per_expert = self.tokens_per_expert, None
+        return hidden_states, counts, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
+        """Nothing is fetched, and nobody waits."""
+        return tokens_per_expert
+
+
+class FluxExperts(SequentialMLP):
+    """The same parameters, under the same names, as Megatron's `SequentialMLP`."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
+        first, second = (
+            torch.stack([getattr(expert, name).weight for expert in self.local_experts])
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        hidden, _ = ops.a2a_gemm(x, first, counts, self.ep_group, capacity=self._capacity(x))
+        hidden = self._activated(hidden)
+        y = ops.gemm_a2a(hidden, second, counts, self.ep_group, tokens=len(x))
+        return (y * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        if self.config.gated_linear_unit:
+            gate, linear = hidden.chunk(2, -1)
+            return self.config.activation_func(gate) * linear
+        return self.config.activation_func(hidden)
+
+    def _capacity(self, x: Tensor) -> int:
+        """The most rows that could come: each token of each rank chooses an expert once."""
+        topk = self.config.moe_router_topk
+        tokens = len(x) // topk
+        most = tokens * min(topk, self.num_local_experts) * self.ep_group.size()
+        return max(most, len(x), 1)
+
+
+def _why_not(config: Any, tp_size: int) -> str | None:
+    """Why the dispatcher cannot run a model of this configuration, or None."""
+    unsupported = {
+        "moe_expert_capacity_factor": "tokens are dropped",
+        "moe_pad_expert_input_to_capacity": "experts are padded",
+        "moe_router_padding_for_quantization": "the routing map is padded",
+        "moe_router_padding_for_fp8": "the routing map is padded",
+        "moe_shared_expert_overlap": "shared experts run beside the all-to-all",
+        "moe_apply_probs_on_input": "probabilities come before the first GEMM",
+        "moe_grouped_gemm": "experts are one grouped GEMM, one MLP an expert expected",
+        "add_bias_linear": "experts have a bias",
+        "activation_func_clamp_value": "activations are clamped",
+        "glu_linear_offset": "the linear half has an offset",
+        "fp8": "experts are fp8", "fp4": "experts are fp4",
+    }  # fmt: skip
+    for name, reason in unsupported.items():
+        if getattr(config, name, None):
+            return f"{reason} ({name})"
+    if tp_size > 1:
+        return f"experts are divided over {tp_size} tensor-parallel ranks, 1 expected"
+    return None

@@ -1,0 +1,74 @@
+"""dw of a GEMM of experts: for each of them, a product over the rows that it has received.
+
+No signals: the rows are here. How many an expert has only the device knows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels.gemm_tile import multiply_add, tile_origin
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+
+@triton.jit
+def expert_wgrad_kernel(
+    a, b, ends, dw, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    row, col = tile_origin(tile, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+    first = 0
+    if expert > 0:
+        first = tl.load(ends + expert - 1)
+    end = tl.load(ends + expert)
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for at in range(first, end, BLOCK_K):
+        ks = (at + tl.arange(0, BLOCK_K)).to(tl.int64)
+        left = tl.load(
+            a + ks[None, :] * M + rows[:, None],
+            mask=(ks[None, :] < end) & (rows[:, None] < M), other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            b + ks[:, None] * N + cols[None, :],
+            mask=(ks[:, None] < end) & (cols[None, :] < N), other=0.0,
+        )  # fmt: skip
+        acc = multiply_add(left, right, acc)
+    out = dw + expert.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out, acc.to(dw.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=256)
+def _launcher(experts: int, M: int, N: int, dtype: torch.dtype, device: torch.device) -> Launcher:
+    if device.type == "cpu":  # few large blocks are cheaper than many
+        tile = Tile(min(64, next_power_of_2(M)), min(64, next_power_of_2(N)), 32)
+    elif dtype == torch.float32:
+        tile = Tile(64, 64, 32, num_warps=4)
+    else:
+        tile = Tile(128, 128, 64, num_warps=8, num_stages=3)
+    grid = experts * cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
+    return Launcher(expert_wgrad_kernel, (grid,), tile, (M, N))
+
+
+def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """dw [E, M, N], of each expert a^T b over its rows of a [rows, M] and b [rows, N].
+
+    `ends` int32 [E], on the device: where each expert's rows end. 0 for one without rows.
+    """
+    M, N = a.shape[1], b.shape[1]
+    dw = a.new_empty(len(ends), M, N)
+    _launcher(len(ends), M, N, a.dtype, a.device)((a, b, ends, dw), ())
+    return dw

@@ -1,0 +1,170 @@
+"""gemm_a2a: rows are multiplied by their experts' matrices and go back where they came from.
+
+gemm_a2a_kernel   takes the tiles of remote groups first: each is stored straight into the rows of
+                  its source rank's buffer, and the last tile of a signal's groups raises [Z]
+                  there; then the tiles of local groups, stored in y; then copies: waits [Z] for a
+                  group of another rank, and copies its rows from the buffer to y
+
+Groups and offsets are those of `expert_routes`. Tiles of remote groups wait for nobody and come
+before all that waits, so one resident CTA is enough.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_routes import (
+    DRAWS,
+    OWN_RECV_TILES,
+    OWN_SEND_TILES,
+    RECV_COUNT,
+    RECV_REMOTE_ROW,
+    RECV_ROW,
+    RECV_TILE,
+    RECV_TILES,
+    SEND_COUNT,
+    SEND_ROW,
+    SEND_TILE,
+    SEND_TILES,
+    announce_group,
+    copy_rows,
+    experts_per_signal,
+    field,
+    group_of,
+    header_bytes,
+    word,
+)
+from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.primitives import (
+    MAX_COMM_TILES,
+    begin_draw,
+    complete_tma_stores,
+    deadline_after,
+    end_draw,
+    wait_acquire_sys,
+)
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+COPY_COLUMNS = 512
+
+
+@triton.jit
+def _collect(
+    y, routes, received, pad, status, work_tile, rank, epoch, deadline, N,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Copy the `work_tile`-th rows that come from another rank, when they are there."""
+    groups: tl.constexpr = WORLD_SIZE * EXPERTS
+    tiles = field(routes, SEND_TILE, groups)
+    tile = work_tile + tl.load(word(routes, OWN_SEND_TILES, groups))
+    group = group_of(tiles, tile, groups, BLOCK_G)
+    step, expert = group // EXPERTS, group % EXPERTS
+    source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+    row = (tile - tl.load(tiles + group)) * ROWS
+    place = (tl.load(field(routes, SEND_ROW, groups) + group) + row).to(tl.int64) * N
+    count = tl.load(field(routes, SEND_COUNT, groups) + group) - row
+    slot = source * MAX_COMM_TILES + 1 + expert // PER_SIGNAL
+    wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [Z]
+    copy_rows(received + place, y + place, count, N, ROWS, COLUMNS)
+
+
+# numbers that change from call to call must not compile a kernel each
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+def gemm_a2a_kernel(
+    x, w, y, routes, pointers, pad, pad_pointers, status, rank, epoch, timeout_ns: tl.int64, N, K,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr,
+    HEADER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    deadline = deadline_after(timeout_ns)
+    groups: tl.constexpr = WORLD_SIZE * EXPERTS
+    first_tiles = field(routes, RECV_TILE, groups)
+    counts = field(routes, RECV_COUNT, groups)
+    draws = word(routes, DRAWS, groups)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    own = tl.load(word(routes, OWN_RECV_TILES, groups)) * tiles_n
+    tiles = tl.load(word(routes, RECV_TILES, groups)) * tiles_n
+    own_copies = tl.load(word(routes, OWN_SEND_TILES, groups))
+    copies = tl.load(word(routes, SEND_TILES, groups)) - own_copies
+    received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(y.dtype), 16)
+    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    tile = end_draw(begin_draw(draws, NUM_WARPS))
+    while tile < tiles + copies:
+        ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
+        if tile < tiles:
+            work_tile = tl.where(tile < tiles - own, tile + own, tile - (tiles - own))
+            group = group_of(first_tiles, work_tile // tiles_n, groups, BLOCK_G)
+            step, expert = group // EXPERTS, group % EXPERTS
+            count = tl.load(counts + group)
+            within = work_tile - tl.load(first_tiles + group) * tiles_n
+            tiles_m = tl.cdiv(count, BLOCK_M)
+            row, col = tile_origin(within, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+            rows = x + tl.load(field(routes, RECV_ROW, groups) + group).to(tl.int64) * K
+            acc = expert_tile(
+                rows, operand, expert, row, col, count, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+            )  # fmt: skip
+            place = tl.load(field(routes, RECV_REMOTE_ROW, groups) + group).to(tl.int64) * N
+            owner = (rank + step) % WORLD_SIZE
+            out = y
+            if step != 0:
+                out = tl.multiple_of((tl.load(pointers + owner) + HEADER).to(y.dtype), 16)
+            store_tile(out + place, acc, row, col, count, N, BLOCK_M, BLOCK_N, TMA)
+            if TMA:
+                complete_tma_stores()
+            if step != 0:
+                announce_group(
+                    routes, first_tiles, counts, pad_pointers, step, expert, owner, rank, epoch,
+                    tiles_n, BLOCK_M, EXPERTS, WORLD_SIZE, PER_SIGNAL,
+                )  # signal [Z]  # fmt: skip
+        else:
+            _collect(
+                y, routes, received, pad, status, tile - tiles, rank, epoch, deadline, N,
+                WORLD_SIZE, EXPERTS, PER_SIGNAL, ROWS, COLUMNS, BLOCK_G,
+            )  # fmt: skip
+        tile = end_draw(ticket)
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
+    device: torch.device, layout: str, tile: Tile, comm_rows: int, whole: bool,
+) -> Launcher:  # fmt: skip
+    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
+    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
+    return Launcher(
+        gemm_a2a_kernel, launch.persistent_grid(device, most), tile, (N, K),
+        WORLD_SIZE=world_size, EXPERTS=experts, PER_SIGNAL=experts_per_signal(experts),
+        HEADER=header_bytes(world_size, experts), ROWS=comm_rows,
+        COLUMNS=min(COPY_COLUMNS, next_power_of_2(N)),
+        BLOCK_G=next_power_of_2(world_size * experts), LAYOUT_NN=layout == "nn",
+    )  # fmt: skip
+
+
+def gemm_a2a(
+    x: Tensor, w: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor, pad_pointers: Tensor,
+    status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tokens: int,
+    layout: str, tile: Tile, comm_rows: int,
+) -> Tensor:  # fmt: skip
+    """x [capacity, K], sorted by (expert, source rank), times w [E, N, K] ("nn": [E, K, N]), each
+    row back at its source: y [tokens, N], in the order in which they were sent.
+    """
+    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    y = x.new_empty(tokens, N)
+    run = _launcher(
+        world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile,
+        comm_rows, launch.has_whole_units(x, w),
+    )  # fmt: skip
+    run((x, w, y, routes, pointers, pad, pad_pointers, status), (rank, epoch, timeout_ns))
+    return y

@@ -1,0 +1,197 @@
+"""a2a_gemm and gemm_a2a on GPUs: verified, then timed beside all-to-all and grouped GEMM.
+
+    torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --out experts.jsonl
+    torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --device cpu  # rehearsal
+
+Verified, forward and backward: small integers, exact, new counts in every call, eager and in a
+replayed graph. Timed, in one race a problem and direction: `fused`; `nccl`, the collective with
+splits that are known, a sort of the rows by expert and a grouped GEMM; `nccl + sync`, which fetches
+the splits too, as forward of a training step must; the parts of `nccl`: `gemm`, `a2a`, `wgrad`; and
+those of `fused`: `own gemm`, the same call with all rows at home, and `own wgrad`. Backward gives
+dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
+tokens. Prints ms; rows have all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gpu_run
+import torch
+from expert_baseline import Baseline, grouped, wgrad
+from expert_verification import routed, verify
+from gpu_run import Run
+from torch import Tensor
+
+from flux_megatron.expert_parallel import ops
+from flux_megatron.expert_parallel.wgrad import weight_gradient
+from flux_megatron.kernels import a2a_gemm
+from flux_megatron.tuning.timing import race
+
+LIMIT_S = 90
+
+
+@dataclass(frozen=True)
+class Model:
+    """An expert's GEMMs: hidden to ffn, and back."""
+
+    name: str
+    hidden: int
+    ffn: int
+    experts: int
+    topk: int
+    tokens: tuple[int, ...]  # of a rank
+
+
+MODELS = (
+    Model("mixtral", 4096, 14336, 8, 2, (4096, 8192)),
+    Model("fine 2048", 2048, 2048, 64, 8, (4096,)),
+    Model("fine 7168", 7168, 2048, 64, 8, (4096,)),
+)
+TINY = (Model("tiny", 32, 48, 4, 2, (24,)),)
+
+
+@dataclass
+class Timed:
+    """Operands of one problem: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
+
+    run: Run
+    model: Model
+    tokens: int
+    skew: float
+
+    def __post_init__(self) -> None:
+        run, model = self.run, self.model
+        ranks, rank = run.group.size(), run.group.rank()
+        experts, self.rows = model.experts // ranks, self.tokens * model.topk
+        self.counts = routed(self.rows, ranks, experts, self.skew, rank).to(run.device)
+        self.known = Baseline(run, self.counts, False)
+        self.came = sum(self.known.received)
+        self.capacity = max(self.rows, int(self.known.every.sum((0, 2)).max()))
+        self.at_home = torch.zeros_like(self.counts)  # the same rows, none of which travels
+        self.at_home[rank] = self.known.every[:, rank].sum(0)
+        self.w = self._random(experts, model.ffn, model.hidden)
+        self.v = self._random(experts, model.hidden, model.ffn)
+        self.x, self.dy = (self._random(self.rows, model.hidden) for _ in range(2))
+        self.z, self.dh = (self._random(self.capacity, model.ffn) for _ in range(2))
+        self.arrived = self._random(self.came, model.hidden)
+
+    def _random(self, *shape: int) -> Tensor:
+        dtype = getattr(torch, self.run.about.dtype)
+        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
+
+    def candidates(self) -> Iterator[tuple[str, dict[str, Callable]]]:
+        yield "a2a_gemm", self.a2a_gemm()
+        yield "gemm_a2a", self.gemm_a2a()
+        yield "a2a_gemm backward", self.a2a_gemm_backward()
+        yield "gemm_a2a backward", self.gemm_a2a_backward()
+
+    def a2a_gemm(self) -> dict[str, Callable]:
+        x, w, group, known = self.x, self.w, self.run.group, self.known
+        fetched = Baseline(self.run, self.counts, True)
+        return {
+            "fused": lambda: ops.a2a_gemm(x, w, self.counts, group, capacity=self.capacity),
+            "nccl": lambda: known.a2a_gemm(x, w),
+            "nccl + sync": lambda: fetched.a2a_gemm(x, w),
+            "gemm": lambda: grouped(self.arrived, w, known.ends),
+            "own gemm": lambda: ops.a2a_gemm(
+                self.arrived, w, self.at_home, group, capacity=self.capacity
+            ),
+            "a2a": lambda: known.exchange(x, known.sent, known.received),
+        }
+
+    def gemm_a2a(self) -> dict[str, Callable]:
+        z, v, group, known = self.z, self.v, self.run.group, self.known
+        fetched = Baseline(self.run, self.counts, True)
+        return {
+            "fused": lambda: ops.gemm_a2a(z, v, self.counts, group, tokens=self.rows),
+            "nccl": lambda: known.gemm_a2a(z, v),
+            "nccl + sync": lambda: fetched.gemm_a2a(z, v),
+            "gemm": lambda: grouped(z[: self.came], v, known.ends),
+            "own gemm": lambda: ops.gemm_a2a(z, v, self.at_home, group, tokens=self.came),
+            "a2a": lambda: known.exchange(self.arrived, known.received, known.sent),
+        }
+
+    def a2a_gemm_backward(self) -> dict[str, Callable]:
+        x, w, known = self.x.requires_grad_(), self.w.requires_grad_(), self.known
+        y, received = ops.a2a_gemm(x, w, self.counts, self.run.group, capacity=self.capacity)
+        dy, plain = self.dh[: self.came], w.detach()
+        return {
+            "fused": lambda: torch.autograd.grad(y, (x, w), self.dh, retain_graph=True),
+            "nccl": lambda: known.a2a_gemm_backward(dy, plain, self.arrived),
+            "gemm": lambda: grouped(dy, plain, known.ends, "nn"),
+            "wgrad": lambda: wgrad(dy, self.arrived, known.ends),
+            "own wgrad": lambda: weight_gradient(dy, self.arrived, received),
+            "a2a": lambda: known.exchange(self.arrived, known.received, known.sent),
+        }
+
+    def gemm_a2a_backward(self) -> dict[str, Callable]:
+        z, v, known = self.z.requires_grad_(), self.v.requires_grad_(), self.known
+        y = ops.gemm_a2a(z, v, self.counts, self.run.group, tokens=self.rows)
+        hidden, plain = z.detach()[: self.came], v.detach()
+        received = known.every[:, self.run.group.rank()].contiguous()
+        return {
+            "fused": lambda: torch.autograd.grad(y, (z, v), self.dy, retain_graph=True),
+            "nccl": lambda: known.gemm_a2a_backward(self.dy, plain, hidden),
+            "gemm": lambda: grouped(self.arrived, plain, known.ends, "nn"),
+            "wgrad": lambda: wgrad(self.arrived, hidden, known.ends),
+            "own wgrad": lambda: weight_gradient(self.arrived, hidden, received),
+            "a2a": lambda: known.exchange(self.dy, known.sent, known.received),
+        }
+
+
+def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> None:
+    for operation, calls in Timed(run, model, tokens, skew).candidates():
+        if not run.time_left():
+            run.say("no time for the others")
+            return
+        found = race(calls, group=run.group, device=run.device, rounds=rounds)
+        run.row(
+            "expert_parallel", model=model.name, operation=operation, tokens=tokens, skew=skew,
+            pushers=a2a_gemm.PUSHERS, times_us=found.times_us, failures=found.failures,
+        )  # fmt: skip
+        ms = {name: found.median_us(name) / 1e3 for name in found.times_us}
+        cells = "  ".join(f"{name} {value:.3f}" for name, value in ms.items())
+        faster = ms["nccl"] / ms["fused"] if {"nccl", "fused"} <= ms.keys() else float("nan")
+        run.say(f"{model.name:10} {tokens:6} skew {skew:.2f} {operation}  {cells}  x{faster:.2f}")
+        for name, why in found.failures.items():
+            run.say(f"  {name} failed: {why[:300]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=65)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
+    given = parser.parse_args()
+    a2a_gemm.PUSHERS = given.pushers
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "30")
+    on_gpu = given.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    run = gpu_run.start(given.out, given.commit, given.seconds, dtype)
+    shapes = (
+        ((1040, 512, 4, 700, 12), (528, 512, 32, 1500, 12)) if on_gpu else ((24, 16, 3, 40, 5),)
+    )
+    for shape in shapes:
+        if failure := run.failure(lambda shape=shape: verify(run, *shape)):
+            run.say(f"wrong: {failure[:2000]}")
+            gpu_run.finish(run, 1)
+        run.say(f"exact: N, K, experts a rank, rows, calls = {shape}")
+    for model in MODELS if on_gpu else TINY:
+        for tokens in model.tokens:
+            for skew in (0.0, 0.33):
+                measure(run, model, tokens, skew, given.rounds if on_gpu else 2)
+    gpu_run.finish(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Expert parallelism against the reference, forward and backward, on small integers: exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from gpu_run import Run
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron import reference
+from flux_megatron.expert_parallel import ops
+
+
+def routed(rows: int, ranks: int, experts: int, skew: float, seed: int) -> Tensor:
+    """int32 [R, E]: `rows` of a rank to all experts, a share `skew` of them to the first."""
+    made = torch.Generator().manual_seed(seed)
+    share = torch.full((ranks * experts,), (1 - skew) / (ranks * experts))
+    share[0] += skew
+    chosen = torch.multinomial(share, rows, replacement=True, generator=made)
+    return chosen.bincount(minlength=ranks * experts).to(torch.int32).view(ranks, experts)
+
+
+def everyone(run: Run, mine: Tensor) -> list[Tensor]:
+    """Tensors of all ranks, of any sizes, on the host. Collective."""
+    found: list = [None] * run.group.size()
+    dist.all_gather_object(found, mine.cpu(), group=run.group)
+    return found
+
+
+def integers(run: Run, seed: int, *shape: int) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    values = torch.randint(-1, 2, shape, generator=made) * (torch.rand(shape, generator=made) < 0.2)
+    return values.to(run.device, getattr(torch, run.about.dtype))
+
+
+def leaves(run: Run, tensors: list[Tensor]) -> list[Tensor]:
+    """Of all ranks, in fp64, for autograd of the reference."""
+    return [one.detach().to(run.device, torch.float64).requires_grad_() for one in tensors]
+
+
+@dataclass
+class Verification:
+    """Calls of one shape, each with rows and counts of its own, in the same memory."""
+
+    run: Run
+    N: int
+    K: int
+    experts: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        run, N, K, rows = self.run, self.N, self.K, self.rows
+        ranks, rank = run.group.size(), run.group.rank()
+        self.capacity = ranks * rows + 7
+        self.w = integers(run, rank, self.experts, N, K).requires_grad_()
+        self.v = integers(run, 99 + rank, self.experts, K, N).requires_grad_()
+        self.dh = integers(run, 199 + rank, self.capacity, N)
+        self.dy = integers(run, 299 + rank, rows, K)
+        self.ws, self.vs = (leaves(run, everyone(run, one.detach())) for one in (self.w, self.v))
+        self.dhs, self.dys = (leaves(run, everyone(run, one)) for one in (self.dh, self.dy))
+        self.x = torch.empty(rows, K, dtype=self.w.dtype, device=run.device, requires_grad=True)
+        self.counts = torch.zeros(ranks, self.experts, dtype=torch.int32, device=run.device)
+
+    def fill(self, call: int) -> None:
+        skew, rank = (0.0, 0.9, 0.5)[call % 3], self.run.group.rank()
+        self.counts.copy_(routed(self.rows, *self.counts.shape, skew, 10 * call + rank))
+        with torch.no_grad():
+            self.x.copy_(integers(self.run, call * 7 + rank, self.rows, self.K))
+
+    def step(self) -> dict[str, Tensor]:
+        """Both operations, forward and backward."""
+        group, counts = self.run.group, self.counts
+        hidden, _ = ops.a2a_gemm(self.x, self.w, counts, group, capacity=self.capacity)
+        z = hidden.detach().sign().requires_grad_()
+        y = ops.gemm_a2a(z, self.v, counts, group, tokens=self.rows)
+        dx, dw = torch.autograd.grad(hidden, (self.x, self.w), self.dh)
+        dz, dv = torch.autograd.grad(y, (z, self.v), self.dy)
+        return {"hidden": hidden, "y": y, "dx": dx, "dw": dw, "dz": dz, "dv": dv}
+
+    def expected(self) -> dict[str, Tensor]:
+        """What `step` must give on this rank. Collective."""
+        counts, ranks = everyone(self.run, self.counts), self.run.group.size()
+        x = leaves(self.run, everyone(self.run, self.x.detach()))
+        hidden, _ = reference.a2a_gemm(x, self.ws, counts, self.capacity)
+        z = leaves(self.run, [one.sign() for one in hidden])
+        y = reference.gemm_a2a(z, self.vs, counts)
+        first = torch.autograd.grad(hidden, [*x, *self.ws], self.dhs)
+        second = torch.autograd.grad(y, [*z, *self.vs], self.dys)
+        all_ranks = {
+            "hidden": hidden, "y": y, "dx": first[:ranks], "dw": first[ranks:],
+            "dz": second[:ranks], "dv": second[ranks:],
+        }  # fmt: skip
+        return {name: every[self.run.group.rank()] for name, every in all_ranks.items()}
+
+
+def verify(run: Run, N: int, K: int, experts: int, most: int, calls: int) -> None:
+    """`AssertionError` unless calls with counts of their own are exact, captured ones too."""
+    given, graph = Verification(run, N, K, experts, most), None
+    for call in range(calls):
+        given.fill(call)
+        if call == 3 and run.device.type == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = given.step()
+        if graph is not None and call % 2:
+            graph.replay()
+            made = replayed
+        else:
+            made = given.step()
+        flux_megatron.synchronize()
+        for name, right in given.expected().items():
+            wrong = int((made[name] != right.to(made[name].dtype)).sum())
+            where = f"{name} are wrong on rank {run.group.rank()}"
+            assert not wrong, f"call {call}: {wrong} elements of {where}"

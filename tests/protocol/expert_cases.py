@@ -1,0 +1,177 @@
+"""What virtual ranks compute in expert parallelism: calls with new rows and new counts each time.
+
+Counts lie in the same tensor for all calls, as x does, so a replay of a graph finds other counts.
+Inputs are overwritten as soon as the call allows it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from protocol_cases import WrongResult
+from torch import Tensor
+from virtual_machine import Machine, PackageCopy
+from virtual_ranks import Schedule, Scheduler
+
+from flux_megatron import reference
+
+N, K, BLOCK, COMM_ROWS = 24, 16, 16, 8
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """`host` is "dispatch", "combine" or "both"; a rank has up to `most` rows for an expert."""
+
+    host: str
+    world_size: int = 2
+    experts: int = 2
+    calls: int = 3
+    most: int = 20
+    layout: str = "nt"
+    ctas: int = 3  # of a persistent kernel
+    captured: bool = False  # two calls of three are replays of a graph
+    tma: bool = False
+    slots: int = 64  # of a rank, so that few experts share signals
+
+    def __str__(self) -> str:
+        sizes = f"W={self.world_size} {self.experts} experts, up to {self.most} rows"
+        shared = f" {self.slots} slots" * (self.experts >= self.slots)
+        return (
+            f"{self.host} {sizes} {self.layout}"
+            + " captured" * self.captured
+            + " tma" * self.tma
+            + shared
+        )
+
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
+        operands = Operands(self)
+        channels = (package.experts.DISPATCH, package.experts.COMBINE)
+        machine = Machine(package, self.world_size, self.ctas, channels)
+        hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
+        with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
+            scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+        for host in hosts:
+            for (what, call), result in host.results.items():
+                right = operands.expected(what, call)[host.rank]
+                if not torch.equal(result, right):
+                    wrong = int((result != right).sum())
+                    where = f"{what} of call {call} on rank {host.rank}"
+                    raise WrongResult(f"{where}: {wrong} of {right.numel()} elements are wrong")
+        return scheduler
+
+
+class Operands:
+    """Integers for every call and rank: counts [R, E], x [T, K], z [capacity, K], w."""
+
+    def __init__(self, case: ExpertCase) -> None:
+        self.case, self._random = case, random.Random(0)
+        made = torch.Generator().manual_seed(0)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.randint(-2, 3, shape, generator=made).float()
+
+        ranks, calls = range(case.world_size), range(case.calls)
+        shape = (N, K) if case.layout == "nt" else (K, N)
+        self.w = [integers(case.experts, *shape) for _ in ranks]
+        first = self._counts()
+        # a graph has the number of rows, but not where they go
+        self.counts = [self._shuffled(first) if case.captured else self._counts() for _ in calls]
+        received = [torch.stack(counts).sum((0, 2)) for counts in self.counts]
+        sent = [counts.sum() for every in self.counts for counts in every]
+        self.capacity = int(max(*sent, *(most.max() for most in received))) + 5
+        self.x = [[integers(int(n.sum()), K) for n in counts] for counts in self.counts]
+        self.z = [[integers(self.capacity, K) for _ in ranks] for _ in calls]
+
+    def _counts(self) -> list[Tensor]:
+        """Of all ranks; a third of them 0, and small next to large ones."""
+        case = self.case
+        groups = case.world_size * case.experts
+        numbers = [
+            [self._random.choice((0, self._random.randint(1, case.most), case.most))
+             for _ in range(groups)] for _ in range(case.world_size)
+        ]  # fmt: skip
+        shape = (case.world_size, case.world_size, case.experts)
+        return list(torch.tensor(numbers, dtype=torch.int32).view(shape))
+
+    def _shuffled(self, counts: list[Tensor]) -> list[Tensor]:
+        made = []
+        for one in counts:
+            numbers = one.flatten().tolist()
+            self._random.shuffle(numbers)
+            made.append(torch.tensor(numbers, dtype=torch.int32).view(one.shape))
+        return made
+
+    def expected(self, what: str, call: int) -> list[Tensor]:
+        counts, layout = self.counts[call], self.case.layout
+        if what == "back":
+            return reference.gemm_a2a(self.z[call], self.w, counts, layout)
+        y, rows = reference.a2a_gemm(self.x[call], self.w, counts, self.capacity, layout)
+        if what == "received":
+            return [torch.stack([one[r] for one in counts]) for r in range(len(counts))]
+        if what == "rows":  # behind those that came lies what earlier calls have left
+            came = [int(torch.stack([one[r] for one in counts]).sum()) for r in range(len(counts))]
+            return [torch.cat([one[:n], torch.zeros_like(one[n:])])
+                    for one, n in zip(rows, came, strict=True)]  # fmt: skip
+        return y
+
+
+class Host:
+    """The calls of one rank. `results` maps (what, call) to a tensor."""
+
+    def __init__(self, case: ExpertCase, operands: Operands, machine: Machine, rank: int) -> None:
+        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
+        self.space = machine.workspaces[rank]
+        self.fused = machine.package.experts
+        problem = machine.package.problem
+        tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
+        self.plan = problem.Plan("fused", COMM_ROWS, tile)
+        self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)
+        self.results: dict[tuple[str, int], Tensor] = {}
+        self._inputs: dict[str, Tensor] = {}
+
+    def run(self) -> None:
+        graph, replayed = None, {}
+        for call in range(self.case.calls):
+            self.counts.copy_(self.operands.counts[call][self.rank])
+            x = self._input("x", self.operands.x[call][self.rank])
+            z = self._input("z", self.operands.z[call][self.rank])
+            if not self.case.captured or call % 3 == 0:
+                results = self._step(x, z, keep=call % 2 == 1)
+            else:
+                if graph is None:
+                    with self.machine.capture() as graph:
+                        replayed = self._step(x, z, keep=True)
+                graph.replay()
+                results = replayed
+            x.fill_(float("nan"))
+            z.fill_(float("nan"))
+            for what, result in results.items():
+                kept = torch.empty_like(result).copy_(result)
+                if what == "rows":
+                    came = int(sum(one[self.rank].sum() for one in self.operands.counts[call]))
+                    kept[came:].fill_(0)
+                self.results[what, call] = kept
+
+    def _step(self, x: Tensor, z: Tensor, keep: bool) -> dict[str, Tensor]:
+        results = {}
+        w, layout = self.operands.w[self.rank], self.case.layout
+        if self.case.host != "combine":
+            y, received, rows = self.fused.a2a_gemm(
+                x, w, self.counts, self.operands.capacity, layout, keep, self.plan, self.space
+            )
+            results |= {"y": y, "received": received} | ({"rows": rows} if keep else {})
+        if self.case.host != "dispatch":
+            results["back"] = self.fused.gemm_a2a(
+                z, w, self.counts, len(x), layout, self.plan, self.space
+            )
+        return results
+
+    def _input(self, name: str, new: Tensor) -> Tensor:
+        """This call's data, in the memory of the last call's if that has the same size."""
+        if name not in self._inputs or self._inputs[name].shape != new.shape:
+            self._inputs[name] = torch.empty_like(new)
+        return self._inputs[name].copy_(new)

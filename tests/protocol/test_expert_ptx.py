@@ -1,0 +1,125 @@
+"""Memory order in the compiled kernels of expert parallelism. Needs no GPU.
+
+These kernels signal and wait, so a record of a late wait or of a refusal stands in them too: one
+thread writes it and its mark, in that order. The checks of signals leave it out.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled_apart import compiled_by, named
+from ptx_order import (
+    ACQUIRE,
+    BARRIER,
+    COUNT,
+    LOAD,
+    RELEASE,
+    TMA_LOAD,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_count,
+    check_gives_up,
+    check_release,
+)
+
+pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
+
+WAITING = ("a2a_gemm", "gemm_a2a", "exchange_counts")
+VECTOR_STORE = r"st\.global\.v4"
+
+
+def without_records(ptx: str) -> str:
+    """Less the five words of each record and the release of its mark, all by one thread."""
+    lines = [re.sub(r"//.*", "", line).strip() for line in ptx.splitlines()]
+    found = 0
+    for mark, line in enumerate(lines):
+        released = re.match(r"(@%p\d+) .*global\.sys\.release", line)
+        if released is None:
+            continue
+        words, at = [], mark - 1
+        while not re.search(rf"{BARRIER}|{RELEASE}|^\$L__BB", lines[at]):
+            if lines[at].startswith(f"{released[1]} st.global.b32"):
+                words.append(at)
+            at -= 1
+        if len(words) >= 5:
+            found += 1
+            for number in (mark, *words[:5]):
+                lines[number] = ""
+    assert found, "no record was found"
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_experts.py", tmp_path_factory.mktemp("ptx"))
+
+
+def test_signals_follow_all_stores(compiled):
+    for name in WAITING:
+        for result in named(compiled, name).values():
+            check_release(Ptx(without_records(result["ptx"])))
+
+
+def test_tiles_are_counted_before_their_signal(compiled):
+    for result in named(compiled, "gemm_a2a").values():
+        check_count(Ptx(without_records(result["ptx"])))
+    for result in named(compiled, "a2a_gemm").values():
+        Ptx(result["ptx"]).require_some(COUNT, "pushes are not counted")
+
+
+def test_loads_follow_the_signal(compiled):
+    for name in ("a2a_gemm", "exchange_counts"):
+        for result in named(compiled, name).values():
+            check_acquire(Ptx(result["ptx"]))
+    plain = LOAD.replace(f"|{TMA_LOAD}", "")  # by TMA it loads x, which no signal announces
+    for result in named(compiled, "gemm_a2a").values():
+        Ptx(result["ptx"]).require(ACQUIRE, plain, BARRIER, "other threads load too early")
+
+
+@pytest.mark.parametrize("kernel", WAITING)
+def test_waits_are_bounded(compiled, kernel):
+    for result in named(compiled, kernel).values():
+        check_bounded(Ptx(result["ptx"]))
+        check_gives_up(Ptx(result["ptx"]))
+
+
+def test_rows_travel_in_vectors(compiled):
+    for kernel in ("a2a_gemm", "gemm_a2a"):
+        for name, result in named(compiled, kernel).items():
+            assert re.search(VECTOR_STORE, result["ptx"]), name
+            assert not re.search(r"st\.global\.b16|ld\.global\.b16", result["ptx"]), name
+
+
+def test_hopper_multiplies_by_warp_groups(compiled):
+    for kernel in ("a2a_gemm", "gemm_a2a", "expert_wgrad"):
+        for name, result in named(compiled, "sm_90", kernel).items():
+            assert "wgmma.mma_async" in result["ptx"], name
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("sm_80", 163 * 1024), ("sm_90", 227 * 1024)])
+def test_shared_memory_suffices(compiled, architecture, most):
+    for name, result in named(compiled, architecture).items():
+        assert result["shared_bytes"] <= most, name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "removed", "reason"),
+    [
+        ("a2a_gemm", check_release, BARRIER, "no CTA barrier"),
+        ("a2a_gemm", check_release, RELEASE, "no signal is released"),
+        ("a2a_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
+        ("gemm_a2a", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("gemm_a2a", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
+    ],
+)
+def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
+    (result,) = named(compiled, "sm_90", kernel, "nt").values()
+    ptx = without_records(result["ptx"])
+    broken = re.sub(rf"({removed})[^;\n]*", "", ptx)
+    assert broken != ptx, f"there is no {removed}"
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))

@@ -1,0 +1,31 @@
+"""The protocol of expert parallelism under every standard schedule. Its mutants, and captured
+calls, are in `mutants.diff` and `mutants.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from expert_cases import ExpertCase
+from interpreted_access import needs_interpreter
+from virtual_machine import PackageCopy
+from virtual_ranks import STANDARD
+
+pytestmark = needs_interpreter
+
+CASES = [
+    ExpertCase("dispatch", layout="nn"),
+    ExpertCase("combine", layout="nn"),
+    ExpertCase("both", 1, experts=3),
+    ExpertCase("both", 4, experts=1, calls=2, most=9),
+]
+
+
+@pytest.fixture(scope="module")
+def package() -> PackageCopy:
+    return PackageCopy("flux_megatron")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts(package, case):
+    for schedule in STANDARD:
+        case.run(package, schedule)
