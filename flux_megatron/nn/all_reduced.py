@@ -38,7 +38,8 @@ def local_linear(
 def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None = None) -> Tensor:
     """y = AR(x w^T), a row layer: x [..., K / R], w [N, K / R] -> y [..., N].
 
-    y is the same on all ranks. `wgrad` as in `functions.column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
+    y is the same on all ranks. `wgrad` as in `functions.column_parallel_linear`. Errors are those
+    of `ops.gemm_all_reduce`.
     """
     return _AllReduced.apply(x, w, None, _Options(group, None, wgrad or plain_wgrad))
 
