@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flux_megatron.overlap import transfer
@@ -35,7 +36,8 @@ class AllReduce:
 
     def finish(self) -> Tensor:
         """y [M, N]."""
-        y = self.gather.complete().clone()  # the gathered rows are the workspace's
+        gathered = self.gather.complete()  # the workspace's
+        y = torch.empty_like(gathered).copy_(gathered)
         self.gather.close()
         return y
 

@@ -57,6 +57,7 @@ CASES = {
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
     "backward, 3 ranks": Case("backward", **_THREE),
+    "two shots": Case("ar", rows=(9, 9, 9), N=16),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
     "words in two phases": Case("ar", **_WORDS, two_phase=True),
