@@ -70,8 +70,8 @@ def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """Bands on their way: `finish` gives y [M_shard, N].
+class BandsInFlight:
+    """Bands on their way: `finish` gives y, [M_shard, N] where they are scattered, else [M, N].
 
     The collectives read `staging` until then.
     """
@@ -85,7 +85,9 @@ class Scatter:
         return self.y
 
 
-def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+def start_gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> BandsInFlight:
     """x @ w, each band scattered when its tiles are counted; `finish` gives y [M_shard, N]."""
     shards, N = workspace.world_size, w.shape[0] if layout == "nt" else w.shape[1]
     staging = x.new_empty(x.shape[0], N)
@@ -98,11 +100,13 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             group._reduce_scatter_base(y[band.first : last], block, _SUM).wait()
 
     _start(x, w, staging, shards, layout, plan, workspace, scatter)
-    return Scatter(workspace, y, staging)
+    return BandsInFlight(workspace, y, staging)
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """x @ w, each band of rows reduced in place when its tiles are counted: y [M, N]."""
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> BandsInFlight:
+    """x @ w, each band reduced in place when its tiles are counted; `finish` gives y [M, N]."""
     y = x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
 
     def reduce(band: Band, group: ProcessGroup) -> None:
@@ -110,8 +114,7 @@ def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace)
             group.allreduce([y[band.first : band.first + band.rows]]).wait()
 
     _start(x, w, y, 1, layout, plan, workspace, reduce)
-    _join(workspace)
-    return y
+    return BandsInFlight(workspace, y, y)
 
 
 class _Stage:

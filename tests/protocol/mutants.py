@@ -71,6 +71,7 @@ CASES = {
     "back": ExpertCase("combine"),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
+    "two shots": Case("ar", rows=(9, 9, 9), N=16),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
     "words in two phases": Case("ar", **_WORDS, two_phase=True),

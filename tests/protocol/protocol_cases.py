@@ -154,11 +154,11 @@ def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
 
 def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
-    """GEMM+AR; the input is overwritten at once."""
+    """GEMM+AR; the input is overwritten before the result is asked for."""
     case, space = host.case, host.workspace
-    y = host.strategy.gemm_ar(rs_x, host.w, case.layout, host.plan, space)
+    reduction = host.strategy.start_gemm_ar(rs_x, host.w, case.layout, host.plan, space)
     rs_x.fill_(float("nan"))
-    return {"ar": y}
+    return {"ar": reduction.finish()}
 
 
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:

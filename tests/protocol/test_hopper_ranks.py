@@ -31,6 +31,7 @@ CASES = [
     Case(*RS, K=96, ctas=8, split_k_shards=1),
     Case(*RS, K=64, ctas=5, transport="sm"),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
+    Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
     Case(*AG, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, transport="sm", captured=True),
