@@ -45,11 +45,6 @@ class Decision:
         return str(self.problem.pattern)
 
     @cached_property
-    def whole(self) -> registry.Forward:
-        """The operation as one call, of any pattern."""
-        return registry.forward(self.strategy, self.problem.pattern)
-
-    @cached_property
     def _exposed_us(self) -> float | None:
         """The cost model's estimate; None without facts of this machine."""
         where = environment.of(self.workspace.device)

@@ -34,9 +34,11 @@ __all__ = [
     "phase",
     "refuse",
     "run_ag_gemm",
+    "run_gemm_ar",
     "run_gemm_rs",
     "start_gather",
     "start_gather_and_gemm_rs",
+    "start_gemm_ar",
     "start_gemm_rs",
 ]
 
@@ -255,7 +257,7 @@ def run_gemm_ar(
     decision.count()
     space = decision.workspace
     with space.guard():
-        return decision.whole(x, w, layout, decision.plan, space)
+        return decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space).finish()
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
@@ -292,3 +294,14 @@ def start_gemm_rs(
     space = decision.workspace
     with space.guard():
         return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space)
+
+
+def start_gemm_ar(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+):
+    """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
+    decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
+    decision.count()
+    space = decision.workspace
+    with space.guard():
+        return decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space)

@@ -72,8 +72,8 @@ class Problem:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is one half of a layer's backward; the tuner times the whole backward."""
-        return self.layout == "nn" and bool(self.spec.dual)
+        """Whether it is dgrad of a layer; the tuner times the layer's whole backward."""
+        return self.layout == "nn"
 
     @property
     def dual(self) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors, reference
-from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
+from flux_megatron.nn import all_reduced
+from flux_megatron.nn.all_reduced import local_linear
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
@@ -345,21 +348,69 @@ def test_deferred_wgrad():
     on_device(deferred_wgrad, 2, environment=FUSED)
 
 
-def sums_dx(rank: int) -> None:
+def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
+    """Column and row layer without sequence parallelism; the calls, and fallbacks."""
     group = dist.group.WORLD
-    made = layer("local", group.size(), torch.float32, (5, 3), 7, 9, True)
-    x, w, bias = mine(made, rank)
-    y = local_linear(x, w, bias, allreduce_group=group)
-    assert_exact(y, made.y[rank])
-    y.backward(made.dy[rank].to(DEVICE))
-    assert_exact(x.grad, torch.stack(made.dx).sum(0))
-    assert_exact(w.grad, made.dw[rank])
-    assert_exact(bias.grad, made.db[rank])
+    for dtype in DTYPES:
+        made = layer("local", group.size(), dtype, (rows, 4), 7, 9, True)
+        x, w, bias = mine(made, rank)
+        y = local_linear(x, w, bias, allreduce_group=group)
+        assert_exact(y, made.y[rank])
+        y.backward(made.dy[rank].to(DEVICE))
+        assert_exact(x.grad, torch.stack(made.dx).sum(0))
+        assert_exact(w.grad, made.dw[rank])
+        assert_exact(bias.grad, made.db[rank])
+        x, w, _ = mine(made, rank)
+        y = all_reduced.row_linear(x, w, group=group)
+        partials = [reference.matmul(*one).to(dtype) for one in zip(made.x, made.w, strict=True)]
+        assert_exact(y, torch.stack(partials).sum(0))
+        y.backward(made.dy[rank].to(DEVICE))  # its own on each rank: dx and dw sum nothing
+        assert_exact(x.grad, made.dx[rank])
+        assert_exact(w.grad, made.dw[rank])
+    report = flux_megatron.report()
+    return report.calls, [reason for _, reason in report.fallbacks]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_local_linear_sums_dx_over_its_group(world_size):
-    on_device(sums_dx, world_size)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "low_latency"])
+def test_layers_of_whole_tokens(strategy, world_size):
+    ran = strategy if world_size > 1 else "sequential"
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for calls, reasons in on_device(of_whole_tokens, world_size, 3, environment=environment):
+        assert calls == {("gemm_ar", ran): 2 * len(DTYPES)}
+        assert not reasons
+
+
+def test_rows_that_ranks_cannot_share_are_all_reduced_without_overlap():
+    for calls, reasons in on_device(of_whole_tokens, 3, 5, environment=FUSED):
+        assert calls == {("gemm_ar", "sequential"): 2 * len(DTYPES)}
+        assert reasons == ["20 rows cannot be divided over 3 ranks"]
+
+
+def hides(rank: int) -> None:
+    group = dist.group.WORLD
+    made = layer("local", group.size(), torch.float32, (3, 4), 7, 9, False)
+    x, w, _ = mine(made, rank)
+    order: list[str] = []
+    start = all_reduced.ops.start_gemm_ar
+
+    def noted(*given, **options):
+        order.append("start")
+        reduction = start(*given, **options)
+        return SimpleNamespace(finish=lambda: (order.append("finish"), reduction.finish())[1])
+
+    def wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        order.append("wgrad")
+        return dy.t() @ x
+
+    all_reduced.ops.start_gemm_ar = noted
+    y = local_linear(x, w, None, allreduce_group=group, wgrad=wgrad)
+    y.backward(made.dy[rank].to(DEVICE))
+    assert order == ["start", "wgrad", "finish"]
+
+
+def test_wgrad_hides_the_all_reduce():
+    on_device(hides, 2)
 
 
 def strides(rank: int) -> None:

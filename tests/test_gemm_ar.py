@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, on_device, run_ranks
+from ranks import DEVICE, FUSED, here, on_device, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
@@ -15,8 +17,9 @@ from flux_megatron.bench import records, runner
 from flux_megatron.bench.options import Options
 from flux_megatron.patterns import Pattern
 from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.perf.operator_cost import exposed_us, predict_us
+from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import tuner
 
 PLANS = {
@@ -24,6 +27,7 @@ PLANS = {
     "pipelined": Plan("pipelined"),
     "fewest GEMMs": Plan("pipelined", splits=1),
     "communication tiles": Plan("pipelined", comm_rows=2),
+    "fused": Plan("fused", tile=Tile(16, 16, 16)),
 }
 SIZES = [(4, 5, 8), (3, 16, 7), (1, 1, 1)]  # M_shard, N, K_local
 
@@ -68,10 +72,11 @@ def test_exact(world_size, plan):
 def ragged(rank: int) -> list[str]:
     group = dist.group.WORLD
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((5, 4), (3, 4)))
-    with pytest.raises(ValueError, match="5 rows cannot be divided over 2 ranks"):
-        ops.gemm_all_reduce(x, w, group, plan=Plan("pipelined"))
-    with pytest.raises(ValueError, match="'fused' given"):
-        ops.gemm_all_reduce(x, w, group, plan=Plan("fused"))
+    for strategy in ("pipelined", "fused"):
+        with pytest.raises(ValueError, match="5 rows cannot be divided over 2 ranks"):
+            ops.gemm_all_reduce(x, w, group, plan=Plan(strategy))
+    with pytest.raises(ValueError, match="'eager' given"):
+        ops.gemm_all_reduce(x, w, group, plan=Plan("eager"))
     assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((5, 3), 8.0))
     return [reason for _, reason in flux_megatron.report().fallbacks]
 
@@ -82,33 +87,55 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap():
         assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
-def missing(rank: int) -> list[str]:
+def compiled(rank: int) -> dict[tuple[str, str], int]:
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((6, 4), (3, 4)))
+    operation = torch.compile(ops.gemm_all_reduce, backend="eager", fullgraph=True)
+    assert_exact(operation(x, w, dist.group.WORLD), torch.full((6, 3), 8.0))
+    return flux_megatron.report().calls
+
+
+def test_the_operator_of_torch_runs_the_strategy_that_is_wanted():
+    for calls in on_device(compiled, 2, environment=FUSED):
+        assert calls == {("gemm_ar", "fused"): 1}
+
+
+def in_flight(rank: int) -> None:
+    """Between start and finish the sums are under way, and another layer's calls may run."""
     group = dist.group.WORLD
-    compiled = torch.compile(ops.gemm_all_reduce, backend="eager", fullgraph=True)
-    for operation in (ops.gemm_all_reduce, compiled):  # the second through the operator of torch
-        assert_exact(operation(x, w, group), torch.full((6, 3), 8.0))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
+    xs, ws, expected = operands(6, 5, 8, group.size(), torch.float32, "nn")
+    x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+    for strategy in ("pipelined", "fused"):
+        plan = Plan(strategy)
+        ops.run_gemm_ar(x, w, group, layout="nn", plan=plan)
+        channels = workspace(group, here()).channels
+        before = channels["scatter"].epoch, channels["gather"].epoch
+        reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=plan)
+        begun = channels["scatter"].epoch - before[0], channels["gather"].epoch - before[1]
+        assert begun == (1, 1), "the gather hides behind what comes now"
+        assert_exact(reduction.finish(), expected[rank])
+    reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
+    assert isinstance(reduction.work, dist.Work)
+    assert_exact(reduction.finish(), expected[rank])
 
 
-def test_a_strategy_that_is_not_built_falls_back_and_says_so():
-    for reasons in on_device(missing, 2, environment={"FLUX_MEGATRON_STRATEGY": "fused"}):
-        assert reasons == ["fused is not built for gemm_ar"]
+def test_the_sums_are_on_their_way_between_start_and_finish():
+    on_device(in_flight, 2)
 
 
-def measured(rank: int):
+def measured(rank: int, layout: str):
     device = torch.empty(0, device=DEVICE).device
-    problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, device=DEVICE)
-    plans = tuner.candidates(problem, ["pipelined"], None)
+    problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
+    plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"], None)
     return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
 
 
-def test_the_tuner_measures_it():
-    first, second = on_device(measured, 2)
+@pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
+def test_the_tuner_measures_it(layout):
+    first, second = on_device(measured, 2, layout)
     assert first == second
     assert not first.failed
     assert {(one.plan.strategy, one.plan.splits) for one in first.measured} == {
-        ("sequential", 0), ("pipelined", 0), ("pipelined", 1),
+        ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
     }  # fmt: skip
 
 
@@ -130,7 +157,7 @@ def test_the_bench_measures_it_beside_the_all_reduce(tmp_path):
     run_ranks(benched, 2, str(tmp_path / "rows.jsonl"))
     rows = records.load(tmp_path / "rows.jsonl")
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
-    names = ("gemm", "serial", "sequential", "pipelined", "auto")
+    names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
     assert right >= {(op, name) for op in ("proj", "fc2") for name in names}
 
 
@@ -139,6 +166,16 @@ def test_an_all_reduce_is_predicted_to_take_two_trips():
         problem = Problem(pattern, 8192, 8192, 28672, "bfloat16", 4)
         return predict_us(problem, Plan(strategy), H200)
 
-    for strategy in ("sequential", "pipelined"):
+    for strategy in ("sequential", "pipelined", "fused", "hopper"):
         assert us(Pattern.GEMM_AR, strategy) > us(Pattern.GEMM_RS, strategy)
-    assert us(Pattern.GEMM_AR, "pipelined") < us(Pattern.GEMM_AR, "sequential")
+    for strategy in ("pipelined", "hopper"):
+        assert us(Pattern.GEMM_AR, strategy) < us(Pattern.GEMM_AR, "sequential")
+
+
+def test_in_a_backward_wgrad_hides_the_second_trip():
+    """Of `sequential` both, beside what its kernels take from wgrad."""
+    forward = Problem(Pattern.GEMM_AR, 8192, 8192, 28672, "bfloat16", 4)
+    backward = dataclasses.replace(forward, layout="nn")
+    for strategy in ("sequential", "pipelined", "hopper"):
+        exposed = [exposed_us(one, Plan(strategy), H200) for one in (forward, backward)]
+        assert 0 < exposed[1] < 0.6 * exposed[0], strategy

@@ -100,7 +100,11 @@ class Pieces:
     def start_gemm_rs(self, *given):
         return SimpleNamespace(finish=lambda: ("scattered", *given))
 
+    def start_gemm_ar(self, *given):
+        return SimpleNamespace(finish=lambda: ("reduced", *given))
+
 
 def test_a_whole_call_is_put_together_from_its_pieces():
     assert forward(Pieces(), COLUMN)(1, 2, "nt", 4, 5) == ("gathered", 1, 2, None, "nt", 4, 5, None)
     assert forward(Pieces(), ROW)(1, 2, "nt", 4, 5) == ("scattered", 1, 2, "nt", 4, 5)
+    assert forward(Pieces(), Pattern.GEMM_AR)(1, 2, "nt", 4, 5) == ("reduced", 1, 2, "nt", 4, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +16,7 @@ from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
+from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
@@ -88,6 +90,43 @@ def test_bands_cover_all_rows_in_order():
             assert sum(band.rows for band in made) == rows
             for band in made:
                 assert band.tiles == 3 * -(-band.rows // 16) * 3 > 0
+
+
+def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
+    """16-bit, on compute capability 9, of its tile, at whole 16-byte addresses; else the portable
+    one does.
+    """
+    hopper_kernel = pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    hopper_gemm.refuses_bands.cache_clear()
+    tile = replace(hopper_gemm.TILE, group_m=16)
+
+    def by_hopper(
+        rows=512, group_rows=(128, 256), shards=2, dtype=torch.bfloat16, tile=tile, K=64, address=32
+    ) -> bool:
+        x = SimpleNamespace(
+            device=torch.device("cuda"), dtype=dtype, shape=(rows * shards, K),
+            data_ptr=lambda: address,
+        )  # fmt: skip
+        made = bands(rows, 256, shards, group_rows, tile)
+        kernel = signalled.kernel_of(x, x, 256, made, shards, tile)
+        assert kernel in (hopper_kernel.signalled_gemm, signalled.signalled_gemm)
+        return kernel is hopper_kernel.signalled_gemm
+
+    # the end of y clips the last rows of an all-reduce, but not those of a shard
+    taken = [
+        {}, {"group_rows": ()}, {"dtype": torch.float16}, {"tile": hopper_gemm.TILE},
+        {"rows": 500, "shards": 1},
+    ]  # fmt: skip
+    refused = [
+        {"rows": 400}, {"shards": 1, "group_rows": (144,)}, {"dtype": torch.float32}, {"K": 60},
+        {"tile": replace(tile, block_n=128)}, {"address": 34},
+    ]  # fmt: skip
+    assert [given for given in [*taken, *refused] if by_hopper(**given)] == taken
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    hopper_gemm.refuses_bands.cache_clear()
+    assert not by_hopper()
+    hopper_gemm.refuses_bands.cache_clear()
 
 
 def test_default_plans_have_bands_of_whole_tiles():

@@ -49,10 +49,19 @@ def test_the_problems_of_a_run():
     assert (Pattern.AG_GEMM, "nt", run.padded_vocab, 2048) in shape
 
 
-@pytest.mark.parametrize("override", [{"parallel.tp": 1}, {"parallel.sequence_parallel": False}])
-def test_a_run_without_problems(override):
-    run = configs.load(ROOT / "configs/train/demo.yaml", override)
-    with pytest.raises(ValueError, match="only sequence-parallel layers over several ranks"):
+def test_the_problems_of_a_run_without_sequence_parallelism():
+    run = configs.load(ROOT / "configs/train/h200.yaml", {"parallel.sequence_parallel": False})
+    found = tune.problems_of_config(run, "cuda")
+    assert {(p.pattern, p.M) for p in found} == {(Pattern.GEMM_AR, 2 * 2048)}
+    assert {(p.layout, p.N, p.K) for p in found} == {
+        ("nt", 2048, 2048), ("nt", 2048, 8192),  # proj and down
+        ("nn", 2048, 3 * 2048), ("nn", 2048, 8192), ("nn", 2048, run.padded_vocab),
+    }  # fmt: skip
+
+
+def test_a_run_without_problems():
+    run = configs.load(ROOT / "configs/train/demo.yaml", {"parallel.tp": 1})
+    with pytest.raises(ValueError, match="only layers over several ranks have plans"):
         tune.problems_of_config(run, "cpu")
 
 

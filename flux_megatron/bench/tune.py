@@ -46,15 +46,13 @@ def problems_of_suite(
 
 def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     """The problems of a training run: each linear layer's forward and its dual, and the LM head's.
+    Without sequence parallelism a row layer's forward and a column layer's dgrad.
 
     `ValueError` if the run has none.
     """
     model, tp = config.model, config.parallel.tp
-    if tp == 1 or not config.parallel.sequence_parallel:
-        raise ValueError(
-            f"parallel.tp={tp}, sequence_parallel={config.parallel.sequence_parallel} given: "
-            "only sequence-parallel layers over several ranks have plans"
-        )
+    if tp == 1:
+        raise ValueError("parallel.tp=1 given: only layers over several ranks have plans")
     fc1 = 2 * model.ffn if model.swiglu else model.ffn
     column = dict.fromkeys([3 * model.hidden, fc1, config.padded_vocab])
     row = dict.fromkeys([model.hidden, model.ffn])
@@ -63,7 +61,10 @@ def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     forward = [
         Problem(pattern, M, N, K, config.train.dtype, tp, device=device) for pattern, N, K in shapes
     ]
-    return forward + [problem.dual for problem in forward]
+    problems = forward + [problem.dual for problem in forward]
+    if config.parallel.sequence_parallel:
+        return problems
+    return [replace(one, pattern=Pattern.GEMM_AR) for one in problems if one.spec.scatters]
 
 
 def and_beside(problems: Sequence[Problem]) -> list[Problem]:

@@ -1,8 +1,8 @@
 """megatron-core's tensor-parallel linear layers with their communication behind their GEMMs.
 
 Subclasses: constructors, parameters, attributes and checkpoints are megatron-core's, and so is what
-surrounds the GEMM where no sequence parallelism asks for overlap. Column is taken over around its
-GEMM, Row as a whole, because its reduce-scatter stands outside the method around its GEMM.
+surrounds the GEMM. Column is taken over around its GEMM, Row as a whole, because its collective
+stands outside the method around its GEMM.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch import Tensor
 
 from flux_megatron.integration import arm
 from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
-from flux_megatron.nn import functions
+from flux_megatron.nn import all_reduced, functions
 from flux_megatron.ops import note_fallback
 
 # options of `_forward_impl` that these layers know, and the neutral values of others if not None
@@ -27,7 +28,6 @@ _UNDERSTOOD = {
     "grad_output_buffer", "wgrad_deferral_limit",
 }  # fmt: skip
 _OFF = {"gtp_remat_size": 1}
-_NO_SP = "sequence parallelism is off: whole activations are all-reduced"
 
 
 class FluxColumnParallelLinear(ColumnParallelLinear):
@@ -35,7 +35,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
 
     Under sequence parallelism forward is AG+GEMM and backward GEMM+RS. `save_gathered = True`, on
     the class or a layer, keeps the gathered x for the weight gradient: R times the memory, one
-    gather less.
+    gather less. Without, x is [s, b, K], forward needs no communication and backward is GEMM+AR.
 
     Deferring the embedding's weight gradient needs apex, whose kernel Megatron itself calls then,
     or `apex_shim.provide_wgrad_kernels()`: `RuntimeError` without.
@@ -68,7 +68,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         if reason := _left_to_megatron(self, input, kwargs):
             if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
-                note_fallback("ag_gemm", reason)
+                note_fallback("ag_gemm" if kwargs["sequence_parallel"] else "gemm_ar", reason)
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
         dy_buffer: list[Tensor] | None = None
@@ -80,9 +80,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
                 input, weight, kwargs["bias"], group=self.tp_group, wgrad=wgrad,
                 save_gathered=self.save_gathered, dy_buffer=dy_buffer,
             )  # fmt: skip
-        if kwargs["allreduce_dgrad"]:
-            note_fallback("ag_gemm", _NO_SP)
-        return functions.local_linear(
+        return all_reduced.local_linear(
             input, weight, kwargs["bias"], wgrad=wgrad, dy_buffer=dy_buffer,
             allreduce_group=self.tp_group if kwargs["allreduce_dgrad"] else None,
         )  # fmt: skip
@@ -97,22 +95,24 @@ class FluxRowParallelLinear(RowParallelLinear):
     """megatron-core's `RowParallelLinear`: x [s, b, K / R] -> (y [s / R, b, N], bias or None).
 
     Under sequence parallelism forward is GEMM+RS and backward AG+GEMM, which leaves the gathered dy
-    to the weight gradient.
+    to the weight gradient. Without, y is [s, b, N], forward is GEMM+AR and backward needs no
+    communication.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
-        scatters = self.sequence_parallel and self._communicates()
-        if arm.stock_now() or not scatters or _left_to_megatron(self, input_, options):
+        ours = self._communicates() and not arm.stock_now()
+        if not ours or _left_to_megatron(self, input_, options):
             return super().forward(input_)
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         offloading = self.config._cpu_offloading_context
         if offloading is not None and offloading.inside_context:
             # as the forward that this one replaces: older hooks of TransformerEngine look for it
             input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
         wgrad = into_main_grad(self.weight) if self.gradient_accumulation_fusion else None
-        output = functions.row_parallel_linear(
-            input_, self.weight, group=self.tp_group, wgrad=wgrad
-        )
+        linear = functions.row_parallel_linear if self.sequence_parallel else all_reduced.row_linear
+        output = linear(input_, self.weight, group=self.tp_group, wgrad=wgrad)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -121,13 +121,12 @@ class FluxRowParallelLinear(RowParallelLinear):
         """The GEMM alone; megatron-core's forward communicates around it."""
         if arm.stock_now():
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
-        reason = _left_to_megatron(self, input, kwargs)
-        if self._communicates():
-            note_fallback("gemm_rs", reason or _NO_SP)
-        if reason:
+        if reason := _left_to_megatron(self, input, kwargs):
+            if self._communicates():
+                note_fallback("gemm_rs" if self.sequence_parallel else "gemm_ar", reason)
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
-        return functions.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
+        return all_reduced.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
 
     def _communicates(self) -> bool:
         """Experts leave communication to their token dispatcher."""

@@ -91,6 +91,10 @@ class StoredTiles:
     LAYOUT: gl.constexpr
 
     @gluon.jit
+    def deadline(self):
+        return self.signals.deadline()
+
+    @gluon.jit
     def accumulate(self, ring, grid, work, multiplied, fetched):
         sizes = self.sizes
         out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)

@@ -39,6 +39,14 @@ class StagingTile:
     added: Shared
 
     @gluon.jit
+    def hand_over(self, out, number):
+        """Hand tile number `number` of this CTA over, when the one before has been stored."""
+        mbarrier.wait(self.empty, (number & 1) ^ 1)
+        self.tile.store(out.to(self.tile.dtype))
+        fence_async_shared()
+        mbarrier.arrive(self.full, count=1)
+
+    @gluon.jit
     def add_fetched(self, out, number, LAYOUT: gl.constexpr):
         """out + the fetched tile, which is number `number` of this CTA."""
         mbarrier.wait(self.fetched, number & 1)

@@ -1,4 +1,4 @@
-"""What is chosen for both Hopper kernels before a call: which problems they take, their tile, what
+"""What is chosen for the Hopper kernels before a call: which problems they take, their tile, what
 is split along K, and which tiles are made when.
 
 The kernels are written in Gluon, because Triton's own pipelining leaves no room for work between
@@ -9,12 +9,13 @@ is called.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import torch
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
     K_TILES_MIN,
@@ -59,7 +60,11 @@ def common_config(world_size: int, layout: str, tile: Tile, split: SplitK) -> di
 @cache
 def _gluon_unavailable() -> str | None:
     try:
-        from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs  # noqa: F401
+        from flux_megatron.kernels import (  # noqa: F401
+            hopper_ag_gemm,
+            hopper_gemm_rs,
+            hopper_signalled_gemm,
+        )
     except (ImportError, AttributeError) as error:
         return f"this Triton has no Gluon for Hopper ({error})"
     return None
@@ -67,20 +72,45 @@ def _gluon_unavailable() -> str | None:
 
 def supports(problem: Problem) -> str | None:
     """Why these kernels cannot run the problem, or None."""
-    if problem.device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
-        return "Hopper kernels need a GPU of compute capability 9"
-    if problem.dtype not in _DTYPES:
-        return f"dtype {problem.dtype} is none of {', '.join(_DTYPES)}"
-    if reason := launch.supports(problem) or _gluon_unavailable():
+    K, N = problem.K_local, problem.N_local
+    if reason := _refused(problem.device, problem.dtype, K, N) or launch.supports(problem):
         return reason
-    if problem.K_local % 8 or problem.N_local % 8:
-        return f"rows of K {problem.K_local} or N {problem.N_local} are not whole 16-byte units"
     if problem.spec.gathers:
         if problem.M_shard % TILE.block_m:
             return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
         return None
     K_min = K_TILES_MIN * (problem.world_size - 1) * TILE.block_k
-    return None if problem.K_local >= K_min else f"K {problem.K_local} is below {K_min}"
+    return None if K_min <= K else f"K {K} is below {K_min}"
+
+
+def _refused(device: str, dtype: str, K: int, N: int) -> str | None:
+    """Why no Hopper kernel multiplies x [*, K] and w of N columns in this process, or None."""
+    if device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+        return "Hopper kernels need a GPU of compute capability 9"
+    if dtype not in _DTYPES:
+        return f"dtype {dtype} is none of {', '.join(_DTYPES)}"
+    if K % 8 or N % 8:
+        return f"rows of K {K} or N {N} are not whole 16-byte units"
+    return _gluon_unavailable()
+
+
+@lru_cache(maxsize=1024)
+def refuses_bands(
+    device: str, dtype: torch.dtype, K: int, N: int, shards: int, bands: tuple[Band, ...],
+    tile: Tile,
+) -> str | None:  # fmt: skip
+    """Why `hopper_signalled_gemm` cannot make these bands, which the portable kernel then makes, or
+    None. It depends on nothing that differs between ranks.
+    """
+    if reason := _refused(device, str(dtype).removeprefix("torch."), K, N):
+        return reason
+    if replace(tile, group_m=TILE.group_m) != TILE:
+        return f"tile {tile} given, {TILE} with any group_m expected"
+    # the last rows of all may be clipped, as TMA does at the end of a matrix
+    for band in bands[:-1] if shards == 1 else bands:
+        if band.rows % TILE.block_m:
+            return f"a band of {band.rows} rows is not a multiple of {TILE.block_m} rows"
+    return None
 
 
 def sms(device: torch.device) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flux_megatron.kernels import hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
@@ -87,6 +87,10 @@ class SummedTiles:
     LAYOUT: gl.constexpr
 
     @gluon.jit
+    def deadline(self):
+        return self.signals.deadline()
+
+    @gluon.jit
     def accumulate(self, ring, grid, work, multiplied, fetched):
         """A local tile is made in R - 1 chunks of K: during each another rank's tile is fetched.
         But where nothing follows, nothing is worth a wait before the last MMA.
@@ -114,11 +118,7 @@ class SummedTiles:
             for _ in range(self.sizes.WORLD_SIZE - 1):
                 out = self.staging.add_fetched(out, fetched, self.LAYOUT)
                 fetched += 1
-        staging = self.staging
-        mbarrier.wait(staging.empty, (finished & 1) ^ 1)
-        staging.tile.store(out.to(staging.tile.dtype))
-        fence_async_shared()
-        mbarrier.arrive(staging.full, count=1)
+        self.staging.hand_over(out, finished)
         return fetched, finished + 1
 
     @gluon.jit

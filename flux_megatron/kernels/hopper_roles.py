@@ -35,7 +35,7 @@ def produce(operands, ring, exchange, scheduler):
 def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
     """Two warp groups: multiply, add up split tiles, and hand each tile to the epilogue."""
     grid = epilogue.sizes.grid()
-    deadline = epilogue.signals.deadline()
+    deadline = epilogue.deadline()
     multiplied = 0
     fetched = 0
     finished = 0

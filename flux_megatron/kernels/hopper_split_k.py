@@ -58,7 +58,7 @@ class WorkTiles:
     last_wave_first: Number
     EARLY_PARTS: gl.constexpr
     LAST_PARTS: gl.constexpr
-    NUM_CTAS: gl.constexpr
+    NUM_CTAS: Number
 
     @gluon.jit
     def locate(self, place, k_tiles):

@@ -154,10 +154,10 @@ def _schedule(w: Workload) -> Iterator[Rule]:
 
 
 def _arm(w: Workload) -> Iterator[Rule]:
-    if w.arm != "megatron" and not w.parallel.sequence_parallel:
+    if w.arm == "te" and not w.parallel.sequence_parallel:
         yield (
             "parallel.sequence_parallel",
-            f"false: arm {w.arm} has nothing to overlap without sequence parallelism",
+            "false: arm te has nothing to overlap without sequence parallelism",
         )
     if w.arm == "te" and w.cluster.gpu == "cpu":
         yield "arms.te", "TransformerEngine needs GPUs"

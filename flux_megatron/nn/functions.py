@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -68,25 +67,6 @@ def row_parallel_linear(
         )
         ops.refuse(error, group, x.device)
     return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
-
-
-def local_linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, *, wgrad: Wgrad | None = None,
-    allreduce_group: ProcessGroup | None = None, dy_buffer: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """y = x w^T + bias without communication in forward; for layers without sequence parallelism.
-
-    With `allreduce_group` backward sums dx over it, hidden behind wgrad. `wgrad` and `dy_buffer` as
-    in `column_parallel_linear`.
-    """
-    options = _LocalOptions(allreduce_group, wgrad or plain_wgrad, dy_buffer)
-    return _Local.apply(x, w, bias, options)
-
-
-class _LocalOptions(NamedTuple):
-    group: ProcessGroup | None
-    wgrad: Wgrad
-    dy_buffer: list[Tensor] | None
 
 
 class _Options(NamedTuple):
@@ -232,37 +212,3 @@ def row_backward(
             consume(gather.complete())
             gather.close()
     return dx, dw[0]
-
-
-class _Local(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _LocalOptions) -> Tensor:
-        needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
-        rows = _rows(x)
-        ctx.save_for_backward(_to_keep(x, rows) if needs_x else None, w)
-        ctx.options, ctx.shape = options, x.shape
-        with ops.phase("fprop"):
-            y = rows @ w.t()
-            y = y if bias is None else y + bias
-        return _shaped(y, (*x.shape[:-1], w.shape[0]))
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, w = _saved(ctx)
-        options: _LocalOptions = ctx.options
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dy = _rows(dy)
-        dx = work = dw = None
-        if needs_dx:
-            with ops.phase("dgrad"):
-                dx = dy @ w
-            if options.group is not None:
-                work = dist.all_reduce(dx, group=options.group, async_op=True)
-        if x is not None:
-            dw = _run_wgrad(options.wgrad, w, dy, x)
-        elif needs_dw and options.dy_buffer is not None:
-            options.dy_buffer.append(dy)
-        db = dy.sum(0) if needs_db else None
-        if work is not None:
-            work.wait()
-        return dx if dx is None else _shaped(dx, ctx.shape), dw, db, None

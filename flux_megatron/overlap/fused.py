@@ -14,20 +14,20 @@ from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap import transfer, two_shot, wait_log
 from flux_megatron.overlap.phase import phase
-from flux_megatron.patterns import COLUMN, ROW
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
 
-PATTERNS = (COLUMN, ROW)
+PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
-    return launch.supports(problem)
+    return two_shot.supports(problem) or launch.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -144,3 +144,10 @@ def start_gemm_rs(
         )  # fmt: skip
     received = call.view(call.rank, (world_size, M_shard, N), x.dtype)
     return transfer.ReduceScatter(workspace, call, received, comm_rows)
+
+
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> two_shot.AllReduce:
+    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
+    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)

@@ -21,9 +21,9 @@ from torch import Tensor
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap import transfer, two_shot, wait_log
 from flux_megatron.overlap.phase import phase
-from flux_megatron.patterns import COLUMN, ROW
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
@@ -34,7 +34,7 @@ NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 
 
-PATTERNS = (COLUMN, ROW)
+PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 
 
@@ -44,7 +44,7 @@ def supports(problem: Problem) -> str | None:
         return f"{problem.world_size} ranks given, 2 to {COMM_TILES_MAX} expected"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1: the kernel would wait for pushes that come after its launch"
-    return hopper_gemm.supports(problem)
+    return two_shot.supports(problem) or hopper_gemm.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -66,7 +66,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
-    if problem.spec.scatters and problem.M_shard <= 512:
+    if not problem.spec.gathers and problem.M_shard <= 512:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
             for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))
@@ -79,7 +79,7 @@ def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
     """Plans with early tiles split along K, where there are any to split."""
     if not hopper_gemm.split_k_of(problem, TILE, 1, torch.device("cuda")).early:
         return []
-    if problem.spec.scatters:
+    if not problem.spec.gathers:
         plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
         pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
         return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
@@ -218,3 +218,10 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
         with phase("scatter push"):
             engine.push_gated(schedule.pushes, parts.data_ptr(), call.epoch)
     return Scatter(workspace, call, y, parts)
+
+
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> two_shot.AllReduce:
+    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
+    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)

@@ -6,7 +6,7 @@ all-reduce costs one trip of the data, or two. Eager and captured calls are the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -60,8 +60,19 @@ def candidates(problem: Problem) -> list[Plan]:
     return [*plans, replace(default, two_phase=not default.two_phase)]
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """all_reduce(x @ w): y [M, N]."""
+@dataclass(frozen=True)
+class AllReduce:
+    """An all-reduce that its kernel has finished."""
+
+    y: Tensor
+
+    def finish(self) -> Tensor:
+        """y [M, N]."""
+        return self.y
+
+
+def start_gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> AllReduce:
+    """all_reduce(x @ w) in one kernel; `finish` gives y [M, N]."""
     N = w.shape[0] if layout == "nt" else w.shape[1]
     size_bytes = half_bytes(x.shape[0], N, x.dtype, workspace.world_size)
     call = transfer.begin(workspace, transfer.WORDS, size_bytes, WordChannel)
@@ -83,4 +94,4 @@ def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace)
             two_phase=plan.two_phase,
         )  # fmt: skip
     workspace.end(call)
-    return y
+    return AllReduce(y)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.overlap import transfer
+from flux_megatron.overlap import transfer, two_shot
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
@@ -31,9 +31,7 @@ def supports(problem: Problem) -> str | None:
 
     Its waits and its reduction are our kernels, and every rank reduces equally many rows.
     """
-    if problem.M % problem.world_size:
-        return f"{problem.M} rows cannot be divided over {problem.world_size} ranks"
-    return launch.supports(problem)
+    return two_shot.supports(problem) or launch.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -127,10 +125,8 @@ def start_gemm_rs(
     return transfer.ReduceScatter(workspace, call, received, comm_rows, keep_alive=staging)
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """y [M, N] in two shots: reduce-scatter of x @ w in chunks, then all-gather of the sums."""
-    rows = start_gemm_rs(x, w, layout, plan, workspace).finish()
-    gather = transfer.start_gather(rows, workspace, plan.comm_rows)
-    y = gather.complete().clone()  # the gathered rows are the workspace's
-    gather.close()
-    return y
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> two_shot.AllReduce:
+    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
+    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)

@@ -24,8 +24,8 @@ class GatherInFlight(Protocol):
     def close(self) -> None: ...
 
 
-class ReduceScatterInFlight(Protocol):
-    """A reduce-scatter that has begun: `finish` gives this rank's rows of the sum."""
+class ReductionInFlight(Protocol):
+    """A sum over the ranks that has begun: `finish` gives it, or this rank's rows of it."""
 
     def finish(self) -> Tensor: ...
 
@@ -58,12 +58,16 @@ class Strategy(Protocol):
 
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> ReduceScatterInFlight: ...
+    ) -> ReductionInFlight: ...
+
+    def start_gemm_ar(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> ReductionInFlight: ...
 
 
 # in order of preference without a measurement; the last can run every problem
 _ALL: dict[str, Strategy] = {
-    # has no pieces that layers schedule, because none of its patterns has any
+    # has only `start_gemm_ar`, because GEMM+AR is its only pattern
     "low_latency": cast(Strategy, low_latency),
     "hopper": hopper,
     "fused": fused,
@@ -119,19 +123,10 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
 
 
 def forward(strategy: Strategy, pattern: Pattern) -> Forward:
-    """Any pattern of a strategy as one call: for the tuner, and for patterns that no layer
-    schedules in pieces.
-
-    It joins the pieces of a pattern that has them; of another one it is the strategy's function of
-    the pattern's name.
-    """
+    """Any pattern of a strategy as one call, put together from its pieces."""
     if pattern is COLUMN:
         return lambda x, w, layout, plan, space: strategy.ag_gemm(
             x, w, None, layout, plan, space, None
         )
-    if pattern is ROW:
-        return lambda x, w, layout, plan, space: strategy.start_gemm_rs(
-            x, w, layout, plan, space
-        ).finish()
-    whole: Forward = getattr(strategy, pattern.value)
-    return whole
+    start = strategy.start_gemm_rs if pattern is ROW else strategy.start_gemm_ar
+    return lambda x, w, layout, plan, space: start(x, w, layout, plan, space).finish()

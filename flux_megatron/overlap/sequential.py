@@ -73,7 +73,7 @@ def ag_gemm(
 
 
 @dataclass(frozen=True)
-class CollectiveReduceScatter:
+class CollectiveReduction:
     partial: Tensor
     y: Tensor
     work: dist.Work
@@ -86,20 +86,22 @@ class CollectiveReduceScatter:
 
 def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> CollectiveReduceScatter:
+) -> CollectiveReduction:
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
         partial = torch.mm(x, w.t() if layout == "nt" else w)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
-    return CollectiveReduceScatter(partial, y, work)
+    return CollectiveReduction(partial, y, work)
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """x @ w, then its all-reduce: y [M, N]."""
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> CollectiveReduction:
+    """x @ w, then its all-reduce in the background; `finish` gives y [M, N]."""
     with phase("gemm chunk"):
         y = torch.mm(x, w.t() if layout == "nt" else w)
     with phase("all-reduce"):
-        dist.all_reduce(y, group=workspace.group)
-    return y
+        work = dist.all_reduce(y, group=workspace.group, async_op=True)
+    return CollectiveReduction(y, y, work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.kernels import launch
+from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import fused, sequential
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import ROW, Pattern
-from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import Workspace, capturing
@@ -61,6 +61,8 @@ def candidates(problem: Problem) -> list[Plan]:
 
 def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
     tile = fused.default_plan(problem).tile
+    if tile == hopper_gemm.TILE:
+        tile = replace(tile, group_m=16)  # as `hopper` has it
     rows = problem.M_shard if problem.spec.scatters else problem.M
     band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m
     group_rows = (band,) * (cdiv(rows, band) - 1)
@@ -68,8 +70,8 @@ def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """Bands on their way: `finish` gives y [M_shard, N].
+class BandsInFlight:
+    """Bands on their way: `finish` gives y, [M_shard, N] where they are scattered, else [M, N].
 
     The collectives read `staging` until then.
     """
@@ -83,7 +85,9 @@ class Scatter:
         return self.y
 
 
-def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+def start_gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> BandsInFlight:
     """x @ w, each band scattered when its tiles are counted; `finish` gives y [M_shard, N]."""
     shards, N = workspace.world_size, w.shape[0] if layout == "nt" else w.shape[1]
     staging = x.new_empty(x.shape[0], N)
@@ -96,11 +100,13 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             group._reduce_scatter_base(y[band.first : last], block, _SUM).wait()
 
     _start(x, w, staging, shards, layout, plan, workspace, scatter)
-    return Scatter(workspace, y, staging)
+    return BandsInFlight(workspace, y, staging)
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    """x @ w, each band of rows reduced in place when its tiles are counted: y [M, N]."""
+def start_gemm_ar(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+) -> BandsInFlight:
+    """x @ w, each band reduced in place when its tiles are counted; `finish` gives y [M, N]."""
     y = x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
 
     def reduce(band: Band, group: ProcessGroup) -> None:
@@ -108,8 +114,7 @@ def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace)
             group.allreduce([y[band.first : band.first + band.rows]]).wait()
 
     _start(x, w, y, 1, layout, plan, workspace, reduce)
-    _join(workspace)
-    return y
+    return BandsInFlight(workspace, y, y)
 
 
 class _Stage:
@@ -155,7 +160,7 @@ def _start(
     workspace.engine.follow()
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
     with phase("signalled_gemm kernel"):
-        gemm(x, w, out, table, sum(band.tiles for band in made), shards, layout, plan, stage)
+        gemm(x, w, out, table, made, shards, layout, plan, stage)
     with stage.stream.stream():
         for number, band in enumerate(made):
             stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
@@ -164,19 +169,32 @@ def _start(
 
 
 def gemm(
-    x: Tensor, w: Tensor, out: Tensor, table: Tensor, tiles: int, shards: int, layout: str,
-    plan: Plan, stage: _Stage,
+    x: Tensor, w: Tensor, out: Tensor, table: Tensor, made: tuple[Band, ...], shards: int,
+    layout: str, plan: Plan, stage: _Stage,
 ) -> None:  # fmt: skip
-    """x times w into `out`, by the kernel for the plan's tile and the device: so far one for all.
+    """x times w into `out`, by the kernel that `kernel_of` chooses.
 
-    A kernel makes `tiles` tiles of `plan.tile` in the order of `table` (`table_of`), adds 1 to the
-    counter of a tile's band when the tile is stored (signal [D]), leaves the work counter 0, puts
-    no CTA on `plan.comm_sms` SMs, and waits for nobody.
+    A kernel makes the bands' tiles in the order of `table` (`table_of`), adds 1 to the counter of a
+    tile's band when the tile is stored (signal [D]), leaves the work counter 0, puts no CTA on
+    `plan.comm_sms` SMs, and waits for nobody.
     """
-    signalled_gemm(
-        x, w, out, table=table, tiles=tiles, shards=shards, counters=stage.counters,
-        work_counter=stage.work_counter, spare_sms=plan.comm_sms, layout=layout, tile=plan.tile,
+    kernel_of(x, w, out.shape[1], made, shards, plan.tile)(
+        x, w, out, table=table, tiles=sum(band.tiles for band in made), shards=shards,
+        counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
+        layout=layout, tile=plan.tile,
     )  # fmt: skip
+
+
+def kernel_of(
+    x: Tensor, w: Tensor, N: int, made: tuple[Band, ...], shards: int, tile: Tile
+) -> Callable[..., None]:
+    """The Hopper kernel, unless `hopper_gemm.refuses_bands` says why not, else the portable one."""
+    of_bands = (x.device.type, x.dtype, x.shape[1], N, shards, made, tile)
+    if hopper_gemm.refuses_bands(*of_bands) or not launch.has_whole_units(x, w):
+        return signalled_gemm
+    from flux_megatron.kernels import hopper_signalled_gemm
+
+    return hopper_signalled_gemm.signalled_gemm
 
 
 def _join(workspace: Workspace) -> None:

@@ -11,10 +11,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flux_megatron.patterns import COLUMN, ROW
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import gemm_us
 from flux_megatron.perf.hardware import Hardware
@@ -74,8 +74,8 @@ class Platform:
 
 
 def cost(layer: Linear, strategy: str, platform: Platform) -> Cost:
-    """The cost of a layer. Without sequence parallelism every strategy is Megatron: it all-reduces
-    y of a row layer, and dx of a column layer beside wgrad.
+    """The cost of a layer. Without sequence parallelism a row layer's forward all-reduces y, and a
+    column layer's backward dx, beside wgrad.
     """
     problems = layer.forward, layer.backward
     gemms = [gemms_us(one, platform.hardware, platform.constants) for one in problems]
@@ -86,19 +86,37 @@ def cost(layer: Linear, strategy: str, platform: Platform) -> Cost:
         first = max(0.0, operator_us(problems[0], strategy, platform) - forward)
         second = max(0.0, operator_us(problems[1], strategy, platform) - backward)
     else:
-        all_reduce = 2 * _collective_us(problems[layer.column], platform)
-        share = platform.constants.megatron_backward[platform.connections]
-        hidden = beside_us(all_reduce, gemms[1][1:], share)
-        first, second = (0.0, hidden) if layer.column else (all_reduce, 0.0)
+        reduced = replace(problems[layer.column], pattern=Pattern.GEMM_AR)
+        exposed = _all_reduced_us(reduced, strategy, platform) - sum(gemms[layer.column])
+        first, second = (0.0, exposed) if layer.column else (exposed, 0.0)
     return Cost(forward + first, backward + second, first, second)
+
+
+def _all_reduced_us(problem: Problem, strategy: str, platform: Platform) -> float:
+    """GEMM+AR; for layout "nn" with wgrad. Only our strategies have another one than Megatron."""
+    if strategy == "auto":
+        return min(_all_reduced_us(problem, one, platform) for one in _fastest(platform))
+    if strategy in OURS:
+        return predict_us(problem, Plan(strategy), platform.hardware, platform.constants)
+    gemms = gemms_us(problem, platform.hardware, platform.constants)
+    all_reduce = 2 * _collective_us(problem, platform)
+    if problem.is_backward:
+        share = platform.constants.megatron_backward[platform.connections]
+        all_reduce = beside_us(all_reduce, gemms[1:], share)
+    return sum(gemms) + all_reduce
+
+
+def _fastest(platform: Platform) -> tuple[str, ...]:
+    """What "auto" takes the best of: the kernel for sm_90 on Hopper GPUs, the portable one
+    elsewhere.
+    """
+    return ("hopper" if platform.hardware.hopper else "fused", "pipelined", "megatron")
 
 
 def operator_us(problem: Problem, strategy: str, platform: Platform) -> float:
     """AG+GEMM or GEMM+RS; for layout "nn" the whole backward of its layer."""
     if strategy == "auto":
-        # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
-        ours = ("hopper" if platform.hardware.hopper else "fused", "pipelined", "megatron")
-        return min(operator_us(problem, one, platform) for one in ours)
+        return min(operator_us(problem, one, platform) for one in _fastest(platform))
     if strategy in OURS:
         return predict_us(problem, Plan(strategy), platform.hardware, platform.constants)
     gemms = gemms_us(problem, platform.hardware, platform.constants)

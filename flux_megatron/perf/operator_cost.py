@@ -104,14 +104,14 @@ class _Prediction(NamedTuple):
         if self.plan.strategy == "signalled":
             return self._signalled_us()
         if self.plan.strategy == "low_latency":
-            return self.gemm_us(self.problem.M) + self._words_us()
+            return self.gemm_us(self.problem.M) + self._words_us() + self.wgrad_us()
         call_overhead_us = self.constants.call_overhead_us[self.plan.strategy]
         if self.problem.spec.gathers:
             return call_overhead_us + self._gathered_us() + self.wgrad_us()
-        remote = self.problem.world_size - 1
-        back = self._latency_us() + remote * shard_us(self.problem, self.hardware)
-        more = back * (self.problem.spec.trips - 1)  # the all-gather of the sums
-        return call_overhead_us + self._scattered_us() + self._sum_us() + more
+        if self.problem.spec.scatters:
+            return call_overhead_us + self._scattered_us(self.wgrad_us()) + self._sum_us()
+        sums = self._scattered_us(0.0) + self._sum_us()
+        return call_overhead_us + sums + max(self._gathered_back_us(), self.wgrad_us())
 
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
@@ -129,11 +129,14 @@ class _Prediction(NamedTuple):
         gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
+        share = self.constants.megatron_backward["1"]
         if self.problem.is_backward and self.problem.spec.scatters:
             # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
-            share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
-        return sum(gemms) + self.problem.spec.trips * collective
+        all_of_it = self.problem.spec.trips * collective
+        if self.problem.is_backward and self.problem.spec.reduces:
+            return sum(gemms) + beside_us(all_of_it, gemms[1:], share)
+        return sum(gemms) + all_of_it
 
     def _signalled_us(self) -> float:
         """Bands of rows are sent while later ones, and in a backward wgrad, are computed."""
@@ -186,13 +189,18 @@ class _Prediction(NamedTuple):
         time_us = self.gemm_us(M) / waves
         return [Stretch(after - before, time_us) for before, after in pairwise(needs)]
 
-    def _scattered_us(self) -> float:
-        """Remote shards are pushed when they are ready; the local one is the last. A backward
-        gathers x for wgrad first, over the same links.
+    def _gathered_back_us(self) -> float:
+        """The all-gather of the sums by copy engines."""
+        remote = self.problem.world_size - 1
+        return self.hardware.copy_latency_us + remote * shard_us(self.problem, self.hardware)
+
+    def _scattered_us(self, wgrad: float) -> float:
+        """Remote shards are pushed when they are ready; the local one is the last. `wgrad` comes
+        before the sum; then x is gathered for it first, over the same links.
         """
-        wgrad, remote = self.wgrad_us(), self.problem.world_size - 1
+        remote = self.problem.world_size - 1
         shard = shard_us(self.problem, self.hardware)
-        gathered = self._latency_us() + remote * shard if self.problem.is_backward else 0.0
+        gathered = self._latency_us() + remote * shard if wgrad else 0.0
         by_sm = self.plan.strategy == "fused" or self.plan.transport == "sm"
         ready = self._stores_us() if by_sm else 0.0
         pushed, left = gathered, remote

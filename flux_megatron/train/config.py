@@ -128,12 +128,13 @@ class TrainConfig(Section):
     def eligible_calls(self, steps: int, microbatches: int) -> int:
         """Calls per rank that ought to overlap in `steps` steps.
 
-        Under sequence parallelism each of a layer's four linears, and the LM head, has one
-        collective in its forward and one in its backward pass.
+        Each of a layer's four linears, and the LM head, has a collective in its forward and one in
+        its backward pass; without sequence parallelism in one of them.
         """
-        if self.parallel.tp == 1 or not self.parallel.sequence_parallel:
+        if self.parallel.tp == 1:
             return 0
-        return (8 * self.model.num_layers + 2) * steps * microbatches
+        each = 2 if self.parallel.sequence_parallel else 1
+        return each * (4 * self.model.num_layers + 1) * steps * microbatches
 
     def silent_calls(self, eligible: int, counts: dict[str, Any]) -> int:
         """How many of the eligible calls neither overlapped nor gave a reason.

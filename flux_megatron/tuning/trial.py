@@ -1,13 +1,14 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
-Layout "nt" is an operation of forward. "nn", of a pattern that has a dual, is one half of a layer's
-backward, so the whole backward is run, as `nn.functions` does it: where the gather or the scatter
-hides is part of what is chosen.
+Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
+backward is run, as `nn.functions` and `nn.all_reduced` do it: where the communication hides is part
+of what is chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
 | gemm_rs nn | column layer | gather of x, dgrad with its scatter, wgrad, sum of dx |
 | ag_gemm nn | row layer | dgrad with the gather of dy, wgrad on the gathered dy |
+| gemm_ar nn | column layer of whole tokens | dgrad, wgrad beside the all-reduce of dx |
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Trial:
         self._x = random(problem.x_rows, K)
         self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
         if problem.is_backward:
-            self._layer_x = random(problem.dual.x_rows, N)
+            rows = problem.M_shard if problem.spec.scatters else problem.M
+            self._layer_x = random(rows, N)
             self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
     def begin(self) -> None:
@@ -87,6 +89,8 @@ class Trial:
             return lambda: whole(x, w, layout, plan, space)
         if self.problem.spec.gathers:
             return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
+        if not self.problem.spec.scatters:
+            return lambda: self._all_reduced_backward(plan)
         gather_plan = registry.gather_plan(self.problem, plan)
         return lambda: self._column_backward(plan, gather_plan)
 
@@ -126,6 +130,13 @@ class Trial:
         accumulate_wgrad_by_torch(self._main_grad, self._x, gather.complete())
         gather.close()
         dx: Tensor = scatter.finish()
+        return dx
+
+    def _all_reduced_backward(self, plan: Plan) -> Tensor:
+        module = registry.strategy(self.problem, plan.strategy)
+        reduction = module.start_gemm_ar(self._x, self._w, "nn", plan, self._space)
+        self._wgrad(self._x)
+        dx: Tensor = reduction.finish()
         return dx
 
     def _wgrad(self, gathered_dy: Tensor) -> None:

@@ -17,6 +17,7 @@ import flux_megatron
 from flux_megatron import errors, settings
 
 KINDS = ["column", "row"]
+PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
 
 
 def layer_of(kind: str, sp: bool = True, dtype=torch.float32, prepare=None, config=None, **options):
@@ -110,55 +111,57 @@ def _bias_learns(rank) -> None:
         assert layer.weight.grad is None
 
 
-@pytest.mark.parametrize(("kind", "pattern"), [("column", "ag_gemm"), ("row", "gemm_rs")])
-def test_without_sequence_parallelism_it_is_said_once_and_counted(kind, pattern):
-    run_ranks(_says_once, 2, kind, pattern)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_ranks_cannot_share_are_reported_once_and_counted(kind):
+    run_ranks(_reported_once, 2, kind, environment=PIPELINED)
 
 
-def _says_once(rank, kind, pattern) -> None:
+def _reported_once(rank, kind) -> None:
     sbs.start(2)
-    layer, x, _ = layer_of(kind, sp=False)
+    layer, x, dy = layer_of(kind, sp=False)
+    x, dy = x[:3].detach().requires_grad_(), dy[:3]  # 3 x 3 rows
     flux_megatron.reset_report()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            layer(x)
+            layer(x)[0].backward(dy)
     assert [str(w.message) for w in caught if "flux_megatron" in str(w.message)] == [
-        f"flux_megatron: {pattern} runs without overlap: sequence parallelism is off: whole "
-        "activations are all-reduced"
+        "flux_megatron: gemm_ar runs without overlap: 9 rows cannot be divided over 2 ranks"
     ]
     ((key, count),) = flux_megatron.report().fallbacks.items()
-    assert (key[0], count) == (pattern, 3)
+    assert (key[0], count) == ("gemm_ar", 3)
+    assert flux_megatron.report().total == 3
 
 
 def test_strict_mode_refuses_to_run_without_overlap():
-    run_ranks(_strict, 2, environment={"FLUX_MEGATRON_STRICT": "1"})
+    run_ranks(_strict, 2, environment={"FLUX_MEGATRON_STRICT": "1", **PIPELINED})
 
 
 def _strict(rank) -> None:
     sbs.start(2)
     assert settings.get().strict
     for kind in KINDS:
-        layer, x, dy = layer_of(kind)
-        layer(x)[0].backward(dy)
-        layer, x, _ = layer_of(kind, sp=False)
-        with pytest.raises(errors.FallbackRefused, match="sequence parallelism is off"):
-            layer(x)
+        for sp in (True, False):
+            layer, x, dy = layer_of(kind, sp)
+            layer(x)[0].backward(dy)
+        with pytest.raises(errors.FallbackRefused, match="9 rows cannot be divided"):
+            layer(x[:3])[0].backward(dy[:3])
         layer, x, dy = layer_of(kind, sp=True, is_expert=True, skip_bias_add=True)
         layer(x)  # communicates nothing, so nothing falls back
 
 
+@pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("why", ["autocast", "a newer option"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_left_to_megatron_with_a_reason(kind, why):
-    run_ranks(_left_to_megatron, 2, kind, why)
+def test_left_to_megatron_with_a_reason(kind, why, sp):
+    run_ranks(_left_to_megatron, 2, kind, why, sp)
 
 
-def _left_to_megatron(rank, kind, why) -> None:
+def _left_to_megatron(rank, kind, why, sp) -> None:
     sbs.start(2)
     fused = {"gradient_accumulation_fusion": True}
-    ours, x, dy = layer_of(kind, config=fused)
-    theirs = sbs.build(Case(kind), False, sbs.settings(2, True, torch.float32))
+    ours, x, dy = layer_of(kind, sp, config=fused)
+    theirs = sbs.build(Case(kind), False, sbs.settings(2, sp, torch.float32))
     flux_megatron.reset_report()
     results = []
     for layer in (theirs, ours):
@@ -177,7 +180,8 @@ def _left_to_megatron(rank, kind, why) -> None:
         "a newer option": "gtp_remat_size=2",
     }
     ((pattern, reason),) = flux_megatron.report().fallbacks
-    assert pattern == ("ag_gemm" if kind == "column" else "gemm_rs")
+    with_sp = "ag_gemm" if kind == "column" else "gemm_rs"
+    assert pattern == (with_sp if sp else "gemm_ar")
     assert reasons[why] in reason
     assert not flux_megatron.report().overlapped
 

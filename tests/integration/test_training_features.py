@@ -70,7 +70,7 @@ def _train(rank: int, name: str, broken: Break) -> Outcome:
         flux_megatron.reset_report()
         training = Training(feature, arm)
         before = training.weights()
-        seen = _Seen(training.modules)
+        seen = _Seen(training.modules, feature.sp)
         with broken() if arm == "flux" else contextlib.nullcontext():
             losses[arm] = training.run(feature.steps)
         weights[arm] = training.weights()
@@ -93,10 +93,14 @@ def _differences(some: dict, other: dict) -> tuple[float, float]:
 
 
 class _Seen:
-    """How often our layers had communication: in forwards, and in backwards that came to them."""
+    """How often our layers had communication: in forwards, and in backwards that came to them.
 
-    def __init__(self, modules: list) -> None:
+    Without sequence parallelism row layers have it in forward, column layers in backward.
+    """
+
+    def __init__(self, modules: list, sp: bool) -> None:
         self.forwards = self.calls = 0
+        self.sp = sp
         for layer in (layer for module in modules for layer in module.modules()):
             ours = isinstance(layer, (FluxColumnParallelLinear, FluxRowParallelLinear))
             if ours and not layer.explicit_expert_comm:
@@ -104,8 +108,9 @@ class _Seen:
 
     def _forward(self, layer: Any, inputs: Any, outputs: Any) -> None:
         self.forwards += 1
-        self.calls += 1
-        if outputs[0].requires_grad:
+        column = isinstance(layer, FluxColumnParallelLinear)
+        self.calls += self.sp or not column
+        if outputs[0].requires_grad and (self.sp or column):
             outputs[0].register_hook(self._backward)
 
     def _backward(self, gradient: torch.Tensor) -> None:

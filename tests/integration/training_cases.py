@@ -130,7 +130,6 @@ def name_of_apex() -> Iterator[None]:
         yield
 
 
-NO_SP = "sequence parallelism is off"
 LLAMA = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
     "add_bias_linear": False, "num_query_groups": 4, "num_attention_heads": 8,
@@ -161,7 +160,7 @@ LOW = {"tp": 4, "steps": 4, "config": {"num_layers": 1}}
 
 FEATURES: dict[str, Feature] = {
     "sequence parallel": Feature(quick=True),
-    "sequence parallel off": Feature(sp=False, runs=NO_SP, quick=True),
+    "sequence parallel off": Feature(sp=False, quick=True),
     "GQA, SwiGLU, RMSNorm, untied": Feature(config=LLAMA, quick=True),
     "tied embeddings": Feature(model=TIED),
     "gradient accumulation": Feature(microbatches=3),

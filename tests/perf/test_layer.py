@@ -108,18 +108,19 @@ def test_one_rank_has_nothing_to_communicate():
     assert {piece.forward_exposed_us + piece.backward_exposed_us for piece in found} == {0}
 
 
-def test_without_sequence_parallelism_rows_are_all_reduced_by_every_arm():
+def test_without_sequence_parallelism_rows_are_all_reduced():
     arms = {}
     for arm in ("megatron", "flux"):
         one = workload(arm)
         one = replace(one, parallel=replace(one.parallel, sequence_parallel=False))
         arms[arm] = {piece.name: piece for piece in layer.pieces(one)}
-    assert arms["megatron"] == arms["flux"]
     all_reduce = 2 * collective_us(A100, one.tokens * one.model.hidden * 2, 8)
-    assert arms["flux"]["fc2"].forward_exposed_us == pytest.approx(all_reduce)
-    assert arms["flux"]["fc2"].backward_exposed_us == 0
-    assert arms["flux"]["fc1"].forward_exposed_us == 0
-    assert 0 < arms["flux"]["fc1"].backward_exposed_us < all_reduce
+    assert arms["megatron"]["fc2"].forward_exposed_us == pytest.approx(all_reduce)
+    assert 0 < arms["flux"]["fc2"].forward_exposed_us < 0.7 * all_reduce
+    for pieces in arms.values():
+        assert pieces["fc2"].backward_exposed_us == 0
+        assert pieces["fc1"].forward_exposed_us == 0
+        assert 0 < pieces["fc1"].backward_exposed_us < all_reduce
     with_it = {piece.name: piece for piece in layer.pieces(workload("flux"))}
     assert arms["flux"]["norms"].forward_us > 4 * with_it["norms"].forward_us
 

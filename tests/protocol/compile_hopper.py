@@ -26,7 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs, launch
+from flux_megatron.kernels import (
+    hopper_ag_gemm,
+    hopper_gemm,
+    hopper_gemm_rs,
+    hopper_signalled_gemm,
+    launch,
+)
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -44,7 +50,7 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "gathered_desc": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
-    **dict.fromkeys(("y_desc", "parts_desc", "received_desc"), ("block_m", "block_n")),
+    **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
 _PAYLOAD = ("x", "bias", "local_rows")
 _TYPES = {
@@ -53,6 +59,7 @@ _TYPES = {
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
+    "table": "*i32",
 }
 
 
@@ -118,6 +125,19 @@ def shipped() -> dict[str, Configuration]:
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)
                     found.setdefault(name, made)
+    return found | signalled()
+
+
+def signalled() -> dict[str, Configuration]:
+    """The bands of GEMM+RS in both layouts, and those of GEMM+AR, which are of one shard."""
+    found = {}
+    for layout, shards in (("nt", WORLD_SIZE), ("nn", WORLD_SIZE), ("nt", 1)):
+        launcher = hopper_signalled_gemm._launcher(
+            torch.Size((8192, 4096)), 4096, shards, torch.bfloat16, torch.device("cuda", 0), layout,
+            hopper_gemm.TILE, 1024, 8,
+        )  # fmt: skip
+        name = f"signalled bfloat16 {layout} 128x256 {shards} shards"
+        found[name] = Configuration(name, "bfloat16", layout, launcher)
     return found
 
 

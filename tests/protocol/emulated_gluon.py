@@ -58,6 +58,7 @@ class Gluon:
             "cdiv": cdiv, "static_range": range, "pointer_type": PointerType,
             "static_assert": nothing,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            "sum": lambda tensor, axis: tensor.sum(axis).item(),
             "max": lambda tensor, axis: tensor.amax(axis).item(),
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "arange": lambda first, last, layout: torch.arange(first, last),

@@ -21,10 +21,11 @@ from emulated_memory import Descriptor
 MODULES = (
     "hopper_primitives", "hopper_signals", "hopper_tile_order", "hopper_split_k",
     "hopper_scheduler", "hopper_ring", "hopper_roles", "hopper_epilogue",
-    "hopper_ag_gemm", "hopper_gemm_rs",
+    "hopper_ag_gemm", "hopper_gemm_rs", "hopper_signalled_gemm",
 )  # fmt: skip
 KERNELS = {
     "hopper_ag_gemm": "hopper_ag_gemm_kernel", "hopper_gemm_rs": "hopper_gemm_rs_kernel",
+    "hopper_signalled_gemm": "hopper_signalled_gemm_kernel",
 }  # fmt: skip
 
 

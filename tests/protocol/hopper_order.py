@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
+| store (`signalled`) | 1 | tiles are in memory before they are counted |
 | MMA | 8 | stages and staging tile are handed over when all threads are done with them |
 | MMA | 8 | split-K partials are counted when they are in memory |
 
@@ -83,7 +84,9 @@ def check_awaited(ptx: Ptx) -> None:
 
 
 def check_sent(ptx: Ptx) -> None:
-    """RS: a tile is in memory before the copy engine [D], or another rank [B], hears of it."""
+    """RS and `signalled`: a tile is in memory before a stream [D], or another rank [B], hears of
+    it.
+    """
     store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
     check_release(store, barrier)
 
@@ -109,6 +112,13 @@ def check_only_signals_spin(ptx: Ptx) -> None:
             for pattern in (RELEASE, r"ld\.volatile", r"ld\.\S*(acquire|relaxed)"):
                 if part.find(pattern):
                     raise Misordered(f"a partition without a clock has {pattern}")
+
+
+def check_awaits_nobody(ptx: Ptx) -> None:
+    """`signalled`: nothing is awaited in memory, so no wait needs an end."""
+    for pattern in (CLOCK, ACQUIRE, r"ld\.volatile", r"ld\.\S*(acquire|relaxed)"):
+        if ptx.find(pattern):
+            raise Misordered(f"a kernel that waits for nobody has {pattern}")
 
 
 def check_stages(ptx: Ptx) -> None:

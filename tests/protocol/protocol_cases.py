@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -45,7 +46,9 @@ class Case:
     split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
     two_phase: bool = False  # of `low_latency`
-    group_rows: tuple[int, ...] = ()  # of `signalled`
+    # of `signalled`
+    group_rows: tuple[int, ...] = ()
+    gluon: bool = False  # by its Hopper kernel
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         return run(self, package, schedule)
@@ -57,7 +60,7 @@ class Case:
         options += " two streams" * self.two_streams + " two phases" * self.two_phase
         if self.strategy == "hopper":
             options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
-        options += f" groups {self.group_rows}" * bool(self.group_rows)
+        options += f" groups {self.group_rows}" * bool(self.group_rows) + " Gluon" * self.gluon
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
 
@@ -151,11 +154,11 @@ def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
 
 def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
-    """GEMM+AR; the input is overwritten at once."""
+    """GEMM+AR; the input is overwritten before the result is asked for."""
     case, space = host.case, host.workspace
-    y = host.strategy.gemm_ar(rs_x, host.w, case.layout, host.plan, space)
+    reduction = host.strategy.start_gemm_ar(rs_x, host.w, case.layout, host.plan, space)
     rs_x.fill_(float("nan"))
-    return {"ar": y}
+    return {"ar": reduction.finish()}
 
 
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
@@ -177,7 +180,9 @@ def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
     operands = Operands(case)
     machine = Machine(package, case.world_size, case.ctas)
     hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
-    scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+    refuses = mock.Mock(return_value=None if case.gluon else "not asked for")
+    with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):
+        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
     for host in hosts:
         for (what, call), result in host.results.items():
             expected = _expected(case, operands, what, call)[host.rank]

@@ -11,6 +11,7 @@ import pytest
 from compiled_apart import compiled_by, named
 from hopper_order import (
     check_awaited,
+    check_awaits_nobody,
     check_counted,
     check_only_signals_spin,
     check_partials,
@@ -26,8 +27,9 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 SHARED_BYTES_MAX = 227 * 1024
 CHECKS = {
-    "ag_gemm": [check_awaited],
-    "gemm_rs": [check_awaited, check_sent],
+    "ag_gemm": [check_awaited, check_only_signals_spin],
+    "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
+    "signalled": [check_sent, check_awaits_nobody],
     "sm": [check_counted],
     "early": [check_partials],
     "last": [check_partials],
@@ -43,7 +45,7 @@ def first_of(compiled: dict[str, dict], *words: str) -> str:
     return next(iter(named(compiled, *words).values()))["ptx"]
 
 
-@pytest.mark.parametrize("check", [check_stages, check_staging_tile, check_only_signals_spin])
+@pytest.mark.parametrize("check", [check_stages, check_staging_tile])
 def test_warps_hand_over_in_order(compiled, check):
     for result in compiled.values():
         check(Ptx(result["ptx"]))
@@ -181,6 +183,11 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_rs sm", check_sent, FENCE, "not fenced"),
         ("gemm_rs sm", check_counted, COUNT, "not counted"),
         ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
+        ("signalled", check_sent, COMPLETE, "not complete"),
+        ("signalled", check_sent, FENCE, "not fenced"),
+        ("signalled", check_sent, WARPS, "no CTA barrier"),
+        ("signalled", check_sent, LEFT, "no signal is released"),
+        ("signalled", check_staging_tile, COMPLETE, "given back while TMA reads"),
         ("ag_gemm last", check_partials, PARTITION, "only one thread's stores"),
         ("ag_gemm last", check_partials, LEFT, "nobody hears"),
         ("gemm_rs last", check_awaited, CLOCK, "without a clock"),
@@ -211,7 +218,10 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
             check_staging_tile(Ptx(ptx[:last] + between + ptx[arrival:]))
 
 
-@pytest.mark.parametrize(("kernel", "workers"), [("ag_gemm", [1, 2, 1]), ("gemm_rs", [1, 1, 2])])
+@pytest.mark.parametrize(
+    ("kernel", "workers"),
+    [("ag_gemm", [1, 2, 1]), ("gemm_rs", [1, 1, 2]), ("signalled", [1, 1, 2])],
+)
 def test_partitions_and_their_warps(compiled, kernel, workers):
     """Workers, those that fill up the last group of four warps, and the MMA warps."""
     for name, result in named(compiled, kernel).items():

@@ -31,11 +31,16 @@ CASES = [
     Case(*RS, K=96, ctas=8, split_k_shards=1),
     Case(*RS, K=64, ctas=5, transport="sm"),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
+    Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
     Case(*AG, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, transport="sm", captured=True),
     Case(*AG, rows=SIX, N=16, two_streams=True),
     Case(*RS, rows=SIX, N=16, two_streams=True),
+    Case("rs", "signalled", rows=(32, 48, 16), N=40, group_rows=(16,), gluon=True),
+    Case("rs", "signalled", 3, rows=(48, 48, 32), group_rows=(32,), layout="nn", gluon=True),
+    Case("ar", "signalled", rows=(20, 33), K=40, group_rows=(16, 16), gluon=True, ctas=1_000),
+    Case("ar", "signalled", rows=(12,) * 6, N=16, group_rows=(16,), captured=True, gluon=True),
 ]
 HELD = [
     Schedule(f"{resident} resident", "random", seed, resident, any_order=True)

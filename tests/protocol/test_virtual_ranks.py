@@ -29,6 +29,8 @@ CASES = [
     Case("ag", "pipelined", rows=(7, 20, 20), comm_rows=5, bias=True),
     Case("rs", "pipelined", rows=(7, 20, 20), comm_rows=5),
     Case("backward", "pipelined", layout="nn"),
+    Case("ar", rows=(7, 20, 20), comm_rows=5),
+    Case("ar", "pipelined", rows=(7, 20, 20), comm_rows=5, layout="nn"),
 ]
 
 
@@ -39,7 +41,7 @@ CAPTURED = [
     for host in ("ag", "rs", "backward")
     for strategy in ("fused", "pipelined")
     for world_size in (2, 3)
-]
+] + [Case("ar", "pipelined", 3, rows=SIX, N=16, comm_rows=5, captured=True)]
 
 
 @pytest.fixture(scope="module")

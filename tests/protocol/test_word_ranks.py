@@ -45,14 +45,15 @@ def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
     def host(rank: int) -> None:
         space = machine.workspaces[rank]
         x, w = torch.ones(2, 4), torch.ones(40, 4)
-        package.low_latency.gemm_ar(x, w, "nt", plan, space)
+        package.low_latency.start_gemm_ar(x, w, "nt", plan, space)
         space._barrier()
         channel = space.channels["words"]
         channel.epochs.fill_(last)
         for region in channel._regions[:2]:
             region.view(rank, (region.size_bytes // 8,), torch.int64).fill_(old << 32)
         space._barrier()
-        results.extend(package.low_latency.gemm_ar(x, w, "nt", plan, space) for _ in range(3))
+        calls = (package.low_latency.start_gemm_ar(x, w, "nt", plan, space) for _ in range(3))
+        results.extend(call.finish() for call in calls)
 
     machine.run(STANDARD[3], host)
     assert all(torch.equal(y, torch.full((2, 40), 8.0)) for y in results)

@@ -45,7 +45,7 @@ _MODULES = (
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
-    "kernels.hopper_gemm", "kernels.signalled_gemm",
+    "kernels.hopper_gemm", "kernels.signalled_gemm", "kernels.hopper_signalled_gemm",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency", "overlap.signalled",

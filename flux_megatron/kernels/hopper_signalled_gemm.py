@@ -1,0 +1,210 @@
+"""`signalled_gemm.py` for Hopper, in Gluon: the same bands, table and counts, at the speed of a
+library GEMM.
+
+    producer   draws tiles, the tiles of the first band first, and loads their operands
+    MMA warps  hand each finished tile to the store warp and go on with the next
+    store warp stores it where its band lies in `out`, and counts it there when it is in memory [D]
+
+The kernel waits for nobody. No tile is split along K.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from flux_megatron import problem
+from flux_megatron.kernels import hopper_descriptors, launch
+from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
+from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
+from flux_megatron.kernels.hopper_gemm import Config, common_config
+from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
+from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_roles import multiply, produce
+from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
+from flux_megatron.kernels.split_k import SplitK
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+GROUPS = gl.constexpr(problem.MAX_GROUPS)
+
+
+@aggregate
+class Bands:
+    """The bands of y, as `signalled_gemm.table_of` says them."""
+
+    table: Pointer
+    sizes: Sizes
+
+    @gluon.jit
+    def locate(self, tile, grid):
+        """In a partition of one warp: a tile's band, its first row in x and in `out`, its column.
+
+        The rows of all shards are one column of tiles: more rows to reuse w for.
+        """
+        sizes = self.sizes
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        firsts = gl.load(self.table + gl.arange(0, GROUPS, layout))
+        band = uniform(gl.sum((firsts <= tile).to(gl.int32), 0)) - 1
+        entry = self.table + band
+        first_tile = uniform(gl.load(entry))
+        first_row = uniform(gl.load(entry + GROUPS))
+        rows = uniform(gl.load(entry + 2 * GROUPS))
+        tiles_m = gl.cdiv(rows, sizes.BLOCK_M)
+        m, n = tile_in_groups(
+            tile - first_tile, sizes.WORLD_SIZE * tiles_m, grid.columns, sizes.GROUP_M
+        )
+        shard = m // tiles_m
+        row = m % tiles_m * sizes.BLOCK_M
+        x_row = shard * sizes.M_shard + first_row + row
+        out_row = sizes.WORLD_SIZE * first_row + shard * rows + row
+        return band, uniform(x_row), uniform(out_row), uniform(n * sizes.BLOCK_N)
+
+
+@aggregate
+class BandRows:
+    """Operands of the producer warp: rows of x, there from the beginning."""
+
+    x_desc: Descriptor
+    w_desc: Descriptor
+    bands: Bands
+    sizes: Sizes
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def none_arrived(self):
+        return 0
+
+    @gluon.jit
+    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
+        _, row, _, col = self.bands.locate(work.tile, grid)
+        loaded, ticket = ring.load_tile(
+            self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
+        )
+        return loaded, ticket, arrived
+
+
+@aggregate
+class HandedTiles:
+    """Epilogue of the MMA warps: the store warp has it."""
+
+    staging: StagingTile
+    sizes: Sizes
+    LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def accumulate(self, ring, grid, work, multiplied, fetched):
+        sizes = self.sizes
+        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
+        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
+        return out, False, multiplied, fetched
+
+    @gluon.jit
+    def finish(self, out, grid, tile, behind, fetched, finished):
+        self.staging.hand_over(out, finished)
+        return fetched, finished + 1
+
+    @gluon.jit
+    def complete(self):
+        pass
+
+
+@gluon.jit
+def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
+    """One warp: stores each finished tile, and counts it in its band's counter."""
+    grid = bands.sizes.grid_here()
+    finished = 0
+    place, phase = exchange.take(0, 1)
+    while place < tiles.count:
+        band, _, row, col = bands.locate(place, grid)
+        mbarrier.wait(staging.full, finished & 1)
+        finished += 1
+        tma.async_copy_shared_to_global(out_desc, [row, col], staging.tile)
+        complete_tma_stores()
+        count_release_sys(counters + band)  # signal [D]
+        mbarrier.arrive(staging.empty, count=1)
+        place, phase = exchange.take(phase, 1)
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["tile_count", "ctas"])
+def hopper_signalled_gemm_kernel(
+    x_desc, w_desc, out_desc, table, counters, work_words, M_shard, N, K, tile_count, ctas,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = out_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = out_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    tiles = WorkTiles(tile_count, 0, 0, tile_count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    exchange = new_exchange(2)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    staging = new_staging_tile(out_desc)
+    bands = Bands(table, sizes)
+    operands = BandRows(x_desc, w_desc, bands, sizes)
+    epilogue = HandedTiles(staging, sizes, layout)
+    sums = Partials(counters, counters, CONFIG.PARTS_MAX, layout)  # of which there are none
+    fence_async_shared()  # TMA arrives at some of the barriers
+    gl.warp_specialize(
+        [
+            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
+            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
+            (store_tiles, (out_desc, counters, bands, staging, exchange, tiles)),
+        ],
+        [1, 1],
+        [40, 40],
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    x: torch.Size, N: int, shards: int, dtype: torch.dtype, device: torch.device, layout: str,
+    tile: Tile, tiles: int, spare_sms: int,
+) -> Launcher:  # fmt: skip
+    grid = launch.persistent_grid(device, tiles, spare_sms)
+    config = common_config(shards, layout, tile, SplitK(tiles, *grid))
+    config["NUM_CTAS"] = 0  # so that numbers of SMs do not compile a kernel each
+    return Launcher(
+        hopper_signalled_gemm_kernel, grid, tile, (x[0] // shards, N, x[1], tiles, *grid),
+        CONFIG=Config(**config),
+    )  # fmt: skip
+
+
+def signalled_gemm(
+    x: Tensor, w: Tensor, out: Tensor, *, table: Tensor, tiles: int, shards: int, counters: Tensor,
+    work_counter: Tensor, spare_sms: int, layout: str, tile: Tile,
+) -> None:  # fmt: skip
+    """As `signalled_gemm.signalled_gemm`, for what `hopper_gemm.refuses_bands` does not refuse: a
+    tile that is not whole would overwrite the rows of the next shard.
+    """
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    run = _launcher(
+        x.shape, N, shards, x.dtype, x.device, layout, tile, tiles, spare_sms
+    )  # fmt: skip
+    described = hopper_descriptors.described
+    run(
+        (
+            described(x, tile.block_m, tile.block_k),
+            hopper_descriptors.described_w(w, layout, tile),
+            described(out, tile.block_m, tile.block_n),
+            table, counters, work_counter,
+        ),
+        (),
+    )  # fmt: skip
