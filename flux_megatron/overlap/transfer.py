@@ -2,8 +2,8 @@
 
 `Gather`: the copy engine of every rank pushes its rows into this rank's gathered buffer.
 `ReduceScatter`: every rank's partial results go into this rank's receive buffer, then their sum is
-formed. `AllReduce`: both in turn, two shots. A strategy starts one, runs its GEMM beside it, and ends it. Each holds its channel from
-start to end.
+formed. `AllReduce`: the gather after such a scatter. A strategy starts one, runs its GEMM beside
+it, and ends it. Each holds its channel from start to end.
 """
 
 from __future__ import annotations
