@@ -47,9 +47,11 @@ KERNELS = {
     ("signalled", "gemm_ar"): {"signalled_gemm"},
     ("fused", "ag_gemm"): {"ag_gemm"},
     ("fused", "gemm_rs"): {"gemm_rs", "reduce_received"},
+    ("fused", "gemm_ar"): {"gemm_rs", "reduce_received", "wait_sources"},
 }
 if ON_HOPPER:
     KERNELS |= {("hopper", pattern): {f"hopper_{pattern}"} for pattern in ("ag_gemm", "gemm_rs")}
+    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "wait_sources"}
 # These hand no operand on: how any kernel is launched, what describes, divides, counts, names and
 # records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md

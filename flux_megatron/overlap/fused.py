@@ -14,7 +14,7 @@ from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import transfer, two_shot, wait_log
+from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -27,7 +27,7 @@ NEEDS_SYMMETRIC_MEMORY = True
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
-    return two_shot.supports(problem) or launch.supports(problem)
+    return transfer.unequal_shards(problem) or launch.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -148,6 +148,7 @@ def start_gemm_rs(
 
 def start_gemm_ar(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> two_shot.AllReduce:
+) -> transfer.AllReduce:
     """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)
+    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
+    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))

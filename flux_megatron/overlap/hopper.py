@@ -21,7 +21,7 @@ from torch import Tensor
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.overlap import transfer, two_shot, wait_log
+from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -44,7 +44,7 @@ def supports(problem: Problem) -> str | None:
         return f"{problem.world_size} ranks given, 2 to {COMM_TILES_MAX} expected"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1: the kernel would wait for pushes that come after its launch"
-    return two_shot.supports(problem) or hopper_gemm.supports(problem)
+    return transfer.unequal_shards(problem) or hopper_gemm.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -222,6 +222,7 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
 
 def start_gemm_ar(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> two_shot.AllReduce:
+) -> transfer.AllReduce:
     """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)
+    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
+    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.overlap import transfer, two_shot
+from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
@@ -31,7 +31,7 @@ def supports(problem: Problem) -> str | None:
 
     Its waits and its reduction are our kernels, and every rank reduces equally many rows.
     """
-    return two_shot.supports(problem) or launch.supports(problem)
+    return transfer.unequal_shards(problem) or launch.supports(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -127,6 +127,7 @@ def start_gemm_rs(
 
 def start_gemm_ar(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> two_shot.AllReduce:
+) -> transfer.AllReduce:
     """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    return two_shot.start(start_gemm_rs(x, w, layout, plan, workspace), workspace)
+    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
+    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))

@@ -2,8 +2,8 @@
 
 `Gather`: the copy engine of every rank pushes its rows into this rank's gathered buffer.
 `ReduceScatter`: every rank's partial results go into this rank's receive buffer, then their sum is
-formed. A strategy starts one, runs its GEMM beside it, and ends it. Each holds its channel from
-start to end.
+formed. `AllReduce`: the gather after such a scatter. A strategy starts one, runs its GEMM beside
+it, and ends it. Each holds its channel from start to end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flux_megatron.kernels.reduce_received import reduce_received
 from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import phase
+from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel, Region
 from flux_megatron.symm.copy_engine import CopyEngine, Push
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
@@ -27,6 +28,13 @@ from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
 GATHER, SCATTER, WORDS = "gather", "scatter", "words"
+
+
+def unequal_shards(problem: Problem) -> str | None:
+    """Why the rows cannot be scattered, or None: every rank sums equally many."""
+    if problem.M % problem.world_size:
+        return f"{problem.M} rows cannot be divided over {problem.world_size} ranks"
+    return None
 
 
 def timeout_ns() -> int:
@@ -208,4 +216,21 @@ class ReduceScatter:
         if self.keep_alive is not None:
             engine.join()
         self.workspace.end(self.call)
+        return y
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The gather of the sums [M_shard, N] that every rank has formed after a scatter.
+
+    Copy engines move it behind what the caller enqueues before `finish`, such as wgrad.
+    """
+
+    gather: Gather
+
+    def finish(self) -> Tensor:
+        """y [M, N]."""
+        gathered = self.gather.complete()  # the workspace's
+        y = torch.empty_like(gathered).copy_(gathered)
+        self.gather.close()
         return y
