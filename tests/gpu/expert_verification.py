@@ -104,7 +104,8 @@ def verify(run: Run, N: int, K: int, experts: int, most: int, calls: int) -> Non
         if call == 3 and run.device.type == "cuda":
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # backward runs in threads of autograd
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 replayed = given.step()
         if graph is not None and call % 2:
             graph.replay()
