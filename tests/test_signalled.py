@@ -16,7 +16,7 @@ from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
@@ -99,7 +99,7 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
     hopper_kernel = pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     hopper_gemm.refuses_bands.cache_clear()
-    tile = replace(hopper_gemm.TILE, group_m=16)
+    tile = replace(hopper_config.TILE, group_m=16)
 
     def by_hopper(
         rows=512, group_rows=(128, 256), shards=2, dtype=torch.bfloat16, tile=tile, K=64, address=32
@@ -115,7 +115,7 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
 
     # the end of y clips the last rows of an all-reduce, but not those of a shard
     taken = [
-        {}, {"group_rows": ()}, {"dtype": torch.float16}, {"tile": hopper_gemm.TILE},
+        {}, {"group_rows": ()}, {"dtype": torch.float16}, {"tile": hopper_config.TILE},
         {"rows": 500, "shards": 1},
     ]  # fmt: skip
     refused = [

@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from flux_megatron.kernels import hopper_descriptors, hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, Shared, aggregate
-from flux_megatron.kernels.hopper_gemm import TILE, Config, common_config
+from flux_megatron.kernels.hopper_config import TILE, Config, common_config
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -198,7 +198,7 @@ def _launcher(
     M_shard, K = x
     split = split_k_of_gather(
         tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
-        hopper_gemm.sms(device),
+        hopper_config.sms(device),
     )  # fmt: skip
     run = Launcher(
         hopper_ag_gemm_kernel, (split.ctas,), tile,

@@ -1,5 +1,5 @@
-"""What is chosen for the Hopper kernels before a call: which problems they take, their tile, what
-is split along K, and which tiles are made when.
+"""What is chosen for the Hopper kernels before a call: which problems they take, what is split
+along K, and which tiles are made when.
 
 The kernels are written in Gluon, because Triton's own pipelining leaves no room for work between
 the k-tiles of a tile: waits, publishing, partial tiles. They run on sm_90 only and have no
@@ -9,12 +9,13 @@ is called.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper_config import TILE, sms
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
@@ -25,36 +26,8 @@ from flux_megatron.kernels.split_k import (
 )
 from flux_megatron.problem import Problem, Tile
 
-TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """What both kernels are compiled for, as one constexpr; each adds what is its own."""
-
-    WORLD_SIZE: int
-    GROUP_M: int
-    EARLY_PARTS: int
-    LAST_PARTS: int
-    STAGES: int
-    NUM_WARPS: int
-    NUM_CTAS: int
-    LAYOUT_NN: bool
-
-    @property
-    def PARTS_MAX(self) -> int:
-        return max(self.EARLY_PARTS, self.LAST_PARTS)
-
-
-def common_config(world_size: int, layout: str, tile: Tile, split: SplitK) -> dict[str, int]:
-    """The fields of `Config`."""
-    return {
-        "WORLD_SIZE": world_size, "GROUP_M": tile.group_m, "EARLY_PARTS": split.early_parts,
-        "LAST_PARTS": split.last_parts, "STAGES": tile.num_stages, "NUM_WARPS": tile.num_warps,
-        "NUM_CTAS": split.ctas, "LAYOUT_NN": layout == "nn",
-    }  # fmt: skip
 
 
 @cache
@@ -111,12 +84,6 @@ def refuses_bands(
         if band.rows % TILE.block_m:
             return f"a band of {band.rows} rows is not a multiple of {TILE.block_m} rows"
     return None
-
-
-def sms(device: torch.device) -> int:
-    """CTAs that run at once: one an SM."""
-    (ctas,) = launch.persistent_grid(device, 1 << 30)
-    return ctas
 
 
 def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) -> SplitK:

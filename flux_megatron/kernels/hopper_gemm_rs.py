@@ -26,15 +26,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flux_megatron.kernels import hopper_descriptors, hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
+from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import (
     StagingTile,
     TileTargets,
     move_tiles,
     new_staging_tile,
 )
-from flux_megatron.kernels.hopper_gemm import Config, common_config
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -187,7 +187,7 @@ def _launcher(
     M_shard = M // world_size
     shard_tiles = tiles_of_shard(M_shard, N, tile)
     split = split_k_of_scatter(
-        shard_tiles, world_size, split_k_shards, cdiv(K, tile.block_k), hopper_gemm.sms(device)
+        shard_tiles, world_size, split_k_shards, cdiv(K, tile.block_k), hopper_config.sms(device)
     )
     remote = shard_tiles * (world_size - 1)  # the tiles behind them wait for other ranks
     run = Launcher(

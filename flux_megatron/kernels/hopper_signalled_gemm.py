@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
+from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
-from flux_megatron.kernels.hopper_gemm import Config, common_config
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX, TILE
+from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.kernels import hopper_gemm, launch
+from flux_megatron.kernels import hopper_config, hopper_gemm, launch
 from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import fused, sequential
@@ -61,7 +61,7 @@ def candidates(problem: Problem) -> list[Plan]:
 
 def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
     tile = fused.default_plan(problem).tile
-    if tile == hopper_gemm.TILE:
+    if tile == hopper_config.TILE:
         tile = replace(tile, group_m=16)  # as `hopper` has it
     rows = problem.M_shard if problem.spec.scatters else problem.M
     band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m

@@ -28,7 +28,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from flux_megatron.kernels import (
     hopper_ag_gemm,
-    hopper_gemm,
+    hopper_config,
     hopper_gemm_rs,
     hopper_signalled_gemm,
     launch,
@@ -134,7 +134,7 @@ def signalled() -> dict[str, Configuration]:
     for layout, shards in (("nt", WORLD_SIZE), ("nn", WORLD_SIZE), ("nt", 1)):
         launcher = hopper_signalled_gemm._launcher(
             torch.Size((8192, 4096)), 4096, shards, torch.bfloat16, torch.device("cuda", 0), layout,
-            hopper_gemm.TILE, 1024, 8,
+            hopper_config.TILE, 1024, 8,
         )  # fmt: skip
         name = f"signalled bfloat16 {layout} 128x256 {shards} shards"
         found[name] = Configuration(name, "bfloat16", layout, launcher)

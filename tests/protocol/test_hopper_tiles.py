@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from flux_megatron.kernels import hopper_gemm, hopper_split_k, hopper_tile_order
+from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_split_k, hopper_tile_order
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
 from flux_megatron.symm.signals import PARTIAL_COUNTERS
@@ -199,7 +199,7 @@ def test_local_tiles_lie_in_their_number_order():
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_host_knows_when_a_communication_tile_is_complete(shape, world_size, group_m):
-    tile = replace(hopper_gemm.TILE, group_m=group_m)
+    tile = replace(hopper_config.TILE, group_m=group_m)
     tiles_comm = cdiv(shape[0] * shape[1], 3)
     expected: dict[tuple[int, int], int] = {}
     for place, (_, _, _, number, hops) in enumerate(_rs_tiles(shape, world_size, group_m)):
