@@ -15,6 +15,8 @@ from flux_megatron.kernels.gluon_versions import (
     Shared,
     aggregate,
     barrier,
+    tma_load,
+    tma_store,
 )
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
@@ -91,9 +93,7 @@ class TileTargets:
         """Fetch the tile at `place` of the receive buffer, and wait until it has been added."""
         BLOCK_M: gl.constexpr = self.received_desc.block_type.shape[0]
         mbarrier.expect(staging.fetched, self.received_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            self.received_desc, [place * BLOCK_M, 0], staging.fetched, staging.tile
-        )
+        tma_load(self.received_desc, [place * BLOCK_M, 0], staging.fetched, staging.tile)
         mbarrier.wait(staging.added, fetched & 1)
 
     @gluon.jit
@@ -107,7 +107,7 @@ class TileTargets:
             [places * BLOCK_M, BLOCK_N], [BLOCK_N, 1], [BLOCK_M, BLOCK_N],
             self.received_desc.layout,
         )  # fmt: skip
-        tma.async_copy_shared_to_global(theirs, [place * BLOCK_M, 0], tile)
+        tma_store(theirs, [place * BLOCK_M, 0], tile)
 
     @gluon.jit
     def send(self, owner, hops, number, per_shard, tile, sizes, signals):
@@ -125,7 +125,7 @@ class TileTargets:
                 signal_release_sys(theirs, slot, signals.epoch)  # signal [B]
         else:
             row = (hops * per_shard + number) * sizes.BLOCK_M
-            tma.async_copy_shared_to_global(self.parts_desc, [row, 0], tile)
+            tma_store(self.parts_desc, [row, 0], tile)
             complete_tma_stores()
             count_release_sys(counter)  # signal [D]
 
@@ -160,7 +160,7 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
             finished += 1
             if owner == sizes.rank:
                 at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
-                tma.async_copy_shared_to_global(targets.y_desc, at, staging.tile)
+                tma_store(targets.y_desc, at, staging.tile)
                 tma.store_wait(pendings=0)
             else:
                 targets.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
