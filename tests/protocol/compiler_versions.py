@@ -1,9 +1,9 @@
 """What Triton's compilers do differently, as far as the checks of their code depend on it. No other
 test asks which version it is.
 
-From 3.9 on the compiler adds a CTA barrier and the completion of TMA stores before a release: two of
-the broken kernels are repaired. Its assembler spills up to 32 bytes where 3.6 to 3.8 spill none, and
-moves the descriptor of an MMA once a k-tile in one configuration more.
+From 3.9 on the compiler adds a CTA barrier and the completion of TMA stores before a release: two
+of the broken kernels are repaired. Its assembler spills up to 32 bytes where 3.6 to 3.8 spill none,
+and moves the descriptor of an MMA once a k-tile in one configuration more.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ SHARED_BYTES_MAX = 227 * 1024
 CHECKS = {
     "ag_gemm": [check_awaited, check_only_signals_spin],
     "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
+    "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
     "sm": [check_counted],
     "early": [check_partials],
@@ -178,6 +179,8 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_rs sm", check_sent, FENCE, "not fenced"),
         ("gemm_rs sm", check_counted, COUNT, "not counted"),
         ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
+        ("gemm_ar copy_engine", check_sent, COMPLETE, "not complete"),
+        ("gemm_ar sm", check_counted, COUNT, "not counted"),
         ("signalled", check_sent, COMPLETE, "not complete"),
         ("signalled", check_sent, FENCE, "not fenced"),
         ("signalled", check_sent, WARPS, "no CTA barrier"),
@@ -215,7 +218,7 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "workers"),
-    [("ag_gemm", [1, 2, 1]), ("gemm_rs", [1, 1, 2]), ("signalled", [1, 1, 2])],
+    [(name, [1, 1, 2]) for name in ("gemm_rs", "gemm_ar", "signalled")] + [("ag_gemm", [1, 2, 1])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):
     """Workers, those that fill up the last group of four warps, and the MMA warps."""
