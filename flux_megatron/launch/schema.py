@@ -28,9 +28,9 @@ from flux_megatron.perf.workload import (
 Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
-    with_config(_STRICT)(_section)
+    with_config(STRICT)(_section)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Head:
     tp_across_nodes: bool = False
 
 
-with_config(_STRICT)(Head)
+with_config(STRICT)(Head)
 
 SECTIONS = {"model": Model, "cluster": Cluster, "parallel": Parallel, "training": Training}
 ARMS: tuple[Arm, ...] = get_args(Arm)
