@@ -20,6 +20,7 @@ from flux_megatron.perf.workload import (
     Health,
     Link,
     Model,
+    Moe,
     Nics,
     Parallel,
     Training,
@@ -29,7 +30,7 @@ Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
+for _section in (Model, Moe, Link, Nics, Health, Cluster, Parallel, Training):
     with_config(STRICT)(_section)
 
 

@@ -33,12 +33,15 @@ class Dlrm:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet; kernels reach the share of it that they reach on an H200."""
+    """A GPU by its data sheet; kernels reach the share of it that they reach on an H200, lookups and
+    updates of tables in `lookup_factor` times that time.
+    """
 
     name: str
     sms: int
     tflops: float  # dense, in the step's dtype
     memory_gbps: float
+    lookup_factor: float
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Step:
     """`slices`: messages of a fused lookup to each node. `update_ratio`: time of the update of the
     tables over that of their lookup; the part `sort_share` of it needs no gradients yet.
     `layout_copies`: whether the unfused form copies pooled rows before and behind the all-to-all.
-    `bottom_beside`: whether the bottom MLP runs beside it. `fused_slowdown`: the fused kernel's
+    `bottom_beside`: whether the bottom MLP runs beside it. `layers_per_sum`: layers of an MLP whose
+    gradients are one all-reduce. `fused_slowdown`: the fused kernel's
     time of pooling over the lookup's, in arm `fused`.
     """
 
@@ -57,8 +61,8 @@ class Step:
     sort_share: float
     layout_copies: bool
     bottom_beside: bool
+    layers_per_sum: int
     fused_slowdown: float
-    fused_backward: bool
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The time of a training step of a DLRM over many nodes.
 
 The order is that of ASTRA-sim's DLRM workload: the all-to-all runs beside the bottom MLP and goes
-before all-reduces, of one layer's gradients each, which run beside backward.
+before all-reduces, which run beside backward.
 
 step = predict(study, "unfused")
 step.step_us, step.parts["all-to-all, exposed"]
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from flux_megatron.perf import scale_out
@@ -18,10 +19,10 @@ from flux_megatron.perf.dlrm import Gpu, Study
 from flux_megatron.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
 from flux_megatron.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
-from flux_megatron.perf.least_squares import total
+from flux_megatron.perf.least_squares import Terms, total
 
-Arm = Literal["unfused", "fused", "ours"]
-ARMS: tuple[Arm, ...] = ("unfused", "fused", "ours")
+Arm = Literal["unfused", "forward", "both", "ours"]
+ARMS: tuple[Arm, ...] = ("unfused", "forward", "both", "ours")
 EXPOSED = "all-to-all, exposed"
 
 
@@ -41,8 +42,14 @@ class Job(NamedTuple):
 
 
 def predict(study: Study, arm: Arm) -> Prediction:
-    """The step of the busiest node. `fused` is `unfused` with one kernel for lookup and all-to-all
-    in forward; `ours` is the kernel that is measured, and what runs beside its sort in backward.
+    """The step of the busiest node, by arm:
+
+    | arm | forward | backward |
+    | --- | --- | --- |
+    | unfused | lookup, then all-to-all | all-to-all, then update |
+    | forward | slices travel while others are pooled | as unfused |
+    | both | as forward | tables are updated by slices, as they arrive |
+    | ours | as forward, by our kernel's times | gradients travel while entries are sorted |
     """
     costs = Costs(study)
     layers = study.model.bottom_layers, study.model.top_layers
@@ -81,7 +88,7 @@ def _forward(study: Study, arm: Arm, costs: Costs) -> tuple[float, float, float]
         beside = costs.layer_us * study.model.bottom_layers * study.step.bottom_beside
         return costs.lookup_us, max(0.0, costs.exchange_us - beside), costs.layout_us
     pooling = costs.own_lookup_us
-    if arm == "fused":
+    if arm != "ours":
         pooling = costs.lookup_us * study.step.fused_slowdown
     nodes = study.network.nodes
     slices = study.step.slices * (nodes - 1)
@@ -94,7 +101,7 @@ def _backward(study: Study, arm: Arm, costs: Costs, left_us: float) -> tuple[flo
     update = costs.update_us(arm)
     if arm == "ours":
         return max(0.0, left_us - study.step.sort_share * update), 0.0
-    if arm == "fused" and study.step.fused_backward:
+    if arm == "both":
         slices = study.step.slices * (study.network.nodes - 1)
         return fused_us(update, left_us, slices) - update, 0.0
     return left_us, costs.layout_us
@@ -102,7 +109,13 @@ def _backward(study: Study, arm: Arm, costs: Costs, left_us: float) -> tuple[flo
 
 def _sums(start_us: float, layers: int, costs: Costs) -> list[Job]:
     """The all-reduces of one MLP's layers, whose backward begins at `start_us`."""
-    return [Job(start_us + 2 * (n + 1) * costs.layer_us, costs.sum_us) for n in range(layers)]
+    each = costs.study.step.layers_per_sum
+    ends = [min(first + each, layers) for first in range(0, layers, each)]
+    sizes = [end - before for before, end in pairwise([0, *ends])]
+    return [
+        Job(start_us + 2 * end * costs.layer_us, costs.sum_us(size))
+        for end, size in zip(ends, sizes, strict=True)
+    ]
 
 
 def serve(sums: Sequence[Job], urgent: Job) -> tuple[float, float]:
@@ -136,17 +149,17 @@ class Costs:
 
     @property
     def lookup_us(self) -> float:
-        return self._by_memory_us(total(LOOKUP, self.lookup.terms))
+        return self._looked_up_us(LOOKUP)
 
     @property
     def own_lookup_us(self) -> float:
-        return self._by_memory_us(total(FUSED, self.lookup.terms))
+        return self._looked_up_us(FUSED)
 
     @property
     def layout_us(self) -> float:
         """Both copies of one direction."""
-        copied = self.study.step.layout_copies * LAYOUT * self.lookup.pooled_bytes * 1e-3
-        return self._by_memory_us(copied)
+        copied = LAYOUT["pooled_bytes"] * self.lookup.pooled_bytes * 1e-3
+        return self.study.step.layout_copies * self._by_memory_us(copied)
 
     @property
     def exchange_us(self) -> float:
@@ -169,10 +182,9 @@ class Costs:
         samples = step.global_batch // self.study.network.nodes
         return gemm_us(self.hardware, samples, model.width, model.width, step.dtype)
 
-    @property
-    def sum_us(self) -> float:
-        """The all-reduce of one layer's gradients."""
-        return scale_out.all_reduce_us(self.study.network, self._layer_bytes)
+    def sum_us(self, layers: int) -> float:
+        """The all-reduce of their gradients."""
+        return scale_out.all_reduce_us(self.study.network, layers * self._layer_bytes)
 
     @property
     def interaction_us(self) -> float:
@@ -191,6 +203,9 @@ class Costs:
     @property
     def _layer_bytes(self) -> int:
         return self.study.model.width**2 * ELEMENT_BYTES[self.study.step.dtype]
+
+    def _looked_up_us(self, kernel: Terms) -> float:
+        return self.study.gpu.lookup_factor * self._by_memory_us(total(kernel, self.lookup.terms))
 
     def _by_memory_us(self, on_h200_us: float) -> float:
         """A time of an H200, by the data sheets' memory bandwidths."""

@@ -86,6 +86,8 @@ def _splits(workload: Workload) -> Iterator[Workload]:
             dp = cluster.gpus // tp // pp
             if model.layers % pp or training.global_batch % (training.micro_batch * dp):
                 continue
+            if dp % workload.parallel.ep:
+                continue
             for chunks in {1, workload.parallel.virtual_stages}:
                 parallel = replace(workload.parallel, tp=tp, pp=pp, dp=dp, virtual_stages=chunks)
                 split = replace(workload, parallel=parallel)

@@ -32,7 +32,6 @@ NAMES = ("program", "model.name")  # need no source
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (
     "network.bandwidth_gbps", "network.latency_us", "model.pooling", "step.global_batch",
-    "step.fused_backward",
 )  # fmt: skip
 for _section in SECTIONS.values():
     with_config(schema.STRICT)(_section)
@@ -123,7 +122,7 @@ def predict(study: Study, arms: Iterable[Arm] = ARMS) -> dict[Arm, Prediction]:
     return {arm: dlrm_step.predict(study, arm) for arm in arms}
 
 
-def reduction(arms: Mapping[Arm, Prediction], arm: Arm = "fused") -> float:
+def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
     """By which share of the unfused step an arm's is shorter."""
     return 1 - arms[arm].step_us / arms["unfused"].step_us
 
