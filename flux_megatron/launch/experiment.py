@@ -118,7 +118,9 @@ def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -
     )
 
 
-def sources_of(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[ErrorDetail]]:
+def sources_of(
+    scalars: Iterable[str], merged: Merged
+) -> tuple[dict[str, Source], list[ErrorDetail]]:
     """The source of each scalar: that of the longest key which covers it.
 
     A file that sets a value gives its own reason: that of its base is of another value.

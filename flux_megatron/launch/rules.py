@@ -95,7 +95,7 @@ def _experts(w: Workload) -> Iterator[Rule]:
     if moe.imbalance < 1:
         yield "model.moe.imbalance", f"{moe.imbalance:g} given, at least 1 expected"
     if parallel.tp > 1:
-        yield "parallel.tp", f"{parallel.tp} given, experts are not divided by tensor parallelism: 1"
+        yield "parallel.tp", f"{parallel.tp} given, 1 expected with model.moe"
     if parallel.ep > w.cluster.gpus_per_node:
         yield (
             "parallel.ep",

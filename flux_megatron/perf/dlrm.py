@@ -33,8 +33,8 @@ class Dlrm:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet; kernels reach the share of it that they reach on an H200, lookups and
-    updates of tables in `lookup_factor` times that time.
+    """A GPU by its data sheet; kernels reach the share of it that they do on an H200. Lookups and
+    updates of tables take `lookup_factor` times as long as that.
     """
 
     name: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -136,36 +137,36 @@ class Costs:
 
     study: Study
 
-    @property
+    @cached_property
     def hardware(self) -> Hardware:
         return like_h200(self.study.gpu, self.study.step.dtype)
 
-    @property
+    @cached_property
     def lookup(self) -> Lookup:
         model, step = self.study.model, self.study.step
         tables = -(-model.tables // self.study.network.nodes)
         element = ELEMENT_BYTES[step.dtype]
         return Lookup(step.global_batch, tables, model.pooling, model.dim, element)
 
-    @property
+    @cached_property
     def lookup_us(self) -> float:
         return self._looked_up_us(LOOKUP)
 
-    @property
+    @cached_property
     def own_lookup_us(self) -> float:
         return self._looked_up_us(FUSED)
 
-    @property
+    @cached_property
     def layout_us(self) -> float:
         """Both copies of one direction."""
         copied = LAYOUT["pooled_bytes"] * self.lookup.pooled_bytes * 1e-3
         return self.study.step.layout_copies * self._by_memory_us(copied)
 
-    @property
+    @cached_property
     def exchange_us(self) -> float:
         return scale_out.all_to_all_us(self.study.network, self.lookup.pooled_bytes)
 
-    @property
+    @cached_property
     def slices_us(self) -> float:
         """The same in slices."""
         network, size_bytes = self.study.network, self.lookup.pooled_bytes
@@ -175,7 +176,7 @@ class Costs:
         lookup = self.own_lookup_us if arm == "ours" else self.lookup_us
         return self.study.step.update_ratio * lookup
 
-    @property
+    @cached_property
     def layer_us(self) -> float:
         """One layer's forward of this node's samples."""
         model, step = self.study.model, self.study.step
@@ -186,21 +187,21 @@ class Costs:
         """The all-reduce of their gradients."""
         return scale_out.all_reduce_us(self.study.network, layers * self._layer_bytes)
 
-    @property
+    @cached_property
     def interaction_us(self) -> float:
         model, step = self.study.model, self.study.step
         rows = step.global_batch // self.study.network.nodes * model.tables
         size_bytes = rows * model.dim * ELEMENT_BYTES[step.dtype] * model.interaction_passes
         return pass_us(self.hardware, size_bytes)
 
-    @property
+    @cached_property
     def optimizer_us(self) -> float:
         """Parameters and gradients are read, parameters written."""
         model = self.study.model
         layers = model.bottom_layers + model.top_layers
         return pass_us(self.hardware, 3 * layers * self._layer_bytes)
 
-    @property
+    @cached_property
     def _layer_bytes(self) -> int:
         return self.study.model.width**2 * ELEMENT_BYTES[self.study.step.dtype]
 

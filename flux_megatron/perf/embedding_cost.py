@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | entries | entries of all bags of a rank, in thousands | the kernel's own time for an entry |
 | row_bytes | bytes of the rows that they name, in kB | reads of the tables |
-| pooled_bytes | bytes of the pooled rows, in kB | stores; fused: to peers, and the copy to the result |
+| pooled_bytes | bytes of the pooled rows, in kB | stores; fused: to peers, and the result's copy |
 
 `unfused` is a lookup, a copy that orders rows for their ranks, an all-to-all, and a copy that puts
 the blocks of all ranks together. `fused` is one kernel: slices travel while others are pooled.

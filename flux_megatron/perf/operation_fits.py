@@ -201,7 +201,9 @@ def main() -> None:
     from flux_megatron.perf.calibration import renew
 
     parser = argparse.ArgumentParser(prog="python -m flux_megatron.perf.operation_fits")
-    parser.add_argument("folder", type=Path, help="of embedding_a2a.jsonl and expert_parallel.jsonl")
+    parser.add_argument(
+        "folder", type=Path, help="of embedding_a2a.jsonl and expert_parallel.jsonl"
+    )
     parser.add_argument("--page", type=Path, help="the Markdown page whose table is renewed")
     given = parser.parse_args()
     embedding, experts = load(given.folder)

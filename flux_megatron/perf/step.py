@@ -91,8 +91,7 @@ def costs(workload: Workload) -> Costs:
         reduce_us=_by_bucket(workload, network.reduce_us),
         gather_us=_by_bucket(workload, network.gather_us),
         optimizer_us=tuple(
-            layer.optimizer_us(workload, stages.updated(workload, stage))
-            for stage in ranks
+            layer.optimizer_us(workload, stages.updated(workload, stage)) for stage in ranks
         ),
         tied_us=network.tied_embeddings_us(workload, stages.table_parameters(workload)),
         overlap_reduce=training.overlap_grad_reduce,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def simulate(
     name: Annotated[
-        str, typer.Argument(
+        str,
+        typer.Argument(
             metavar="EXPERIMENT",
             help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML",
         ),

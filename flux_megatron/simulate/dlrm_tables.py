@@ -1,4 +1,4 @@
-"""What is predicted of a DLRM study, as rows of tables: for the terminal, for docs/dlrm.md, as JSON.
+"""What is predicted of a DLRM study: tables of the terminal and of docs/dlrm.md, and JSON.
 
     python -m flux_megatron.simulate.dlrm_tables docs/dlrm.md
 
@@ -32,8 +32,9 @@ def steps(found: StudyFile) -> Rows:
     """A column an arm: the step, its parts, and by how much it is shorter."""
     arms = study.predict(found.study)
     rows = [["", *arms], ["step", *(_ms(one.step_us) for one in arms.values())]]
-    for part in arms["unfused"].parts:
-        rows.append([part, *(_ms(one.parts[part]) for one in arms.values())])
+    rows += [
+        [part, *(_ms(one.parts[part]) for one in arms.values())] for part in arms["unfused"].parts
+    ]
     rows.append(["shorter by", "", *(f"{study.reduction(arms, arm):.1%}" for arm in FUSED)])
     if "reduction" in found.paper:
         rows.append(["the paper's", "", *[str(found.paper["reduction"])] * 2, ""])
@@ -58,9 +59,7 @@ def ranges(found: StudyFile) -> Rows:
     for arm in FUSED if tried else ():
         shares = [study.reduction(arms, arm) for arms in tried]
         near = sum(NEAR[0] <= share <= NEAR[1] for share in shares)
-        rows.append(
-            [arm, str(len(shares)), f"{min(shares):.1%} to {max(shares):.1%}", f"{near}"]
-        )
+        rows.append([arm, str(len(shares)), f"{min(shares):.1%} to {max(shares):.1%}", f"{near}"])
     return rows
 
 
