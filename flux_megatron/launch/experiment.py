@@ -21,6 +21,8 @@ from flux_megatron.launch.inheritance import Merged, Source, Value, covers
 from flux_megatron.launch.schema import Program
 from flux_megatron.perf.workload import Arm, Workload
 
+STUDY_PROGRAM = "dlrm"  # of a file that `simulate.study` reads
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -59,6 +61,10 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Exper
     name, file = find(name_or_path)
     reader = inheritance.Reader()
     merged = reader.read(file, inheritance.SHIPPED)
+    program = merged.values.get("program")
+    if program and program.value == STUDY_PROGRAM:
+        rule = f"{STUDY_PROGRAM} given: a study, which `flux-megatron simulate` alone takes"
+        raise ExperimentError([ErrorDetail(inheritance.shown(file), "program", rule)])
     if overrides:
         reader.override(merged, overrides)
     return _checked(name, file, merged, reader.errors)

@@ -29,9 +29,16 @@ from flux_megatron.perf.workload import (
 Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _section in (Model, Moe, Link, Nics, Health, Cluster, Parallel, Training):
-    with_config(STRICT)(_section)
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def make_strict(*sections: type) -> None:
+    """Dataclasses that `build` may build."""
+    for section in sections:
+        with_config(_STRICT)(section)
+
+
+make_strict(Model, Moe, Link, Nics, Health, Cluster, Parallel, Training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Head:
     tp_across_nodes: bool = False
 
 
-with_config(STRICT)(Head)
+make_strict(Head)
 
 SECTIONS = {"model": Model, "cluster": Cluster, "parallel": Parallel, "training": Training}
 ARMS: tuple[Arm, ...] = get_args(Arm)

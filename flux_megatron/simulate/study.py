@@ -15,9 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import with_config
-
-from flux_megatron.config_files import flat
 from flux_megatron.launch import experiment, inheritance, schema
 from flux_megatron.launch.errors import ErrorDetail, ExperimentError
 from flux_megatron.launch.inheritance import Value
@@ -26,15 +23,12 @@ from flux_megatron.perf.dlrm import Dlrm, Gpu, Step, Study, broken
 from flux_megatron.perf.dlrm_step import ARMS, Arm, Prediction
 from flux_megatron.perf.scale_out import Network
 
-PROGRAM = "dlrm"
 SECTIONS = {"model": Dlrm, "gpu": Gpu, "network": Network, "step": Step}
-NAMES = ("program", "model.name")  # need no source
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (
     "network.bandwidth_gbps", "network.latency_us", "model.pooling", "step.global_batch",
 )  # fmt: skip
-for _section in SECTIONS.values():
-    with_config(schema.STRICT)(_section)
+schema.make_strict(*SECTIONS.values())
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def is_study(name_or_path: str) -> bool:
     """Whether the file is one of these. `ExperimentError` as `experiment.load`."""
     _, file = experiment.find(name_or_path)
     program = inheritance.Reader().read(file, inheritance.SHIPPED).values.get("program")
-    return program is not None and program.value == PROGRAM
+    return program is not None and program.value == experiment.STUDY_PROGRAM
 
 
 def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> StudyFile:
@@ -77,9 +71,9 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Study
     merged.put(Value("model.name", Path(name).name, shown, 0))
     study, errors = _built(merged.values, shown)
     errors = [*reader.errors, *errors]
-    scalars = [*flat(dataclasses.asdict(study))] if study else []
+    scalars = [*_flat(study)] if study else []
     sources, unexplained = experiment.sources_of(
-        (key for key in scalars if key not in NAMES), merged
+        (key for key in scalars if key != "model.name"), merged
     )
     errors += unexplained if study else []
     for value in merged.sweep.values() if study else ():
@@ -129,7 +123,7 @@ def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
 
 def one_at_a_time(found: StudyFile) -> list[Alternative]:
     """Every other value of what is assumed."""
-    current = flat(dataclasses.asdict(found.study))
+    current = _flat(found.study)
     return [
         changed(found.study, {key: value})
         for key, values in found.sweep.items()
@@ -157,6 +151,14 @@ def changed(study: Study, values: Mapping[str, Any]) -> Alternative:
     for _, rule in broken(study):
         return Alternative(dict(values), {}, rule)
     return Alternative(dict(values), predict(study))
+
+
+def _flat(study: Study) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section, values in dataclasses.asdict(study).items()
+        for name, value in values.items()
+    }
 
 
 def _plain(value: Any) -> Any:

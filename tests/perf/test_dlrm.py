@@ -15,6 +15,7 @@ pytest.importorskip("pydantic", reason="needs the extra `launch`")
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.launch import experiment
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.perf import dlrm_step
 from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, serve
@@ -157,3 +158,8 @@ def test_options_of_transformers_are_refused(option):
     done = CliRunner().invoke(app, ["simulate", NAME, *option])
     assert done.exit_code == 2
     assert "--set, --sweep assumed and --json expected" in done.output
+
+
+def test_a_study_is_not_launched():
+    with pytest.raises(ExperimentError, match="a study, which `flux-megatron simulate` alone"):
+        experiment.load(NAME)
