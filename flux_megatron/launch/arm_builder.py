@@ -14,8 +14,8 @@ from flux_megatron.launch.schema import Head
 from flux_megatron.perf.workload import Arm, Workload
 
 NAMES = ("model.name", "cluster.name")  # need no source
-# Nothing is predicted from these: where a file leaves them out there is nothing to explain.
-OPTIONAL = ("cluster.health", "cluster.environment")
+# Where a file leaves these out there is nothing to explain.
+OPTIONAL = ("cluster.health", "cluster.environment", "model.moe", "parallel.ep")
 
 
 class ArmBuilder:

@@ -21,6 +21,8 @@ from flux_megatron.launch.inheritance import Merged, Source, Value, covers
 from flux_megatron.launch.schema import Program
 from flux_megatron.perf.workload import Arm, Workload
 
+STUDY_PROGRAM = "dlrm"  # of a file that `simulate.study` reads
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -56,9 +58,13 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Exper
 
     `ExperimentError` lists all that is wrong: file, key and rule of each.
     """
-    name, file = _find(name_or_path)
+    name, file = find(name_or_path)
     reader = inheritance.Reader()
     merged = reader.read(file, inheritance.SHIPPED)
+    program = merged.values.get("program")
+    if program and program.value == STUDY_PROGRAM:
+        rule = f"{STUDY_PROGRAM} given: a study, which `flux-megatron simulate` alone takes"
+        raise ExperimentError([ErrorDetail(inheritance.shown(file), "program", rule)])
     if overrides:
         reader.override(merged, overrides)
     return _checked(name, file, merged, reader.errors)
@@ -72,13 +78,23 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ExperimentError([ErrorDetail("--set", "", str(error))]) from None
 
 
-def _find(name_or_path: str) -> tuple[str, Path]:
+def studies() -> list[str]:
+    """What is simulated alone, as study/dlrm-128-nodes: files of configs/studies."""
+    files = (inheritance.configs() / "studies").glob("*.yaml")
+    return sorted(f"study/{file.stem}" for file in files)
+
+
+def find(name_or_path: str) -> tuple[str, Path]:
+    """(name, file). `ExperimentError` for a name of none that we ship."""
     if name_or_path.endswith((".yaml", ".yml")):
         return Path(name_or_path).stem, Path(name_or_path)
-    if name_or_path not in names():
-        near = difflib.get_close_matches(name_or_path, names(), n=1)
-        rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {names()}"
+    known = [*names(), *studies()]
+    if name_or_path not in known:
+        near = difflib.get_close_matches(name_or_path, known, n=1)
+        rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {known}"
         raise ExperimentError([ErrorDetail(name_or_path, "", rule)])
+    if name_or_path.startswith("study/"):
+        return name_or_path, inheritance.configs() / "studies" / f"{Path(name_or_path).name}.yaml"
     return name_or_path, inheritance.configs() / "experiments" / f"{name_or_path}.yaml"
 
 
@@ -87,11 +103,11 @@ def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -
     if not builder.errors:
         builder.check_memory()
     errors = [*errors, *builder.errors]
-    sources, unexplained = _sources(builder.scalars(), merged)
+    sources, unexplained = sources_of(builder.scalars(), merged)
     wrong = {error.key for error in errors}
     errors += [error for error in unexplained if error.key not in wrong]
     for value in merged.sweep.values():
-        errors += _wrong_sweep(value, sources.get(value.key))
+        errors += wrong_sweep(value, sources.get(value.key))
     if errors or builder.head is None:
         raise ExperimentError(errors)
     return Experiment(
@@ -108,7 +124,9 @@ def _checked(name: str, file: Path, merged: Merged, errors: list[ErrorDetail]) -
     )
 
 
-def _sources(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source], list[ErrorDetail]]:
+def sources_of(
+    scalars: Iterable[str], merged: Merged
+) -> tuple[dict[str, Source], list[ErrorDetail]]:
     """The source of each scalar: that of the longest key which covers it.
 
     A file that sets a value gives its own reason: that of its base is of another value.
@@ -135,7 +153,7 @@ def _sources(scalars: Iterable[str], merged: Merged) -> tuple[dict[str, Source],
     return found, errors
 
 
-def _wrong_sweep(sweep: Value, source: Source | None) -> Iterator[ErrorDetail]:
+def wrong_sweep(sweep: Value, source: Source | None) -> Iterator[ErrorDetail]:
     """What is assumed may be swept; alternatives that break rules are refused when loaded."""
     key = f"sweep.{sweep.key}"
     if source is None:

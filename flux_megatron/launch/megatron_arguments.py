@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from flux_megatron.launch.errors import LaunchError
 from flux_megatron.perf.workload import Model, Parallel, Training, Workload
 
 POSITION = {"learned": "learned_absolute", "rope": "rope"}
@@ -30,6 +31,8 @@ def render(
     `data`: prefixes of indexed data sets, by default mock data; `cache`: folder of their indices.
     `save`: folder of checkpoints, written every `save_interval` steps, at the end and on SIGTERM.
     """
+    if workload.model.moe:
+        raise LaunchError("model.moe: experts are simulated; no launch has their arguments")
     return [
         *_model(workload.model),
         *_training(workload.training),

@@ -19,7 +19,7 @@ def broken(workload: Workload, head: Head) -> list[Rule]:
     """Every rule that the arm breaks, `too_large` aside."""
     if found := list(_signs("", workload)):
         return found
-    for rules in (_sizes, _batches, _cluster, _schedule, _arm):
+    for rules in (_sizes, _experts, _batches, _cluster, _schedule, _arm):
         found += rules(workload)
     found += _nodes(workload, head)
     if head.program == "train":
@@ -81,6 +81,28 @@ def _sizes(w: Workload) -> Iterator[Rule]:
         yield from _divides(f"model.{name}", getattr(model, name), "parallel.tp", tp)
     if w.parallel.sequence_parallel:
         yield from _divides("model.seq_length", model.seq_length, "parallel.tp", tp)
+
+
+def _experts(w: Workload) -> Iterator[Rule]:
+    """Expert parallelism is predicted within a node and without tensor parallelism."""
+    moe, parallel = w.model.moe, w.parallel
+    if moe is None:
+        if parallel.ep > 1:
+            yield "parallel.ep", f"{parallel.ep} given, model.moe expected with it"
+        return
+    if moe.topk > moe.experts:
+        yield "model.moe.topk", f"{moe.topk} given, at most model.moe.experts, {moe.experts}"
+    if moe.imbalance < 1:
+        yield "model.moe.imbalance", f"{moe.imbalance:g} given, at least 1 expected"
+    if parallel.tp > 1:
+        yield "parallel.tp", f"{parallel.tp} given, 1 expected with model.moe"
+    if parallel.ep > w.cluster.gpus_per_node:
+        yield (
+            "parallel.ep",
+            f"{parallel.ep} given, at most a node's GPUs, {w.cluster.gpus_per_node}",
+        )
+    yield from _divides("model.moe.experts", moe.experts, "parallel.ep", parallel.ep)
+    yield from _divides("parallel.dp", parallel.dp, "parallel.ep", parallel.ep)
 
 
 def _batches(w: Workload) -> Iterator[Rule]:
@@ -172,6 +194,8 @@ def _own_loop(w: Workload) -> Iterator[Rule]:
         yield "model.kv_heads", f"{model.kv_heads} given, program train needs model.heads"
     if model.vocab != BYTE_VOCAB:
         yield "model.vocab", f"{model.vocab} given, program train reads bytes: {BYTE_VOCAB}"
+    if model.moe:
+        yield "model.moe", "program train has no experts"
     if parallel.pp > 1:
         yield "parallel.pp", f"{parallel.pp} given, program train has no pipeline"
     if training.recompute != "none":

@@ -20,6 +20,7 @@ from flux_megatron.perf.workload import (
     Health,
     Link,
     Model,
+    Moe,
     Nics,
     Parallel,
     Training,
@@ -29,8 +30,15 @@ Program = Literal["pretrain_gpt", "train"]
 
 # As strict as JSON: no number from a text, no integer from a boolean, no unknown key.
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-for _section in (Model, Link, Nics, Health, Cluster, Parallel, Training):
-    with_config(_STRICT)(_section)
+
+
+def make_strict(*sections: type) -> None:
+    """Dataclasses that `build` may build."""
+    for section in sections:
+        with_config(_STRICT)(section)
+
+
+make_strict(Model, Moe, Link, Nics, Health, Cluster, Parallel, Training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Head:
     tp_across_nodes: bool = False
 
 
-with_config(_STRICT)(Head)
+make_strict(Head)
 
 SECTIONS = {"model": Model, "cluster": Cluster, "parallel": Parallel, "training": Training}
 ARMS: tuple[Arm, ...] = get_args(Arm)

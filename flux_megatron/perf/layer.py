@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import attention, linear
+from flux_megatron.perf import attention, linear, moe_layer
 from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
 from flux_megatron.perf.hardware import in_training
 from flux_megatron.perf.operator_cost import collective_us
@@ -38,18 +38,26 @@ class Piece:
 
 def pieces(workload: Workload) -> list[Piece]:
     """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
-    fc2; then norms, the layer's two with its two residual adds.
+    fc2; then norms, the layer's two with its two residual adds. Experts stand in place of fc1 and
+    fc2.
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
     fc1 = model.ffn * (2 if model.swiglu else 1)
+    if model.moe:
+        mlp = [Piece(*times) for times in moe_layer.times(workload)]
+    else:
+        mlp = [
+            _linear(workload, "fc1", N=fc1, K=model.hidden),
+            _linear(workload, "fc2", N=model.hidden, K=model.ffn),
+        ]
     return [
         _linear(workload, "qkv", N=qkv, K=model.hidden),
         Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
         _linear(workload, "proj", N=model.hidden, K=model.hidden),
-        _linear(workload, "fc1", N=fc1, K=model.hidden),
+        *mlp[:-1],
         _activation(workload),
-        _linear(workload, "fc2", N=model.hidden, K=model.ffn),
+        mlp[-1],
         _norms(workload),
     ]
 
@@ -73,7 +81,8 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
 def _activation(workload: Workload) -> Piece:
     """Bias and GELU, or SwiGLU: what goes in, what comes out, and in backward both gradients."""
     wide = 2 if workload.model.swiglu else 1
-    elements = workload.tokens * workload.model.ffn // workload.parallel.tp
+    rows = moe_layer.rows(workload) if workload.model.moe else workload.tokens
+    elements = int(rows * workload.model.ffn) // workload.parallel.tp
     return _passes(workload, "activation", elements, wide + 1, 2 * wide + 1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import schedule, stages
+from flux_megatron.perf import moe_layer, schedule, stages
 from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.layer import padded_vocab
 from flux_megatron.perf.stages import Stage
@@ -22,6 +22,10 @@ RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, 
 # buffers of qkv and fc1, by Transformer Engine's default methods. flux: the channels for gather and
 # scatter, with three regions each.
 GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 6}
+
+
+# Of capacity x hidden: a2a_gemm and gemm_a2a have two regions each.
+EXPERT_BUFFERS = 4
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,23 @@ def of_stage(workload: Workload, stage: Stage) -> Memory:
     training = workload.training
     count = stages.parameters(workload, stage)
     # Adam's two moments in fp32, and the fp32 parameter where the model's is another
-    state = 8 * count if training.dtype == "float32" else 12 * count
+    state = 8 if training.dtype == "float32" else 12
     return Memory(
         stage=stage.index,
         parameters=count * ELEMENT_BYTES[training.dtype],
         gradients=count * 4,
-        optimizer=state // (workload.parallel.dp if training.distributed_optimizer else 1),
+        optimizer=state * stages.updated(workload, stage),
         activations=activations(workload, stage),
         workspace=workspace(workload),
     )
 
 
 def workspace(workload: Workload) -> int:
-    """The buffers between which the tensor-parallel ranks move [M, hidden]."""
+    """The buffers between which the ranks move [M, hidden]: tensor-parallel ones, and those of
+    fused experts.
+    """
+    if workload.model.moe and workload.arm == "flux" and workload.parallel.ep > 1:
+        return EXPERT_BUFFERS * _capacity(workload) * _gathered_bytes(workload)
     if workload.parallel.tp == 1:
         return 0
     return GATHERED_BUFFERS[workload.arm] * _gathered_bytes(workload)
@@ -103,6 +111,10 @@ def layer_activations(workload: Workload) -> int:
     fc1 = model.ffn * (2 if model.swiglu else 1)
     # q, k, v, attention's output, the activation's input and output
     split = workload.tokens * (2 * model.hidden + 2 * kv + fc1 + model.ffn) * element // tp
+    if model.moe:  # rows of each token's experts as they come, the activation, and what goes back
+        one = 2 * model.hidden + fc1 + model.ffn
+        split = workload.tokens * (2 * model.hidden + 2 * kv) * element
+        split += int(moe_layer.rows(workload) * one) * element
     # both norms' inputs and outputs
     return split + 4 * _row_bytes(workload) + _scores_bytes(workload)
 
@@ -129,6 +141,12 @@ def _head_bytes(workload: Workload) -> int:
 
 def _gathered_bytes(workload: Workload) -> int:
     return workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
+
+
+def _capacity(workload: Workload) -> int:
+    """The rows that a rank may get at most, over the tokens of a micro-batch."""
+    moe, ep = moe_layer.of(workload), workload.parallel.ep
+    return min(moe.topk, moe.experts // ep) * ep
 
 
 def _row_bytes(workload: Workload) -> int:

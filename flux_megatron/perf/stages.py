@@ -37,12 +37,42 @@ def layer_parameters(model: Model, parallel: Parallel) -> int:
     """Of one transformer layer, on one GPU. Norms and biases after a reduction are on every one."""
     qkv = model.hidden + 2 * model.kv_heads * (model.hidden // model.heads)
     fc1 = model.ffn * (2 if model.swiglu else 1)
+    if model.moe:
+        router = model.hidden * model.moe.experts
+        dense = model.hidden * (qkv + model.hidden) // parallel.tp
+        biases = qkv // parallel.tp + model.hidden if model.linear_bias else 0
+        return (
+            dense + biases + router + expert_parameters(model, parallel)
+            + 2 * _norm_parameters(model)
+        )  # fmt: skip
     shared = model.hidden * (qkv + model.hidden + fc1 + model.ffn)
     whole = 2 * _norm_parameters(model)
     if model.linear_bias:
         shared += qkv + fc1
         whole += 2 * model.hidden
     return shared // parallel.tp + whole
+
+
+def expert_parameters(model: Model, parallel: Parallel) -> int:
+    """Of one layer's experts on one GPU: other replicas have others."""
+    if model.moe is None:
+        return 0
+    fc1 = model.ffn * (2 if model.swiglu else 1)
+    one = model.hidden * (fc1 + model.ffn)
+    one += fc1 + model.hidden if model.linear_bias else 0
+    return model.moe.experts // parallel.ep * one
+
+
+def updated(workload: Workload, stage: Stage) -> int:
+    """The parameters that one GPU's optimizer updates: with the distributed optimizer its share of
+    what its replicas have.
+    """
+    count = parameters(workload, stage)
+    if not workload.training.distributed_optimizer:
+        return count
+    experts = stage.layers * expert_parameters(workload.model, workload.parallel)
+    dp, ep = workload.parallel.dp, workload.parallel.ep
+    return (count - experts) // dp + experts * ep // dp
 
 
 def table_parameters(workload: Workload) -> int:

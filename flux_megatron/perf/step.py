@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flux_megatron.perf import flops, layer, memory, network, simulation, stages
 from flux_megatron.perf.layer import Piece
@@ -82,7 +82,6 @@ def costs(workload: Workload) -> Costs:
             f"of {workload.cluster.gpus_per_node} GPUs"
         )
     ranks = stages.stages(workload)
-    owners = parallel.dp if training.distributed_optimizer else 1
     pieces = _pieces(workload)
     return Costs(
         micro_batches=workload.micro_batches,
@@ -92,8 +91,7 @@ def costs(workload: Workload) -> Costs:
         reduce_us=_by_bucket(workload, network.reduce_us),
         gather_us=_by_bucket(workload, network.gather_us),
         optimizer_us=tuple(
-            layer.optimizer_us(workload, stages.parameters(workload, stage) // owners)
-            for stage in ranks
+            layer.optimizer_us(workload, stages.updated(workload, stage)) for stage in ranks
         ),
         tied_us=network.tied_embeddings_us(workload, stages.table_parameters(workload)),
         overlap_reduce=training.overlap_grad_reduce,
@@ -147,12 +145,30 @@ def _by_bucket(workload: Workload, time_us: Callable[[Workload, int], float]) ->
     """
     dp = workload.parallel.dp
     bucket = max(BUCKET, BUCKET_PER_REPLICA * dp)
+    chunks = workload.parallel.virtual_stages
+    of_layer = stages.expert_parameters(workload.model, workload.parallel)
     buckets = []
     for stage in stages.stages(workload):
         rank: list[Times] = []
+        experts = stage.layers // chunks * of_layer
         for count in stages.parameters_by_chunk(workload, stage):
             split = workload.training.overlap_grad_reduce and not rank and stage.index == 0
             parts = math.ceil(count / bucket) if split else 1
-            rank.append((time_us(workload, count // parts),) * parts if dp > 1 else ())
+            one = _reduced_us(workload, time_us, count // parts, experts // parts)
+            rank.append((one,) * parts if dp > 1 else ())
         buckets.append(tuple(rank))
     return tuple(buckets)
+
+
+def _reduced_us(
+    workload: Workload, time_us: Callable[[Workload, int], float], parameters: int, experts: int
+) -> float:
+    """A collective over the replicas; of the experts' parameters over those that have the same
+    experts: each `ep` further, as the replicas of tensor-parallel groups are.
+    """
+    if not experts:
+        return time_us(workload, parameters)
+    parallel = workload.parallel
+    same = replace(parallel, tp=parallel.tp * parallel.ep, dp=parallel.dp // parallel.ep)
+    dense = time_us(workload, parameters - experts)
+    return dense + time_us(replace(workload, parallel=same), experts)

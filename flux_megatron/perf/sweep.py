@@ -79,12 +79,15 @@ def with_nics(cluster: Cluster, gbit: float | None, latency_us: float | None) ->
 def _splits(workload: Workload) -> Iterator[Workload]:
     """All by which the model and the batch can be divided, tensor parallelism within a node."""
     model, training, cluster = workload.model, workload.training, workload.cluster
+    ep = workload.parallel.ep
     for tp in _divisors(cluster.gpus_per_node):
         if any(size % tp for size in (model.heads, model.kv_heads, model.ffn)):
             continue
         for pp in _divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
             if model.layers % pp or training.global_batch % (training.micro_batch * dp):
+                continue
+            if model.moe and (tp > 1 or dp % ep or ep > cluster.gpus_per_node):
                 continue
             for chunks in {1, workload.parallel.virtual_stages}:
                 parallel = replace(workload.parallel, tp=tp, pp=pp, dp=dp, virtual_stages=chunks)

@@ -14,6 +14,19 @@ Arm = Literal["megatron", "te", "flux"]
 
 
 @dataclass(frozen=True)
+class Moe:
+    """Experts in place of each layer's MLP, of which every token takes `topk`. `imbalance`: rows of
+    the busiest expert-parallel rank over the mean; `host_sync`: whether Megatron's dispatcher waits
+    for the splits on the host.
+    """
+
+    experts: int
+    topk: int
+    imbalance: float
+    host_sync: bool
+
+
+@dataclass(frozen=True)
 class Model:
     """A decoder-only transformer. `vocab` counts tokens before Megatron pads them."""
 
@@ -30,6 +43,7 @@ class Model:
     position: Literal["learned", "rope"] = "learned"
     linear_bias: bool = True
     tied_embeddings: bool = True
+    moe: Moe | None = None
 
 
 @dataclass(frozen=True)
@@ -83,13 +97,16 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Degrees of tensor, pipeline and data parallelism; `virtual_stages` > 1 interleaves."""
+    """Degrees of tensor, pipeline and data parallelism; `virtual_stages` > 1 interleaves. `ep` of
+    the replicas, neighbours, share a model's experts.
+    """
 
     tp: int
     pp: int = 1
     dp: int = 1
     virtual_stages: int = 1
     sequence_parallel: bool = True
+    ep: int = 1
 
     @property
     def world_size(self) -> int:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def simulate(
     name: Annotated[
-        str, typer.Argument(metavar="EXPERIMENT", help="As paper/gpt3-175b_a100-pcie, or a YAML")
+        str,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML",
+        ),
     ],
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
     set_: Annotated[
@@ -37,25 +46,27 @@ def simulate(
 
     docs/simulator.md has the model and how to read the output.
     """
-    from rich.console import Console
-
     from flux_megatron.launch.experiment import parse_override
     from flux_megatron.perf import step, timeline
-    from flux_megatron.simulate import predictions, tables
+    from flux_megatron.simulate import dlrm_tables, predictions, study, tables
 
     try:
         overrides = dict(map(parse_override, set_ or []))
         gpus, alternatives = _sweeps(sweep or [])
+        if study.is_study(name):
+            if arm or gpus or nic_gbps is not None or nic_latency_us is not None or out:
+                raise ValueError(f"{name}: --set, --sweep assumed and --json expected with a study")
+            of_study = study.load(name, overrides)
+            _print(dlrm_tables.shown(of_study, alternatives))
+            if json_ is not None:
+                json_.write_text(json.dumps(dlrm_tables.plain(of_study, alternatives)) + "\n")
+            return
         network = predictions.Network(nic_gbps, nic_latency_us)
         found = predictions.predict(name, overrides, arm or [], network, gpus, alternatives)
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for item in (*tables.tables(found), *tables.remarks(found)):
-        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
+    console = _print((*tables.tables(found), *tables.remarks(found)))
     if json_ is not None:
         json_.write_text(json.dumps(tables.plain(found), indent=2) + "\n")
     if out is not None:
@@ -64,6 +75,17 @@ def simulate(
         costs = {arm: step.costs(workload) for arm, workload in found.workloads.items()}
         timeline.draw(costs, file, found.experiment.name)
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
+
+
+def _print(items: Iterable[str | Table]) -> Console:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for item in items:
+        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
+    return console
 
 
 def _sweeps(texts: list[str]) -> tuple[list[int], bool]:

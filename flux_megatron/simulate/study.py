@@ -1,0 +1,165 @@
+"""Studies of a DLRM on many nodes: their YAML, and what is predicted of them.
+
+    load("study/dlrm-128-nodes", {"model.pooling": 20}).study
+
+The file has the sections of `perf.dlrm.Study`, and `stated`, `assumed`, `sweep` and `paper` as an
+experiment has. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flux_megatron.launch import experiment, inheritance, schema
+from flux_megatron.launch.errors import ErrorDetail, ExperimentError
+from flux_megatron.launch.inheritance import Value
+from flux_megatron.perf import dlrm_step
+from flux_megatron.perf.dlrm import Dlrm, Gpu, Step, Study, broken
+from flux_megatron.perf.dlrm_step import ARMS, Arm, Prediction
+from flux_megatron.perf.scale_out import Network
+
+SECTIONS = {"model": Dlrm, "gpu": Gpu, "network": Network, "step": Step}
+# What the range is of: all combinations of their values in `sweep`.
+JOINT = (
+    "network.bandwidth_gbps", "network.latency_us", "model.pooling", "step.global_batch",
+)  # fmt: skip
+schema.make_strict(*SECTIONS.values())
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study as its file has it; `stated`, `assumed`, `sweep` and `paper` as `Experiment` has."""
+
+    name: str
+    study: Study
+    stated: dict[str, str]
+    assumed: dict[str, str]
+    sweep: dict[str, list[Any]]
+    paper: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The arms with other values; without any where the rules refuse them."""
+
+    values: dict[str, Any]
+    arms: dict[Arm, Prediction]
+    refused: str = ""
+
+
+def is_study(name_or_path: str) -> bool:
+    """Whether the file is one of these. `ExperimentError` as `experiment.load`."""
+    _, file = experiment.find(name_or_path)
+    program = inheritance.Reader().read(file, inheritance.SHIPPED).values.get("program")
+    return program is not None and program.value == experiment.STUDY_PROGRAM
+
+
+def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> StudyFile:
+    """`ExperimentError` lists all that is wrong: file, key and rule of each."""
+    name, file = experiment.find(name_or_path)
+    reader = inheritance.Reader()
+    merged = reader.read(file, {})
+    if overrides:
+        reader.override(merged, overrides)
+    shown = inheritance.shown(file)
+    merged.values.pop("model.name", None)
+    merged.put(Value("model.name", Path(name).name, shown, 0))
+    study, errors = _built(merged.values, shown)
+    errors = [*reader.errors, *errors]
+    scalars = [*_flat(study)] if study else []
+    sources, unexplained = experiment.sources_of(
+        (key for key in scalars if key != "model.name"), merged
+    )
+    errors += unexplained if study else []
+    for value in merged.sweep.values() if study else ():
+        errors += experiment.wrong_sweep(value, sources.get(value.key))
+    if errors or study is None:
+        raise ExperimentError(errors)
+    of_kind = {
+        kind: {key: source.text for key, source in sources.items() if source.kind == kind}
+        for kind in ("stated", "assumed")
+    }
+    sweep = {key: value.value for key, value in merged.sweep.items()}
+    return StudyFile(name, study, **of_kind, sweep=sweep, paper=merged.paper)
+
+
+def _built(values: Mapping[str, Value], file: str) -> tuple[Study | None, list[ErrorDetail]]:
+    known = (*SECTIONS, "program")
+    errors = [
+        ErrorDetail(value.file, key, schema.unknown_key(key.split(".")[0], known))
+        for key, value in values.items()
+        if key.split(".")[0] not in known
+    ]
+    sections: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        below = {
+            key.removeprefix(f"{name}."): value
+            for key, value in values.items()
+            if key.startswith(f"{name}.")
+        }
+        sections[name], wrong = schema.build(kind, below, name, file)
+        errors += wrong
+    if None in sections.values():
+        return None, errors
+    study = Study(**sections)
+    for key, rule in broken(study):
+        errors.append(ErrorDetail(values[key].file if key in values else file, key, rule))
+    return study, errors
+
+
+def predict(study: Study, arms: Iterable[Arm] = ARMS) -> dict[Arm, Prediction]:
+    return {arm: dlrm_step.predict(study, arm) for arm in arms}
+
+
+def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
+    """By which share of the unfused step an arm's is shorter."""
+    return 1 - arms[arm].step_us / arms["unfused"].step_us
+
+
+def one_at_a_time(found: StudyFile) -> list[Alternative]:
+    """Every other value of what is assumed."""
+    current = _flat(found.study)
+    return [
+        changed(found.study, {key: value})
+        for key, values in found.sweep.items()
+        for value in values
+        if _plain(current[key]) != _plain(value)
+    ]
+
+
+def jointly(found: StudyFile) -> list[Alternative]:
+    """All combinations of network, pooling and batch."""
+    keys = [key for key in JOINT if key in found.sweep]
+    combinations = product(*(found.sweep[key] for key in keys))
+    return [changed(found.study, dict(zip(keys, one, strict=True))) for one in combinations]
+
+
+def changed(study: Study, values: Mapping[str, Any]) -> Alternative:
+    """The arms of a study with other values, by dotted keys."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        value = tuple(value) if isinstance(value, list) else value
+        part = dataclasses.replace(getattr(study, section), **{name: value})
+        if name == "shape" and len(value) == 1:
+            part = dataclasses.replace(part, kind="switch")
+        study = dataclasses.replace(study, **{section: part})
+    for _, rule in broken(study):
+        return Alternative(dict(values), {}, rule)
+    return Alternative(dict(values), predict(study))
+
+
+def _flat(study: Study) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section, values in dataclasses.asdict(study).items()
+        for name, value in values.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,165 @@
+"""The DLRM study: its collectives, its step, its file, and the tables of docs/dlrm.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic", reason="needs the extra `launch`")
+
+from typer.testing import CliRunner
+
+from flux_megatron.cli import app
+from flux_megatron.launch import experiment
+from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.perf import dlrm_step
+from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, serve
+from flux_megatron.perf.scale_out import Network, all_reduce_us, all_to_all_us
+from flux_megatron.simulate import dlrm_tables, study
+
+ROOT = Path(__file__).parents[2]
+NAME = dlrm_tables.SHIPPED
+BLOCKED = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None  # importing them fails
+from flux_megatron.cli import app
+app()
+"""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> study.StudyFile:
+    return study.load(NAME)
+
+
+def test_the_tables_of_the_page_are_the_models_of_today():
+    page = (ROOT / "docs/dlrm.md").read_text()
+    for name, table in dlrm_tables.tables().items():
+        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
+
+
+def test_what_the_page_says_of_the_papers_figure(shipped):
+    """Both all-to-alls overlapped: as the paper; forward alone: less than half, and never near."""
+    arms = study.predict(shipped.study)
+    low, high = dlrm_tables.NEAR
+    assert low < study.reduction(arms, "both") < high
+    assert study.reduction(arms, "forward") < 0.21 / 2
+    tried = [*study.jointly(shipped), *study.one_at_a_time(shipped)]
+    assert all(study.reduction(one.arms, "forward") < low for one in tried)
+    assert not any(one.refused for one in tried)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_parts_are_the_step(shipped, arm):
+    step = dlrm_step.predict(shipped.study, arm)
+    assert sum(step.parts.values()) == pytest.approx(step.step_us)
+    assert min(step.parts.values()) >= 0
+
+
+def test_nothing_is_gained_where_nothing_travels(shipped):
+    fast = replace(shipped.study.network, bandwidth_gbps=1e9, latency_us=0.0, message_us=0.0)
+    step = replace(shipped.study.step, layout_copies=False, fused_slowdown=1.0, slices=10**6)
+    arms = study.predict(replace(shipped.study, network=fast, step=step))
+    for arm in ("forward", "both"):
+        assert abs(study.reduction(arms, arm)) < 1e-4
+    assert study.reduction(arms, "ours") > 0.3  # its kernel pools faster
+
+
+def test_a_slow_network_is_the_whole_step(shipped):
+    """Then the unfused step is at least both all-to-alls and all sums, one after the other."""
+    slow = replace(shipped.study, network=replace(shipped.study.network, bandwidth_gbps=0.1))
+    costs, layers = Costs(slow), slow.model.bottom_layers + slow.model.top_layers
+    least = 2 * costs.exchange_us + layers * costs.sum_us(1)
+    for arm in ARMS:
+        assert dlrm_step.predict(slow, arm).step_us > 0.99 * least
+
+
+def test_the_all_to_all_goes_before_sums_that_have_not_begun():
+    sums = [Job(0.0, 10.0), Job(1.0, 10.0), Job(30.0, 10.0)]
+    assert serve(sums, Job(5.0, 7.0)) == (17.0, 40.0)  # behind the first, before the second
+    assert serve(sums, Job(25.0, 7.0)) == (32.0, 42.0)  # the network was free
+    assert serve(sums, Job(99.0, 7.0)) == (106.0, 106.0)
+    assert serve([], Job(5.0, 7.0)) == (12.0, 12.0)
+
+
+def test_collectives():
+    torus = Network("torus", 128, (16, 8), 25.0, 0.0)
+    assert all_to_all_us(torus, 1e6) == pytest.approx(4 * 1e6 / 2 / 25e3)  # 16 / 4 hops, 2 links
+    assert all_to_all_us(replace(torus, shape=(32, 4)), 1e6) == pytest.approx(160.0)
+    switch = Network("switch", 128, (128,), 25.0, 1.0)
+    assert all_to_all_us(switch, 128e3) == pytest.approx(1.0 + 127e3 / 25e3)
+    assert all_to_all_us(replace(switch, message_us=2.0), 128e3) == pytest.approx(255.0)
+    # 15 of 16 of all, then 7 of 8 of a sixteenth, there and back over two links each
+    both_ways = 2 * (15 / 16 + 7 / 8 / 16) * 1e6 / 2 / 25e3
+    assert all_reduce_us(torus, 1e6) == pytest.approx(both_ways)
+    assert all_reduce_us(switch, 0.0) == pytest.approx(254.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"network.bandwidth_gbps": -1.0}, "network.bandwidth_gbps: -1 given, more than 0"),
+        ({"network.nodes": 0}, "network.nodes: 0 given, at least 2 expected"),
+        ({"network.shape": [5]}, "network.shape: [5] given, 128 nodes expected"),
+        ({"network.efficiency": 1.5}, "network.efficiency: 1.5 given, at most 1"),
+        ({"network.latency_us": -0.1}, "network.latency_us: -0.1 given, at least 0"),
+        ({"network.kind": "ring"}, "network.kind: Input should be 'torus' or 'switch'"),
+        ({"model.tables": 100}, "model.tables: 100 given, at least one for each of 128 nodes"),
+        ({"model.pooling": 0.0}, "model.pooling: 0 given, more than 0"),
+        ({"model.width": "wide"}, "model.width: Input should be a valid integer"),
+        ({"step.global_batch": 65537}, "step.global_batch: 65537 given, a multiple of 128"),
+        ({"step.slices": 0}, "step.slices: 0 given, more than 0"),
+        ({"step.fused_slowdown": 0.5}, "step.fused_slowdown: 0.5 given, at least 1"),
+        ({"step.sort_share": 2.0}, "step.sort_share: 2 given, at most 1"),
+        ({"network.bandwith_gbps": 1.0}, "did you mean 'bandwidth_gbps'?"),
+        ({"cluster.nodes": 4}, "unknown key"),
+    ],
+)
+def test_a_wrong_value_is_one_line(values, words):
+    with pytest.raises(ExperimentError) as caught:
+        study.load(NAME, values)
+    (line,) = [line for line in str(caught.value).splitlines() if words in line]
+    assert line.startswith("--set: ")
+
+
+def test_every_value_has_its_source(tmp_path):
+    text = (ROOT / "configs/studies/dlrm-128-nodes.yaml").read_text()
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace('  step.slices: "the default of our kernel"\n', ""))
+    with pytest.raises(ExperimentError, match=r"step.slices: neither stated nor assumed"):
+        study.load(str(file))
+    file.write_text(text.replace("  step.slices: [1, 8, 64]", "  network.nodes: [64]"))
+    with pytest.raises(ExperimentError, match="only what is assumed is swept"):
+        study.load(str(file))
+
+
+def test_the_command_needs_no_torch(tmp_path):
+    file = tmp_path / "all.json"
+    command = ["simulate", NAME, "--sweep", "assumed", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("shorter by", "about 21 %", "network.bandwidth_gbps = 12.5"):
+        assert words in done.stdout
+    found = json.loads(file.read_text())
+    unfused, both = (found["arms"][arm]["step_us"] for arm in ("unfused", "both"))
+    assert found["reductions"]["both"] == pytest.approx(1 - both / unfused)
+    assert len(found["alternatives"]) > 100
+
+
+@pytest.mark.parametrize("option", [["--arm", "flux"], ["--sweep", "gpus=8"], ["--nic-gbps", "1"]])
+def test_options_of_transformers_are_refused(option):
+    done = CliRunner().invoke(app, ["simulate", NAME, *option])
+    assert done.exit_code == 2
+    assert "--set, --sweep assumed and --json expected" in done.output
+
+
+def test_a_study_is_not_launched():
+    with pytest.raises(ExperimentError, match="a study, which `flux-megatron simulate` alone"):
+        experiment.load(NAME)
