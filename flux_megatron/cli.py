@@ -183,6 +183,9 @@ def bench(
     beside: Annotated[
         bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
     ] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
+    ] = False,
     tp: Annotated[int, typer.Option(help="Ranks")] = 4,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     scale: Annotated[int, typer.Option(help="Divide the models' widths, for the CPU")] = 1,
@@ -219,6 +222,7 @@ def bench(
             nvls=nvls,
             commit=commit,
             beside=beside,
+            graphs=graphs,
         )
         options.cases()  # complains before any rank is started
         code = launch.start(options)

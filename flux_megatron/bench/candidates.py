@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
+from flux_megatron.bench.efficiency import IN_A_GRAPH
 from flux_megatron.dispatch import decide
 from flux_megatron.problem import Pattern
 
@@ -55,3 +57,38 @@ def plan_of_auto(
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()
 
     return lambda: with_strategy("auto", plan)()[0]
+
+
+def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator[Candidate]:
+    """Each candidate that communicates once more, replayed from a CUDA graph."""
+    for one in candidates:
+        if one.local or one.call is None:
+            continue
+        name = one.name + IN_A_GRAPH
+        if device.type == "cuda":
+            yield replace(one, name=name, call=replayed(one.call))
+        else:
+            yield replace(one, name=name, call=None, reason="CUDA graphs need a GPU")
+
+
+def replayed(call: Call) -> Call:
+    """Replays of a graph of `call`, captured at the first one, on the stream of that moment.
+
+    The call itself has been made before, on the same stream.
+    """
+    made: list[tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]] = []
+
+    def replay() -> tuple[Any, ...]:
+        if not made:
+            graph = torch.cuda.CUDAGraph()
+            # backward runs in threads of autograd
+            with torch.cuda.graph(
+                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                results = call()
+            made.append((graph, results))
+        graph, results = made[0]
+        graph.replay()
+        return results
+
+    return replay
