@@ -130,6 +130,9 @@ def tune(
     M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",
     dtype: Annotated[str, typer.Option(help="Data type of the suite's problems")] = "bfloat16",
     scale: Annotated[int, typer.Option(help="Divide the suite's widths, to try it out")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Of the suite; without it GEMM+AR is tuned")
+    ] = True,
     connections: Annotated[
         int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
@@ -156,7 +159,9 @@ def tune(
             problems = tuning.problems_of_config(run, device)
         else:
             Ms = [int(rows) for rows in M.split(",")]
-            problems = tuning.problems_of_suite(str(suite), Ms, tp, dtype, device, scale)
+            problems = tuning.problems_of_suite(
+                str(suite), Ms, tp, dtype, device, scale, sequence_parallel
+            )
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -164,7 +169,10 @@ def tune(
         problems = tuning.and_beside(problems)
     if "RANK" not in os.environ:
         raise typer.Exit(tuning.start_ranks(tp, device == "cuda", connections, sys.argv[1:]))
-    tuning.tune(problems, again, out, config.stem if config is not None else str(suite))
+    name = config.stem if config is not None else str(suite)
+    if suite is not None and not sequence_parallel:
+        name += "_all-reduced"  # beside the file of the same suite
+    tuning.tune(problems, again, out, name)
 
 
 bench_app = typer.Typer(invoke_without_command=True)
