@@ -240,6 +240,44 @@ def bench(
     raise typer.Exit(code)
 
 
+@bench_app.command("operations")
+def bench_operations(
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("operations.jsonl"),
+    only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
+    rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
+    tp: Annotated[int, typer.Option(help="Ranks")] = 2,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
+    ] = None,
+    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
+) -> None:
+    """Time gemv_all_reduce and embedding_all_to_all beside their unfused baselines."""
+    from flux_megatron.bench import launch
+    from flux_megatron.bench.operations import NAMES
+    from flux_megatron.bench.operations.worker import OperationOptions
+
+    try:
+        options = OperationOptions(
+            names=tuple(names or NAMES),
+            out=str(out),
+            only=only,
+            rounds=rounds,
+            tp=tp,
+            device=device,
+            time_limit_s=time_limit,
+            nvls=nvls,
+            commit=commit,
+        )
+        code = launch.start(options, "flux_megatron.bench.operations.worker")
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
 @bench_app.command("check")
 def bench_check(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
@@ -247,16 +285,23 @@ def bench_check(
     tp: Annotated[int, typer.Option(help="Ranks of the rows that count")] = 4,
 ) -> None:
     """Hold rows against the targets: every target with met, missed or missing; fails unless all are
-    met.
+    met. Rows of operations are asked for where there are some.
     """
     from flux_megatron.bench import check, records
+    from flux_megatron.bench.operations import check as operations_check
 
-    verdicts = check.check([row for file in rows for row in records.load(file)], tp)
+    of_layers = [row for file in rows for row in records.load(file)]
+    of_tables = [row for file in rows for row in records.load_tables(file)]
+    verdicts: list[check.Verdict | operations_check.Verdict] = []
+    if of_layers or not of_tables:
+        verdicts += check.check(of_layers, tp)
+    verdicts += operations_check.check(of_tables, tp)
     for verdict in verdicts:
         if not quiet or verdict.outcome.verdict != check.MET:
             typer.echo(str(verdict))
-    typer.echo(check.summary(verdicts))
-    raise typer.Exit(0 if all(v.outcome.verdict == check.MET for v in verdicts) else 1)
+    typer.echo(check.summary(verdicts) if verdicts else f"no row of {tp} ranks counts")
+    met = bool(verdicts) and all(v.outcome.verdict == check.MET for v in verdicts)
+    raise typer.Exit(0 if met else 1)
 
 
 @app.command()

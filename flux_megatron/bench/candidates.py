@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from flux_megatron.dispatch import decide
 from flux_megatron.problem import Pattern
 
 Call = Callable[[], tuple[Any, ...]]  # tensors
+Results = TypeVar("Results")
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,20 @@ def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator
             yield replace(one, name=name, call=None, reason="CUDA graphs need a GPU")
 
 
-def replayed(call: Call) -> Call:
-    """Replays of a graph of `call`, captured at the first one, on the stream of that moment.
+def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
+    """Replays of a graph of `call`, which is captured at the first one, after the call itself.
 
-    The call itself has been made before, on the same stream.
+    On the stream of that moment, unless that is the default one, which cannot be captured. Backward
+    runs on forward's stream: where the call has one, forward must not be on the default stream.
     """
-    made: list[tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]] = []
+    made: list[tuple[torch.cuda.CUDAGraph, Results]] = []
 
-    def replay() -> tuple[Any, ...]:
+    def replay() -> Results:
         if not made:
-            graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            own = None if stream == torch.cuda.default_stream() else stream
             # backward runs in threads of autograd
-            with torch.cuda.graph(
-                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
                 results = call()
             made.append((graph, results))
         graph, results = made[0]

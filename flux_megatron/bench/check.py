@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flux_megatron.bench import records, suites, targets
 from flux_megatron.bench.efficiency import IN_A_GRAPH, percentile
@@ -76,7 +76,18 @@ def check(rows: Iterable[Row], world_size: int = targets.WORLD_SIZE) -> list[Ver
     ]
 
 
-def summary(verdicts: Iterable[Verdict]) -> str:
+class Judged(Protocol):
+    """A verdict on one target, of a layer or of another operation."""
+
+    @property
+    def connections(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def outcome(self) -> Outcome: ...
+
+
+def summary(verdicts: Iterable[Judged]) -> str:
     """How often each target is met, missed and missing, for both values of connections."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for verdict in verdicts:
