@@ -9,6 +9,7 @@ from flux_megatron.patterns import Pattern, PatternSpec
 
 PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
+WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
 ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -113,7 +114,8 @@ def cases(
         raise ValueError(f"suite {suite!r} given, one of {[*SUITES]} expected")
     if pattern not in PATTERNS:
         raise ValueError(f"pattern {pattern!r} given, one of {PATTERNS} expected")
-    if bad := [M for M in Ms if M <= 0 or M % world_size]:
+    whole = pattern in WHOLE_TOKENS
+    if bad := [M for M in Ms if M <= 0 or (M % world_size and not whole)]:
         raise ValueError(f"M {bad} given, multiples of the {world_size} ranks expected")
     model = MODELS[SUITES[suite].model].scaled(scale)
     layers = _layers(SUITES[suite], model, pattern)
