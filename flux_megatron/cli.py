@@ -130,6 +130,9 @@ def tune(
     M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",
     dtype: Annotated[str, typer.Option(help="Data type of the suite's problems")] = "bfloat16",
     scale: Annotated[int, typer.Option(help="Divide the suite's widths, to try it out")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Of the suite; without it GEMM+AR is tuned")
+    ] = True,
     connections: Annotated[
         int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
@@ -156,7 +159,9 @@ def tune(
             problems = tuning.problems_of_config(run, device)
         else:
             Ms = [int(rows) for rows in M.split(",")]
-            problems = tuning.problems_of_suite(str(suite), Ms, tp, dtype, device, scale)
+            problems = tuning.problems_of_suite(
+                str(suite), Ms, tp, dtype, device, scale, sequence_parallel
+            )
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -164,7 +169,10 @@ def tune(
         problems = tuning.and_beside(problems)
     if "RANK" not in os.environ:
         raise typer.Exit(tuning.start_ranks(tp, device == "cuda", connections, sys.argv[1:]))
-    tuning.tune(problems, again, out, config.stem if config is not None else str(suite))
+    name = config.stem if config is not None else str(suite)
+    if suite is not None and not sequence_parallel:
+        name += "_all-reduced"  # beside the file of the same suite
+    tuning.tune(problems, again, out, name)
 
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -182,6 +190,9 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
     beside: Annotated[
         bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
+    ] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
     ] = False,
     tp: Annotated[int, typer.Option(help="Ranks")] = 4,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
@@ -219,9 +230,48 @@ def bench(
             nvls=nvls,
             commit=commit,
             beside=beside,
+            graphs=graphs,
         )
         options.cases()  # complains before any rank is started
         code = launch.start(options)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+@bench_app.command("operations")
+def bench_operations(
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("operations.jsonl"),
+    only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
+    rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
+    tp: Annotated[int, typer.Option(help="Ranks")] = 2,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
+    ] = None,
+    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
+) -> None:
+    """Time gemv_all_reduce and embedding_all_to_all beside their unfused baselines."""
+    from flux_megatron.bench import launch
+    from flux_megatron.bench.operations import NAMES
+    from flux_megatron.bench.operations.worker import OperationOptions
+
+    try:
+        options = OperationOptions(
+            names=tuple(names or NAMES),
+            out=str(out),
+            only=only,
+            rounds=rounds,
+            tp=tp,
+            device=device,
+            time_limit_s=time_limit,
+            nvls=nvls,
+            commit=commit,
+        )
+        code = launch.start(options, "flux_megatron.bench.operations.worker")
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -235,16 +285,23 @@ def bench_check(
     tp: Annotated[int, typer.Option(help="Ranks of the rows that count")] = 4,
 ) -> None:
     """Hold rows against the targets: every target with met, missed or missing; fails unless all are
-    met.
+    met. Rows of operations are asked for where there are some.
     """
     from flux_megatron.bench import check, records
+    from flux_megatron.bench.operations import check as operations_check
 
-    verdicts = check.check([row for file in rows for row in records.load(file)], tp)
+    of_layers = [row for file in rows for row in records.load(file)]
+    of_tables = [row for file in rows for row in records.load_tables(file)]
+    verdicts: list[check.Verdict | operations_check.Verdict] = []
+    if of_layers or not of_tables:
+        verdicts += check.check(of_layers, tp)
+    verdicts += operations_check.check(of_tables, tp)
     for verdict in verdicts:
         if not quiet or verdict.outcome.verdict != check.MET:
             typer.echo(str(verdict))
-    typer.echo(check.summary(verdicts))
-    raise typer.Exit(0 if all(v.outcome.verdict == check.MET for v in verdicts) else 1)
+    typer.echo(check.summary(verdicts) if verdicts else f"no row of {tp} ranks counts")
+    met = bool(verdicts) and all(v.outcome.verdict == check.MET for v in verdicts)
+    raise typer.Exit(0 if met else 1)
 
 
 @app.command()

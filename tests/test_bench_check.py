@@ -200,6 +200,13 @@ def test_never_slower(pattern, auto, again, expected):
     assert outcomes(rows, case)["bound"] == expected
 
 
+@pytest.mark.parametrize(("graph", "expected"), [(100.5, MET), (99.5, MISSED)])
+def test_never_slower_than_a_graph_of_the_baseline(graph, expected):
+    case = case_of("backward_ar", M=256)
+    times = SMALL | {"auto": 100.0, "serial_again": 100.0, "megatron_graph": graph}
+    assert outcomes(rows_of(case, times), case)["bound"] == expected
+
+
 def test_noise_is_that_of_the_same_run_pattern_and_sizes():
     case = case_of(M=256)
     quiet = rows_of(case, SMALL | {"auto": 101.0, "serial_again": 100.0})

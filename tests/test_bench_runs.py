@@ -38,7 +38,7 @@ def tiny(pattern, op, M=32):
 
 
 def _examined(rank, pattern, op):
-    kind = Backward if pattern == "backward" else Forward
+    kind = runner.KINDS.get(pattern, Forward)
     experiment = kind(tiny(pattern, op), dist.group.WORLD, CPU, torch.float32)
     given = {candidate.name: candidate for candidate in experiment.candidates()}
     right = given["serial"].call
@@ -72,7 +72,13 @@ def _examined(rank, pattern, op):
 @interpreted
 @pytest.mark.parametrize(
     ("pattern", "op"),
-    [("ag_gemm", "fc2 dgrad"), ("gemm_rs", "proj"), ("backward", "qkv"), ("backward", "fc2")],
+    [
+        ("ag_gemm", "fc2 dgrad"),
+        ("gemm_rs", "proj"),
+        ("backward", "qkv"),
+        ("backward", "fc2"),
+        ("backward_ar", "qkv"),
+    ],
 )
 def test_only_right_results_are_timed(pattern, op):
     scatters = op in ("proj", "qkv")
@@ -87,8 +93,9 @@ def test_only_right_results_are_timed(pattern, op):
         "pipelined",
         "sequential",
         "auto",
-        *(["megatron"] if pattern == "backward" else []),
+        *(["megatron"] if pattern in suites.BACKWARDS else []),
         *(["signalled"] if scatters else []),
+        *(["low_latency"] if pattern == "backward_ar" else []),
     }
     assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
     assert "expected" in first["wrong shape"].failure

@@ -15,6 +15,7 @@ import flux_megatron
 from flux_megatron import ops, reference
 from flux_megatron.bench import records, runner
 from flux_megatron.bench.options import Options
+from flux_megatron.kernels import launch
 from flux_megatron.patterns import Pattern
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import exposed_us, predict_us
@@ -137,6 +138,16 @@ def test_the_tuner_measures_it(layout):
     assert {(one.plan.strategy, one.plan.splits) for one in first.measured} == {
         ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(launch, "_sms", lambda device: H200.sms)
+    names = ["hopper", "fused", "pipelined", "signalled"]
+    asked = Problem(Pattern.GEMM_AR, 8192, 12288, 49152, "bfloat16", 2, layout)
+    found = [plan.strategy for plan in tuner.candidates(asked, names, H200)]
+    assert [*dict.fromkeys(found)] == ["sequential", *names]
 
 
 def test_operator_has_the_shape_of_the_result():

@@ -35,6 +35,16 @@ def test_the_problems_of_a_suite():
     assert {fc1, fc1_dgrad, proj_dgrad} <= set(found)
 
 
+def test_the_problems_of_a_suite_without_sequence_parallelism():
+    found = tune.problems_of_suite(
+        "gpt3-175b", [8192], 4, "bfloat16", "cuda", sequence_parallel=False
+    )
+    assert {(p.pattern, p.layout, p.N, p.K) for p in found} == {
+        (Pattern.GEMM_AR, "nt", 12288, 12288), (Pattern.GEMM_AR, "nt", 12288, 49152),
+        (Pattern.GEMM_AR, "nn", 12288, 36864), (Pattern.GEMM_AR, "nn", 12288, 49152),
+    }  # fmt: skip
+
+
 def test_the_problems_of_a_run():
     run = configs.load(ROOT / "configs/train/h200.yaml", {"model.swiglu": True})
     found = tune.problems_of_config(run, "cuda")

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import reference
 from flux_megatron.bench import expected
-from flux_megatron.bench.candidates import Candidate, plan_of_auto, with_strategy
+from flux_megatron.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
 from flux_megatron.nn import functions
@@ -73,14 +73,18 @@ class Backward:
         return (self.dy, self.gathered) if self.column else (self.gathered, self.x.detach())
 
     def candidates(self) -> Iterator[Candidate]:
-        serial, megatron = self._serial_row, self._serial_row
-        if self.column:
-            serial, megatron = self._serial_column, self._megatron_column
+        serial, megatron = self._schedules()
         yield Candidate("gemm", LIBRARY, self._gemms, local=True)
         yield Candidate("serial", LIBRARY, serial)
         yield Candidate("serial_again", LIBRARY, serial)
         yield Candidate("megatron", LIBRARY, megatron)
         yield from self._ours()
+
+    def _schedules(self) -> tuple[Call, Call]:
+        """The layer with every collective exposed, and as Megatron runs it."""
+        if self.column:
+            return self._serial_column, self._megatron_column
+        return self._serial_row, self._serial_row
 
     def _gemms(self) -> tuple[Tensor, Tensor]:
         dy, x = self._dy_and_x()

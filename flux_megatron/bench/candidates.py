@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
+from flux_megatron.bench.efficiency import IN_A_GRAPH
 from flux_megatron.dispatch import decide
 from flux_megatron.problem import Pattern
 
 Call = Callable[[], tuple[Any, ...]]  # tensors
+Results = TypeVar("Results")
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,38 @@ def plan_of_auto(
         return decide(pattern, x, w, None, group, layout, None).plan.dumps()
 
     return lambda: with_strategy("auto", plan)()[0]
+
+
+def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator[Candidate]:
+    """Each candidate that communicates once more, replayed from a CUDA graph."""
+    for one in candidates:
+        if one.local or one.call is None:
+            continue
+        name = one.name + IN_A_GRAPH
+        if device.type == "cuda":
+            yield replace(one, name=name, call=replayed(one.call))
+        else:
+            yield replace(one, name=name, call=None, reason="CUDA graphs need a GPU")
+
+
+def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
+    """Replays of a graph of `call`, which is captured at the first one, after the call itself.
+
+    On the stream of that moment, unless that is the default one, which cannot be captured. Backward
+    runs on forward's stream: where the call has one, forward must not be on the default stream.
+    """
+    made: list[tuple[torch.cuda.CUDAGraph, Results]] = []
+
+    def replay() -> Results:
+        if not made:
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            own = None if stream == torch.cuda.default_stream() else stream
+            # backward runs in threads of autograd
+            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+                results = call()
+            made.append((graph, results))
+        graph, results = made[0]
+        graph.replay()
+        return results
+
+    return replay

@@ -15,6 +15,7 @@ class Options:
     """What to measure and how. `candidates` () means all; `scale` divides the model's widths.
 
     `beside` measures every case twice: alone, and beside all-reduces of another communicator.
+    `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
     """
 
     suites: tuple[str, ...]
@@ -30,6 +31,7 @@ class Options:
     nvls: bool = False
     commit: str = ""
     beside: bool = False
+    graphs: bool = False
 
     @property
     def conditions(self) -> tuple[bool, ...]:

@@ -48,8 +48,13 @@ def _runs(rows: Iterable[Row]) -> str:
 
 
 def _targets(rows: Iterable[Row]) -> str:
-    """A line a target: for each value of connections how many cases meet it, and worst and best."""
-    verdicts = check.check(rows)
+    """A line a target of the patterns that have rows: for each value of connections how many cases
+    meet it, and worst and best.
+    """
+    rows = [*rows]
+    verdicts = check.check(rows, rows[0].provenance.world_size)
+    judged = {one.case.pattern for one in verdicts if one.outcome.verdict != check.MISSING}
+    verdicts = [one for one in verdicts if one.case.pattern in judged]
     lines = []
     for target in dict.fromkeys(verdict.target for verdict in verdicts):
         line = [target]

@@ -6,7 +6,7 @@ A row has everything that its time depends on, and neither a host's name nor a p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,32 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """Every row of a file. `ValueError` names the line that is none."""
-    lines = path.read_text().splitlines()
-    return [_row(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1)]
+    """Every row of a file but those of other tables. `ValueError` names the line that is none."""
+    return [_row(values, place) for values, place in _lines(path) if "table" not in values]
 
 
-def _row(line: str, place: str) -> Row:
+def load_tables(path: Path) -> list[dict[str, Any]]:
+    """The other rows of a file, which name their table. `ValueError` as for `load`."""
+    return [values for values, _ in _lines(path) if "table" in values]
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Objects, and where they stand."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        place = f"{path.name} line {number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}; a row expected") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{place}: {line[:80]!r} given, a row expected")
+        yield values, place
+
+
+def _row(values: dict[str, Any], place: str) -> Row:
     try:
-        values = json.loads(line)
         return Row(**values | {"provenance": Provenance(**values["provenance"])})
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError) as error:
         names = ", ".join(field.name for field in fields(Row))
         raise ValueError(f"{place}: {error}; a row with {names} expected") from None
 

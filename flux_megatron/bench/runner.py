@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.bench import provenance, records
 from flux_megatron.bench.backward import Backward
-from flux_megatron.bench.candidates import Call, Candidate
+from flux_megatron.bench.backward_ar import AllReducedBackward
+from flux_megatron.bench.candidates import Call, Candidate, in_graphs
 from flux_megatron.bench.competitors import Competitor, all_competitors
 from flux_megatron.bench.efficiency import baselines, percentile
 from flux_megatron.bench.forward import Forward
@@ -33,6 +35,8 @@ from flux_megatron.tuning.timing import Race, host_time_us, race
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 WITH_HOST_TIME = ("auto", "serial")
+# the experiments that are more than one GEMM, by pattern
+KINDS: dict[str, type[Backward]] = {"backward": Backward, "backward_ar": AllReducedBackward}
 
 
 Show = Callable[[Case, list[Row]], None]
@@ -66,17 +70,25 @@ def measure(
     competitors: Mapping[Competitor, str | None], about: Provenance,
 ) -> Iterator[list[Row]]:  # fmt: skip
     """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
-    kind = Backward if case.pattern == "backward" else Forward
-    experiment = kind(case, group, device, dtype)
-    chosen = [
-        candidate
-        for candidate in [*experiment.candidates(), *_of_competitors(experiment, competitors)]
-        if not options.candidates or candidate.name in (*BASELINES, *options.candidates)
-    ]
+    own = _own_stream(device) if options.graphs and device.type == "cuda" else None
+    with torch.cuda.stream(own):
+        experiment = KINDS.get(case.pattern, Forward)(case, group, device, dtype)
+        chosen = [
+            candidate
+            for candidate in [*experiment.candidates(), *_of_competitors(experiment, competitors)]
+            if not options.candidates or candidate.name in (*BASELINES, *options.candidates)
+        ]
     for beside in options.conditions:
-        with _plans_for(beside):
-            rows = _measure(experiment, chosen, beside, options.rounds, about)
+        replayed = [*in_graphs(chosen, device)] if options.graphs else []
+        with _plans_for(beside), torch.cuda.stream(own):
+            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds, about)
         yield rows
+
+
+@cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where calls are captured: the default stream cannot be, and backward runs on forward's."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from flux_megatron import patterns
 from flux_megatron.patterns import Pattern, PatternSpec
 
-PATTERNS = (*map(str, Pattern), "backward", "gemm")
+PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
+BACKWARDS = ("backward", "backward_ar")
+WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
 ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -52,7 +54,7 @@ class Suite:
     ops: tuple[str, ...] = ()  # all, forward and backward
 
     def has(self, op: str, pattern: str) -> bool:
-        return not self.ops or (op in self.ops and pattern != "backward")
+        return not self.ops or (op in self.ops and pattern not in BACKWARDS)
 
 
 SUITES = {name: Suite(name) for name in MODELS} | {
@@ -68,9 +70,9 @@ SUITES = {name: Suite(name) for name in MODELS} | {
 class Case:
     """One operation on one shape.
 
-    `M, N, K` are the global problem of the pattern, as in `problem.Problem`. For `backward` N and K
-    are the weight's: `op` qkv and fc1 split N over the ranks, proj and fc2 split K. For `gemm` they
-    are those of one rank.
+    `M, N, K` are the global problem of the pattern, as in `problem.Problem`. For `backward`, and
+    `backward_ar` without sequence parallelism, N and K are the weight's: `op` qkv and fc1 split N
+    over the ranks, proj and fc2 split K. For `gemm` they are those of one rank.
     """
 
     suite: str
@@ -84,8 +86,8 @@ class Case:
 
     @property
     def spec(self) -> PatternSpec:
-        """What is divided over the ranks; for `backward` in the layer's forward."""
-        if self.pattern == "backward":
+        """What is divided over the ranks; for a backward in the layer's forward."""
+        if self.pattern in BACKWARDS:
             return (patterns.COLUMN if self.op in COLUMN else patterns.ROW).spec
         return _ALONE if self.pattern == "gemm" else Pattern(self.pattern).spec
 
@@ -112,7 +114,8 @@ def cases(
         raise ValueError(f"suite {suite!r} given, one of {[*SUITES]} expected")
     if pattern not in PATTERNS:
         raise ValueError(f"pattern {pattern!r} given, one of {PATTERNS} expected")
-    if bad := [M for M in Ms if M <= 0 or M % world_size]:
+    whole = pattern in WHOLE_TOKENS
+    if bad := [M for M in Ms if M <= 0 or (M % world_size and not whole)]:
         raise ValueError(f"M {bad} given, multiples of the {world_size} ranks expected")
     model = MODELS[SUITES[suite].model].scaled(scale)
     layers = _layers(SUITES[suite], model, pattern)
@@ -142,6 +145,8 @@ def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, in
         "gemm_rs": gemm_rs,
         "gemm_ar": [layer for layer in gemm_rs if layer[-1] == "nt"],
         "backward": backward,
+        # that of a row layer needs no communication
+        "backward_ar": [layer for layer in backward if layer[0] in COLUMN],
         "gemm": ag_gemm + gemm_rs,
     }
     return [layer for layer in all_of[pattern] if suite.has(layer[0], pattern)]

@@ -54,11 +54,13 @@ TARGETS = (
     Target("gemm_rs", 2048, 2048, EFFICIENCY, 0.85),
     Target("gemm_rs", 1024, 1024, EFFICIENCY, 0.60),
     Target("gemm_rs", 64, 512, NEVER_SLOWER),
+    Target("gemm_ar", 4096, 8192, EFFICIENCY, 0.90),
     Target("gemm_ar", 64, 8192, NEVER_SLOWER),
     Target("backward", 4096, 8192, TIMES_GEMM, 1.02),
     Target("backward", 2048, 2048, TIMES_GEMM, 1.03),
     Target("backward", 1024, 1024, TIMES_GEMM, 1.06),
     Target("backward", 64, 512, NEVER_SLOWER),
+    Target("backward_ar", 64, 8192, NEVER_SLOWER),
     Target("gemm", 2048, 8192, GEMM_SHARE, 0.99),
     Target("gemm", 1024, 1024, GEMM_SHARE, 0.98),
     Target("gemm", 64, 512, GEMM_SHARE, 0.95),
@@ -71,15 +73,24 @@ TARGETS = (
             Target(pattern, 64, 8192, NEVER_SLOWER, beside=True),
         )
     ),
+    Target("gemm_ar", 64, 8192, NEVER_SLOWER, beside=True),
+    Target("backward_ar", 64, 8192, NEVER_SLOWER, beside=True),
 )
 # the candidate that `auto` is never to be slower than
-BASELINE = {"ag_gemm": "serial", "gemm_rs": "serial", "gemm_ar": "serial", "backward": "megatron"}
+BASELINE = {
+    "ag_gemm": "serial",
+    "gemm_rs": "serial",
+    "gemm_ar": "serial",
+    "backward": "megatron",
+    "backward_ar": "megatron",
+}
 # the candidates that `auto` is to be ahead of on every row
 COMPETITORS = {
     "ag_gemm": ("async_tp", "te_ring", "xformers"),
     "gemm_rs": ("async_tp", "te_ring", "te_pipeline", "xformers"),
     "backward": ("async_tp", "te", "xformers"),
     "gemm_ar": (),
+    "backward_ar": (),
     "gemm": (),
 }
 WITH_HOST_TIME = ("ag_gemm", "gemm_rs")

@@ -34,19 +34,27 @@ Advance = Callable[[Problem, "Plan | None", int], None]
 
 
 def problems_of_suite(
-    suite: str, Ms: Sequence[int], tp: int, dtype: str, device: str, scale: int = 1
-) -> list[Problem]:
+    suite: str, Ms: Sequence[int], tp: int, dtype: str, device: str, scale: int = 1,
+    sequence_parallel: bool = True,
+) -> list[Problem]:  # fmt: skip
     """The problems of a model of `bench.suites`, forward and backward."""
-    return [
+    problems = [
         Problem(Pattern(pattern), case.M, case.N, case.K, dtype, tp, case.layout, device)
         for pattern in (COLUMN, ROW)
         for case in suites.cases(suite, str(pattern), tuple(Ms), tp, scale)
     ]
+    return problems if sequence_parallel else all_reduced(problems)
+
+
+def all_reduced(problems: Sequence[Problem]) -> list[Problem]:
+    """The same layers' problems without sequence parallelism: a row layer's forward and a column
+    layer's dgrad.
+    """
+    return [replace(one, pattern=Pattern.GEMM_AR) for one in problems if one.spec.scatters]
 
 
 def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     """The problems of a training run: each linear layer's forward and its dual, and the LM head's.
-    Without sequence parallelism a row layer's forward and a column layer's dgrad.
 
     `ValueError` if the run has none.
     """
@@ -62,9 +70,7 @@ def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
         Problem(pattern, M, N, K, config.train.dtype, tp, device=device) for pattern, N, K in shapes
     ]
     problems = forward + [problem.dual for problem in forward]
-    if config.parallel.sequence_parallel:
-        return problems
-    return [replace(one, pattern=Pattern.GEMM_AR) for one in problems if one.spec.scatters]
+    return problems if config.parallel.sequence_parallel else all_reduced(problems)
 
 
 def and_beside(problems: Sequence[Problem]) -> list[Problem]:

@@ -27,8 +27,12 @@ SMALLEST_COPY_BYTES = 2**20
 # Assumed: the SMs that NCCL's kernels hold while a call runs beside them. GEMMs of M = 8192 took
 # 12 % longer beside an all-reduce (2 x H200, 2026-11-22), as without 14 of 132 SMs.
 NCCL_SMS = 16
-# Assumed: from the last MMA of a tile on one rank to its sum on all, by words with their epochs.
-WORDS_TRIP_US = 3.0
+# From the last MMA of a tile on one rank to its sum on all, by words with their epochs: what
+# `low_latency` takes beyond the library's GEMM alone and its words' time on the link, the median of
+# M = 1 to 16 (2 x H200, 2026-11-22, docs/results/h200x2/gemv_ar.jsonl). Predictions of those rows
+# are 8 % off on average, for a layer at most 10 %; at M = 64, where the kernel's own GEMM is slower
+# than the library's, up to 22 % too short.
+WORDS_TRIP_US = 1.9
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -154,7 +158,7 @@ class _Prediction(NamedTuple):
         if self.plan.two_phase:
             others, trips = 2 * others / self.problem.world_size, 2
         words = 2 * moved_bytes(self.problem) * others
-        return trips * WORDS_TRIP_US + words / self.hardware.store_gbps * 1e-3
+        return trips * WORDS_TRIP_US + words / self.hardware.copy_gbps * 1e-3
 
     def _stores_us(self) -> float:
         """How much a GEMM slows down when its SMs write into peers' memory."""

@@ -11,6 +11,7 @@ from flux_megatron.perf.linear import Linear
 from flux_megatron.problem import Problem
 
 LAYERS = {"qkv": True, "proj": False, "fc1": True, "fc2": False}  # name: column-parallel
+PATTERNS = ("ag_gemm", "gemm_rs", "backward")  # of layers under sequence parallelism
 SMALLEST_M = 1024  # below, launches count that no training run notices
 
 # Which candidates of the rows a strategy's forward and backward are.
@@ -68,7 +69,7 @@ def _row(line: str, place: str) -> Row | None:
         values = json.loads(line)
         ran = values["status"] == "ok" and values["M"] >= SMALLEST_M
         ran = ran and not values.get("beside")  # constants are of operations alone
-        if not ran or values["op"] not in LAYERS or values["pattern"] == "gemm":
+        if not ran or values["op"] not in LAYERS or values["pattern"] not in PATTERNS:
             return None
         source = values["provenance"]
         same = {name: values[name] for name in Row._fields if name in values}

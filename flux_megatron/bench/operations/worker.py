@@ -1,0 +1,84 @@
+"""One rank: `python -m flux_megatron.bench.operations.worker OPTIONS`, by `launch` or torchrun.
+
+OPTIONS is `OperationOptions` as JSON.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+from flux_megatron.bench.operations import NAMES
+from flux_megatron.bench.worker import joined, leave
+
+GRACE_S = 15
+
+
+@dataclass(frozen=True)
+class OperationOptions:
+    """What to measure: `names` of `operations.NAMES`, and of those the cases whose text has `only`.
+
+    After `time_limit_s` no further case is started; soon afterwards the process ends.
+    """
+
+    names: tuple[str, ...]
+    out: str
+    only: str = ""
+    rounds: int = 12
+    tp: int = 2
+    device: str = "cuda"
+    time_limit_s: float | None = None
+    nvls: bool = False
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.names if name not in NAMES]:
+            raise ValueError(f"operations {unknown} given, some of {NAMES} expected")
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> OperationOptions:
+        values = json.loads(text)
+        return OperationOptions(**values | {"names": tuple(values["names"])})
+
+
+def main(options: OperationOptions) -> None:
+    """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
+    import torch
+
+    from flux_megatron.bench import provenance
+    from flux_megatron.bench.table_run import Run
+
+    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
+    if options.time_limit_s is not None:
+        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
+    with joined(options) as (group, device):
+        about = provenance.describe(
+            device, group.size(), torch.bfloat16, 1, options.nvls, options.commit
+        )
+        end_s = time.monotonic() + limit_s
+        measure(Run(group, device, about, Path(options.out), end_s), options)
+
+
+def measure(run, options: OperationOptions) -> None:
+    """Verify and measure each operation. `ArithmeticError`, on every rank, for a wrong result."""
+    for name in options.names:
+        module = import_module(f"flux_megatron.bench.operations.{name}")
+        if said := module.verify(run):
+            raise ArithmeticError(f"{name}: {said}")
+        for case in module.cases(run):
+            if options.only in str(case) and run.time_left():
+                module.measure(run, case, options.rounds)
+
+
+if __name__ == "__main__":
+    main(OperationOptions.loads(sys.argv[1]))
+    leave()
