@@ -114,6 +114,9 @@ class _Prediction(NamedTuple):
             return call_overhead_us + self._gathered_us() + self.wgrad_us()
         if self.problem.spec.scatters:
             return call_overhead_us + self._scattered_us(self.wgrad_us()) + self._sum_us()
+        if self.plan.strategy == "hopper":
+            behind = max(self._last_sums_us(), self.wgrad_us()) + self._copy_us()
+            return call_overhead_us + self._scattered_us(0.0) + behind
         sums = self._scattered_us(0.0) + self._sum_us()
         return call_overhead_us + sums + max(self._gathered_back_us(), self.wgrad_us())
 
@@ -197,6 +200,20 @@ class _Prediction(NamedTuple):
         """The all-gather of the sums by copy engines."""
         remote = self.problem.world_size - 1
         return self.hardware.copy_latency_us + remote * shard_us(self.problem, self.hardware)
+
+    def _last_sums_us(self) -> float:
+        """What `hopper`'s kernel still has to store at every rank when its last wave has ended."""
+        problem = self.problem
+        remote = problem.world_size - 1
+        wave = self.hardware.sms * TILE_M * TILE_N * ELEMENT_BYTES[problem.dtype]
+        last = min(wave, moved_bytes(problem) / problem.world_size)
+        late = remote * shard_us(problem, self.hardware) - self.gemm_us(problem.M) / (remote + 1)
+        return max(remote * last / self.hardware.copy_gbps * 1e-3, late)
+
+    def _copy_us(self) -> float:
+        """The rows of other ranks out of the gathered buffer, limited by memory."""
+        others = (self.problem.world_size - 1) / self.problem.world_size
+        return pass_us(self.hardware, 2 * others * moved_bytes(self.problem))
 
     def _scattered_us(self, wgrad: float) -> float:
         """Remote shards are pushed when they are ready; the local one is the last. `wgrad` comes
