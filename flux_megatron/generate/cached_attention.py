@@ -12,10 +12,10 @@ from torch import Tensor
 class CachedAttention(torch.nn.Module):
     """In place of the core attention of megatron-core's `attention` layer.
 
-    Keys and values of a call go to `slots` [n] (int64, on the device) of the cache, [b, heads, S, d]
-    each. query, key and value [n, b, heads, d] -> [n, b, heads * d]. `attention_mask` [b, 1, n, S]
-    is added to the scores: a query sees old slots too. Nothing here reads a number on the host, so
-    that a CUDA graph can be replayed while `slots` changes.
+    query, key and value [n, b, heads, d] -> [n, b, heads * d]. Keys and values go to `slots` [n]
+    (int64, on the device) of the cache [b, heads, S, d], and a query sees all slots:
+    `attention_mask` [b, 1, n, S] is added to its scores. The host reads no number here, so a CUDA
+    graph can be replayed while `slots` changes.
     """
 
     def __init__(self, attention: Any, rows: int, slots: int, like: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +47,7 @@ def generate(
             raise ConfigError(f"--layers {layers} given, flux or stock expected{also}")
         if device not in ("auto", "cuda", "cpu"):
             raise ConfigError(f"--device {device} given, auto, cuda or cpu expected")
+        arms: Any = ("flux", "stock") if compare else (layers,)
         config, folder = request.trained(checkpoint.resolve(), tp, device)
         wanted = request.Request(
             checkpoint=folder,
@@ -55,7 +56,7 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             seed=seed,
-            arms=("flux", "stock") if compare else (layers,),
+            arms=arms,
             graph=not eager,
         )
         code = launcher.generate(config, wanted, json_)

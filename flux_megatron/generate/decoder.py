@@ -17,6 +17,7 @@ from torch import Tensor
 from flux_megatron.generate.cached_attention import cache_in
 from flux_megatron.generate.sampling import Sampler
 
+MASK_MULTIPLE = 8  # a mask of other rows is copied by torch's attention, in every layer
 EAGER_STEPS = 2  # before a capture: the first calls of their sizes allocate and compile
 
 
@@ -36,7 +37,7 @@ class Decoder:
         self.forwards, self._steps = 0, 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captures = graph and device.type == "cuda"
-        like = next(model.parameters())
+        like, slots = next(model.parameters()), -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
         self._cached = cache_in(model.decoder, rows, slots, like)
         self._hidden = torch.full((), -torch.inf, dtype=like.dtype, device=device)
         self._visible = torch.zeros((), dtype=like.dtype, device=device)

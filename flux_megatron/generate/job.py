@@ -66,7 +66,7 @@ def decode(
     stream = TextStream(request.prompts, console.file) if console else None
     decoded = Decoded([[] for _ in prompts], [], [])
     ended: set[int] = set()
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < request.tokens and len(ended) < rows:
         started = time.monotonic()
         decoder.step() if seconds else decoder.prefill(prompts, multiple=tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flux_megatron.generate.request import REQUEST, Request
 from flux_megatron.train import launcher, run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
 
+COMMON = "common.pt"  # what all ranks read of a checkpoint
 INTERRUPTED = 130
 
 
@@ -60,6 +62,9 @@ def check_files(checkpoint: Path) -> None:
         found = file.stat().st_size if file.is_file() else 0
         if found < size:
             raise ConfigError(f"{file} has {found} bytes, {size} expected: the checkpoint is torn")
+    common = checkpoint / COMMON
+    if not zipfile.is_zipfile(common):
+        raise ConfigError(f"{common} is missing or torn, a file of torch.save expected")
 
 
 def passed(result: dict[str, Any]) -> bool:

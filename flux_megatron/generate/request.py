@@ -65,11 +65,12 @@ class Request(BaseModel):
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """One prompt a line; `ConfigError` where there are none, or no text."""
+    """One prompt a line, an empty line too; `ConfigError` for what is no text."""
     try:
-        return tuple(file.read_bytes().decode().splitlines())
+        text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {file} cannot be read: {error}") from None
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
 def trained(folder: Path, tp: int | None, device: str) -> tuple[TrainConfig, Path]:

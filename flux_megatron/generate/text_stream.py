@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from typing import TextIO
+from typing import IO
 
 
 class TextStream:
     """Writes each prompt and what follows it. Bytes that are no text yet wait for the next ones."""
 
-    def __init__(self, prompts: tuple[str, ...], out: TextIO) -> None:
+    def __init__(self, prompts: tuple[str, ...], out: IO[str]) -> None:
         self._out, self._prompts, self._live = out, prompts, 0
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = [decoder(errors="replace") for _ in prompts]

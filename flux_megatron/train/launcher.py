@@ -27,9 +27,7 @@ def train(config: TrainConfig, out: Path, resume: bool) -> int:
         return run_ranks(config, out, world_size, on_gpu, ["--resume"] * resume)
 
 
-def run_ranks(
-    config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job: list[str]
-) -> int:
+def run_ranks(config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job: list[str]) -> int:
     """The ranks of `config`, which OUT/config.json has, from their start to their end.
 
     `job` are the arguments of `worker` that say what they do. Returns and raises as `train`.
