@@ -291,4 +291,5 @@ def test_bad_files_are_named(trained, tmp_path, no_ranks):
     ]:
         with file.open("r+b") as stream:
             stream.truncate(size)
-        assert expected in refused("--checkpoint", str(run), "--prompt", "a")
+        words = ("--checkpoint", str(run), "--prompt", "a", "--tokens", "4")
+        assert expected in refused(*words)
