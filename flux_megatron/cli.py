@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flux_megatron.doctor import doctor
+from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
 from flux_megatron.results.commands import results
@@ -17,7 +18,7 @@ from flux_megatron.simulate.commands import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
-for command in (launch, results, simulate, doctor):
+for command in (launch, results, simulate, doctor, generate):
     app.command()(command)
 
 
@@ -83,11 +84,11 @@ def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> i
     on_gpu = run.parallel.device != "cpu" and launcher.gpu_count() > 0
     os.environ.update(launcher.layer_environment(run, on_gpu))
     if os.environ["RANK"] != "0":
-        return worker.run(run, out, resume, None)
+        return worker.train(run, out, resume, None)
     from rich.console import Console
 
     with run_folder.claimed(run, out, resume):
-        return worker.run(run, out, resume, Console(file=sys.stdout))
+        return worker.train(run, out, resume, Console(file=sys.stdout))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Trains a small GPT through our layers and through stock Megatron's, with the same seed and data, and
-# compares the losses; the last line says where the curves are. Arguments go to `flux-megatron train`,
-# for example `--tp 4`.
+# compares the losses; then decodes with both from what ours has learnt, and compares the tokens.
+# Arguments go to `flux-megatron train`, for example `--tp 4`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh
-exec .venv/bin/flux-megatron train --config configs/train/demo.yaml --compare \
-    --out "out/demo-$(date +%Y%m%d-%H%M%S)" "$@"
+out=out/demo-$(date +%Y%m%d-%H%M%S)
+[[ " $* " =~ " --out"[=\ ]([^\ ]+) ]] && out=${BASH_REMATCH[1]}
+.venv/bin/flux-megatron train --config configs/train/demo.yaml --compare --out "$out" "$@"
+exec .venv/bin/flux-megatron generate --checkpoint "$out/flux" --prompt "def " --tokens 48 --compare

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 ERRORS = ROOT / "docs" / "troubleshooting.md"
 VARIABLES = ROOT / "docs" / "reference" / "environment.md"
 ROOMS = (
-    "config_files.py", "dispatch.py", "integration", "kernels", "launch", "nn", "ops.py",
-    "overlap", "settings.py", "symm", "train", "tuning",
+    "config_files.py", "dispatch.py", "generate", "integration", "kernels", "launch", "nn",
+    "ops.py", "overlap", "settings.py", "symm", "train", "tuning",
 )  # fmt: skip
 OUR_OWN = {
     "AttributeError", "ArgumentTypeError", "ConstructorError", "NoRoom", "NotImplementedError",

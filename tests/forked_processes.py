@@ -16,11 +16,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 4
 IMPORTED = (  # what a rank of `flux-megatron train` imports
@@ -146,6 +148,35 @@ def forked(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def command_line(
+    words: list[str], plant: Callable[[int], None], log: Path
+) -> tuple[int, str, list[int]]:
+    """Of `flux-megatron WORDS`: its exit code and output, and the processes left behind.
+
+    `plant(rank)` runs in each rank before anything. For `kept`.
+    """
+    pid = forked(partial(_command_line, words, plant), dict(os.environ), log)
+    deadline = time.monotonic() + 200
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline, f"no end within 200 s\n{log.read_text()}"
+        time.sleep(0.02)
+    return os.waitstatus_to_exitcode(ended[1]), log.read_text(), children()
+
+
+def _command_line(words: list[str], plant: Callable[[int], None]) -> int:
+    from flux_megatron import cli
+    from flux_megatron.train import rank_process
+
+    rank_process.start = partial(forked_rank, plant=plant)
+    os.chdir(ROOT)
+    sys.argv = ["flux-megatron", *words]
+    try:
+        cli.app()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
 
 
 def _close_all_but(kept_open: set[int]) -> None:

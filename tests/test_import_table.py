@@ -87,10 +87,12 @@ TABLE = {
         "config_files errors settings ops nn integration overlap.report symm.step",
         "torch megatron matplotlib numpy pydantic rich",
     ),
+    # decodes what `train` has trained, in ranks that `train` starts
+    "generate": room("overlap.report symm.step train", "torch megatron pydantic rich typer"),
 }
 BELOW = frozenset(TABLE)
 TABLE |= {
-    "": Room(BELOW - {"train"}),
+    "": Room(BELOW - {"train", "generate"}),
     "bench": Room(BELOW, ANY),
     "doctor": Room(BELOW, ANY),
     # runs on a node before the ranks, and once as ranks of its own
@@ -112,7 +114,9 @@ AT_IMPORT = {
     ),
     "doctor": Room(BASE, frozenset({"rich", "typer"})),
     "cli": Room(
-        BASE | {"doctor", "launch.commands", "patching", "results.commands", "simulate.commands"},
+        BASE
+        | {"doctor", "generate.commands", "launch.commands", "patching", "results.commands"}
+        | {"simulate.commands"},
         frozenset({"rich", "typer"}),
     ),
 }

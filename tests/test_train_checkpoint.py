@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from ranks import run_ranks
 
-from flux_megatron.train import checkpoint
+from flux_megatron.train import checkpoint, run_folder
 from flux_megatron.train.cpu_device import pretend_cuda
 
 
@@ -64,7 +64,7 @@ def draws_again(rank: int, out: Path) -> None:
     checkpoint.get_cuda_rng_tracker().reset()
     checkpoint.get_cuda_rng_tracker().add("here", 4)
     assert not {*draws()} & {*first}
-    assert checkpoint.load(checkpoint.latest(out), TRAINEE) == (1, 10)
+    assert checkpoint.load(run_folder.latest(out), TRAINEE) == (1, 10)
     assert draws() == first
 
 
@@ -75,7 +75,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 def dies_before_the_rename(rank: int, out: Path) -> None:
     start()
     checkpoint.save(out, TRAINEE, 1, 10)
-    newest, rename = checkpoint.latest(out), Path.rename
+    newest, rename = run_folder.latest(out), Path.rename
 
     def dies(path: Path, target: Path) -> Path:
         if path.suffix == ".partial":
@@ -87,10 +87,10 @@ def dies_before_the_rename(rank: int, out: Path) -> None:
         pytest.raises(OSError, match="killed"),
     ):
         checkpoint.save(out, TRAINEE, 2, 20)
-    assert checkpoint.latest(out) == newest
+    assert run_folder.latest(out) == newest
     assert checkpoint.load(newest, TRAINEE) == (1, 10)
     checkpoint.save(out, TRAINEE, 2, 20)
-    assert checkpoint.load(checkpoint.latest(out), TRAINEE) == (2, 20)
+    assert checkpoint.load(run_folder.latest(out), TRAINEE) == (2, 20)
 
 
 def test_latest_never_names_what_is_not_there(tmp_path):

@@ -181,12 +181,11 @@ def test_a_row_that_is_none_is_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "step_7\n", "step_4.partial\n"])
 def test_a_torn_pointer_names_the_checkpoints_there_are(tmp_path, text):
-    checkpoint = pytest.importorskip("flux_megatron.train.checkpoint")
     for name in ("step_2", "step_10", "step_4.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest").write_text(text)
     with pytest.raises(ConfigError, match=r"expected one of \['step_2', 'step_10'\]"):
-        checkpoint.latest(tmp_path)
+        run_folder.latest(tmp_path)
 
 
 def test_a_bad_bound_is_refused_before_any_rank_starts(monkeypatch):

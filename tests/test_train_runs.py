@@ -7,7 +7,6 @@ their processes its imports.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +22,8 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import torch
 import torch.distributed.checkpoint as dcp
-from forked_processes import children, forked, forked_rank, import_what_ranks_import, kept
+from forked_processes import ROOT, command_line, import_what_ranks_import, kept
 
-ROOT = Path(__file__).parent.parent
 TINY = {
     "model.num_layers": 1,
     "model.hidden": 32,
@@ -82,36 +79,12 @@ def train_forked(
     each rank before that.
     """
     import_what_ranks_import()
-    _, _, module, *words = command(out, text, *arguments, **settings)
-    program = importlib.import_module(module)
-    code, output, left = kept(_to_the_end, program, words, plant, out.with_suffix(".output"))
+    words = command(out, text, *arguments, **settings)[3:]
+    code, output, left = kept(command_line, words, plant, out.with_suffix(".output"))
     assert (code, left) == (expected, []), (
         f"exit code {code}, processes left behind: {left}\n{output}"
     )
     return output
-
-
-def _to_the_end(program, words: list[str], plant, log: Path) -> tuple[int, str, list[int]]:
-    """Of a launcher: its exit code and output, and what it has left behind."""
-    pid = forked(partial(_launch, program, words, plant), dict(os.environ), log)
-    deadline = time.monotonic() + 200
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline, f"no end within 200 s\n{log.read_text()}"
-        time.sleep(0.02)
-    return os.waitstatus_to_exitcode(ended[1]), log.read_text(), children()
-
-
-def _launch(program, words: list[str], plant) -> int:
-    from flux_megatron.train import rank_process
-
-    rank_process.start = partial(forked_rank, plant=plant)
-    os.chdir(ROOT)
-    sys.argv = ["flux-megatron", *words]
-    try:
-        program.app()
-    except SystemExit as end:
-        return end.code or 0
-    return 0
 
 
 def assert_no_rank_of(out: Path) -> None:

@@ -11,6 +11,8 @@ import os
 import queue
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
 from flux_megatron.train.rank_states import of_a_collective
+from flux_megatron.train.run_folder import whole_checkpoints
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
@@ -58,24 +62,6 @@ filesystem_async._results_queue = queue.Queue()  # else a process of its own ser
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Look at the disk; the last whole one is still there."""
-
-
-def latest(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None; `ConfigError` where `latest` names none."""
-    pointer = out / "checkpoints" / "latest"
-    if not pointer.exists():
-        return None
-    name = pointer.read_text(errors="replace").strip()
-    whole = _whole(out)
-    if name not in whole:
-        raise ConfigError(f"{pointer} says {name!r}, expected one of {whole}: write one into it")
-    return pointer.parent / name
-
-
-def _whole(out: Path) -> list[str]:
-    """The names of the checkpoints, oldest first."""
-    found = [path.name for path in (out / "checkpoints").glob("step_*") if path.suffix == ""]
-    return sorted(found, key=lambda name: int(name.removeprefix("step_")))
 
 
 def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
@@ -117,25 +103,39 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
 
 def load(path: Path, trainee: Trainee) -> tuple[int, int]:
     """Restore `trainee` and the random number generators; (step, consumed samples). Collective."""
-    try:
+    with _naming_torn_files(path):
         saved = dist_checkpointing.load_common_state_dict(str(path))["world_size"]
         if saved != dist.get_world_size():
             raise ConfigError(f"{path} was written by {saved} ranks, got {dist.get_world_size()}")
         state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
+    trainee.module.load_state_dict(state["model"])
+    trainee.optimizer.load_state_dict(state["optimizer"])
+    trainee.scheduler.load_state_dict(state["scheduler"])
+    _set_random_state(state["random"])
+    return state["step"], state["consumed_samples"]
+
+
+def load_weights(path: Path, module: GPTModel) -> None:
+    """The weights alone, which any number of ranks may have written. Collective."""
+    with _naming_torn_files(path):
+        state = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(path))
+    module.load_state_dict(state["model"])
+
+
+@contextmanager
+def _naming_torn_files(path: Path) -> Iterator[None]:
+    """`ConfigError` in place of what readers raise on files that are torn or missing."""
+    try:
+        yield
     except ConfigError:
         raise
     except (Exception, CheckpointException) as error:  # readers raise any type on a torn file
         if of_a_collective(error):
             raise
         raise ConfigError(
-            f"{path} cannot be read; whole ones may be among {_whole(path.parents[1])}: write one "
-            f"into {path.with_name('latest')} ({_last_line(error)})"
+            f"{path} cannot be read; whole ones may be among {whole_checkpoints(path.parents[1])}: "
+            f"write one into {path.with_name('latest')} ({_last_line(error)})"
         ) from error
-    trainee.module.load_state_dict(state["model"])
-    trainee.optimizer.load_state_dict(state["optimizer"])
-    trainee.scheduler.load_state_dict(state["scheduler"])
-    _set_random_state(state["random"])
-    return state["step"], state["consumed_samples"]
 
 
 def _last_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from flux_megatron.train import run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
 from flux_megatron.train.rank_processes import RankFailure, RankProcesses
 
-__all__ = ["RankFailure", "gpu_count", "layer_environment", "placement", "train"]
+__all__ = ["RankFailure", "gpu_count", "layer_environment", "placement", "run_ranks", "train"]
 
 
 def train(config: TrainConfig, out: Path, resume: bool) -> int:
@@ -22,13 +22,22 @@ def train(config: TrainConfig, out: Path, resume: bool) -> int:
     """
     world_size, on_gpu = placement(config)
     config.microbatches(world_size // config.parallel.tp)
-    bound_s = wait_bound_s()
-    with run_folder.claimed(config, out, resume), socket.socket() as store:
+    wait_bound_s()  # complains before the folder is claimed
+    with run_folder.claimed(config, out, resume):
+        return run_ranks(config, out, world_size, on_gpu, ["--resume"] * resume)
+
+
+def run_ranks(config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job: list[str]) -> int:
+    """The ranks of `config`, which OUT/config.json has, from their start to their end.
+
+    `job` are the arguments of `worker` that say what they do. Returns and raises as `train`.
+    """
+    with socket.socket() as store:
         # rank 0 listens here: a port that were only named could be another job's by then
         store.bind(("127.0.0.1", 0))
         store.listen()
         environment = _environment(config, world_size, on_gpu, store.getsockname()[1])
-        with RankProcesses(world_size, out, environment, resume, store, bound_s) as ranks:
+        with RankProcesses(world_size, out, environment, job, store, wait_bound_s()) as ranks:
             store.close()
             return ranks.wait()
 

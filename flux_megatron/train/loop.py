@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from flux_megatron.train.config import TrainConfig
 from flux_megatron.train.data import microbatches
 from flux_megatron.train.display import StepDisplay, summary_table
 from flux_megatron.train.model import Trainee
+from flux_megatron.train.rank_counts import counts_of_all_ranks
 
 
 class StopRequest:
@@ -63,7 +63,7 @@ class Loop:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint; where there is none, from step 0. Collective."""
-        found = checkpoint.latest(self.out)
+        found = run_folder.latest(self.out)
         if found is not None:
             self.step, self.consumed = checkpoint.load(found, self.trainee)
         if dist.get_rank() == 0:
@@ -128,7 +128,7 @@ class Loop:
         }
 
     def _finish(self, console: Console | None, first: int, seconds: float) -> None:
-        counts = _counts_of_all_ranks()
+        counts = counts_of_all_ranks()
         if console is None:
             return
         rows, steps = run_folder.metrics(self.out), self.step - first + 1
@@ -162,24 +162,3 @@ def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
         return loss, {"loss": loss.detach().clone()}
 
     return losses, mean_loss
-
-
-def _counts_of_all_ranks() -> dict[str, Any]:
-    """Sums over all ranks of what each one's report counted. Collective."""
-    counts = report()
-    mine = (dict(counts.calls), dict(counts.fallbacks), counts.overlapped, counts.chosen_sequential)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    calls: Counter[str] = Counter()
-    fallbacks: Counter[str] = Counter()
-    for rank_calls, rank_fallbacks, _, _ in ranks:
-        calls.update({f"{pattern} {strategy}": n for (pattern, strategy), n in rank_calls.items()})
-        fallbacks.update(
-            {f"{pattern}: {reason}": n for (pattern, reason), n in rank_fallbacks.items()}
-        )
-    return {
-        "calls": dict(sorted(calls.items())),
-        "fallbacks": dict(sorted(fallbacks.items())),
-        "overlapped": sum(rank[2] for rank in ranks),
-        "chosen_sequential": sum(rank[3] for rank in ranks),
-    }

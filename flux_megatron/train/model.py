@@ -28,7 +28,7 @@ class Trainee:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         core_config = transformer_config(config)
-        self.module = _gpt_model(config, core_config).to(device)
+        self.module = gpt_model(config, core_config).to(device)
         inner = self.module
         if config.train.dtype != "float32":
             inner = Float16Module(core_config, inner)
@@ -76,7 +76,8 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     )
 
 
-def _gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
+def gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
+    """The model on the CPU, or where Megatron draws weights; ours or stock by `config.layers`."""
     flux = config.layers == "flux"
     with use_flux_output_layer() if flux else nullcontext():
         return GPTModel(

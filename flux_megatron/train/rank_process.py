@@ -19,11 +19,12 @@ class RankProcess:
     """A process in a session of its own, so that a terminal's Ctrl-C reaches only the parent.
 
     Its error comes through a pipe, which also works on a full disk. `code` is None until the
-    process has ended, then its exit code, or minus the signal that killed it.
+    process has ended, then its exit code, or minus the signal that killed it. `job` are the
+    arguments of `worker` that say what it does.
     """
 
     def __init__(
-        self, rank: int, out: Path, log: Path, environment: dict[str, str], resume: bool,
+        self, rank: int, out: Path, log: Path, environment: dict[str, str], job: list[str],
         store: socket.socket,
     ) -> None:  # fmt: skip
         self.rank, self.log = rank, log
@@ -35,7 +36,7 @@ class RankProcess:
         passed = {"errors": errors}
         if rank == 0:
             passed |= {"store": store.fileno(), "display": os.dup(sys.stdout.fileno())}
-        arguments = [str(out), f"--parent={os.getpid()}", *["--resume"] * resume]
+        arguments = [str(out), f"--parent={os.getpid()}", *job]
         arguments += [f"--{name}={value}" for name, value in passed.items()]
         with log.open("ab") as stream:
             self._process = start(

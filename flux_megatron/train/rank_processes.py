@@ -30,11 +30,11 @@ class RankFailure(RuntimeError):
 class RankProcesses:
     """A context: all ranks are started at its beginning and gone at its end.
 
-    `bound_s` is how long a rank may wait for another.
+    `bound_s` is how long a rank may wait for another; `job` as of a `RankProcess`.
     """
 
     def __init__(
-        self, world_size: int, out: Path, environment: dict[str, str], resume: bool,
+        self, world_size: int, out: Path, environment: dict[str, str], job: list[str],
         store: socket.socket, bound_s: float,
     ) -> None:  # fmt: skip
         self.logs, self.bound_s, self.stops_asked = out / "logs", bound_s, 0
@@ -43,7 +43,7 @@ class RankProcesses:
         for rank in range(world_size):
             self._error_file(rank).unlink(missing_ok=True)
             log = self.logs / f"rank_{rank}.log"
-            self.ranks.append(RankProcess(rank, out, log, environment, resume, store))
+            self.ranks.append(RankProcess(rank, out, log, environment, job, store))
 
     def __enter__(self) -> RankProcesses:
         self.signals = contextlib.ExitStack()

@@ -61,6 +61,24 @@ def recorded_config(out: Path) -> TrainConfig:
     return TrainConfig.model_validate_json((out / "config.json").read_text())
 
 
+def latest(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None; `ConfigError` where `latest` names none."""
+    pointer = out / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    name = pointer.read_text(errors="replace").strip()
+    whole = whole_checkpoints(out)
+    if name not in whole:
+        raise ConfigError(f"{pointer} says {name!r}, expected one of {whole}: write one into it")
+    return pointer.parent / name
+
+
+def whole_checkpoints(out: Path) -> list[str]:
+    """The names of the checkpoints, oldest first."""
+    found = [path.name for path in (out / "checkpoints").glob("step_*") if path.suffix == ""]
+    return sorted(found, key=lambda name: int(name.removeprefix("step_")))
+
+
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Atomically: a reader sees the old file or the new one."""
     partial = file.with_suffix(".partial")

@@ -1,6 +1,6 @@
 """One rank of a run: `python -m flux_megatron.train.worker OUT --parent PID`, by `launcher`.
 
-Under torchrun the command line calls `run` in the process it is given.
+Under torchrun the command line calls `train` in the process it is given.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import importlib
 import os
 import random
 import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flux_megatron import settings
 from flux_megatron.train import run_folder
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from rich.console import Console
 
+# of a rank: configuration, folder, console (rank 0 only), device -> whether it came to its end
+Job = Callable[[TrainConfig, Path, "Console | None", Any], bool]
 _PR_SET_PDEATHSIG = 1
 _START_S = 300.0  # until all processes of a run have imported what they need
 
@@ -42,13 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", type=int, help="socket to serve the store on, rank 0 only")
     parser.add_argument("--display", type=int, help="the user's terminal, rank 0 only")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--job", help="module whose `run` is the job; default: train")
     options = parser.parse_args(arguments)
     _die_with(options.parent)
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it waits, before it is ended
     try:
         console = _console(options.display)
         config = run_folder.recorded_config(options.out)
-        return run(config, options.out, options.resume, console, _store(options.store))
+        job = partial(_train, options.resume)
+        if options.job is not None:
+            job = importlib.import_module(options.job).run
+        return run(job, config, options.out, console, _store(options.store))
     except BaseException:
         send_error(options.errors, traceback.format_exc())
         with contextlib.suppress(OSError):  # the log may lie on a full disk
@@ -56,14 +65,19 @@ def main(arguments: list[str] | None = None) -> int:
         os._exit(1)  # at once: what is open with other ranks cannot be closed with them
 
 
+def train(config: TrainConfig, out: Path, resume: bool, console: Console | None) -> int:
+    """Train as a rank that torchrun has started: 0, or 130 if asked to stop."""
+    return run(partial(_train, resume), config, out, console)
+
+
 def run(
+    job: Job,
     config: TrainConfig,
     out: Path,
-    resume: bool,
     console: Console | None,
     store: dist.Store | None = None,
 ) -> int:
-    """Train as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop.
+    """Do the job as rank RANK of WORLD_SIZE (torchrun's variables): 0, or 130 if asked to stop.
 
     Without `store` the rendezvous is torchrun's. `RankLost` names a rank that a collective misses.
     """
@@ -103,7 +117,7 @@ def run(
             tensor_model_parallel_size=config.parallel.tp,
             distributed_timeout_minutes=bound_s / 60,
         )
-        finished = _train(config, out, resume, console, device)
+        finished = job(config, out, console, device)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return 0 if finished else INTERRUPTED
@@ -131,7 +145,7 @@ def _store(listener: int | None) -> dist.Store:
 
 
 def _train(
-    config: TrainConfig, out: Path, resume: bool, console: Console | None, device: torch.device
+    resume: bool, config: TrainConfig, out: Path, console: Console | None, device: torch.device
 ) -> bool:
     import torch.distributed as dist
 
