@@ -27,7 +27,7 @@ from test_expert_parallel import (
 import flux_megatron
 from flux_megatron import errors
 from flux_megatron.expert_parallel import bands, host_counts, ops, signalled
-from flux_megatron.expert_parallel.bands import order_of
+from flux_megatron.expert_parallel.bands import Order
 from flux_megatron.kernels import signalled_experts as kernels
 from flux_megatron.problem import MAX_GROUPS, Plan
 from flux_megatron.symm.workspace import workspace
@@ -139,7 +139,10 @@ def test_an_error_in_the_middle_breaks_the_group():
 
 
 def captured(rank: int) -> None:
-    counts, space = torch.ones(1, 2, dtype=torch.int32), workspace(dist.group.WORLD, torch.device("cpu"))
+    counts, space = (
+        torch.ones(1, 2, dtype=torch.int32),
+        workspace(dist.group.WORLD, torch.device("cpu")),
+    )
     with (
         mock.patch.object(host_counts, "capturing", return_value=True),
         pytest.raises(errors.WorkspaceError, match="counts on the host"),
@@ -155,6 +158,11 @@ def counts_of(ranks: int, experts: int, seed: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(seed)
     every = torch.randint(0, 40, (ranks, ranks, experts), generator=made)
     return (every * (torch.rand(every.shape, generator=made) < 0.6)).to(torch.int32)
+
+
+def order_of(every: torch.Tensor, rank: int, splits: int, block_m: int) -> Order:
+    counts = tuple(every.flatten().tolist())
+    return bands.order_of(counts, len(every), rank, splits, block_m, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 3), (2, 1), (2, 5), (3, 2), (8, 1), (8, 4)])
@@ -197,8 +205,9 @@ def test_the_library_s_all_to_all_gets_the_pieces_as_they_are():
     """As on GPUs: no copy before it or after it."""
     made = []
     group = SimpleNamespace(
-        alltoall=lambda received, sent: made.append((received, sent))
-        or SimpleNamespace(wait=lambda: made.append("waited"))
+        alltoall=lambda received, sent: (
+            made.append((received, sent)) or SimpleNamespace(wait=lambda: made.append("waited"))
+        )
     )
     pieces = [SimpleNamespace(device=torch.device("cuda"))] * 2
     signalled.exchange(group, pieces, pieces)
@@ -225,4 +234,3 @@ def test_the_table_names_each_group_once():
     assert_exact(rows[4:], every[1, 1])
     assert_exact(rows[:4], torch.stack([every[2, 1], every[0, 1]], 1).flatten())
     assert order.table[kernels.EXPERT.value].tolist() == [0, 0, 1, 1, 0, 1]
-    assert bands.MAX_GROUPS >= len(order.bands)

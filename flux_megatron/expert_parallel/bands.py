@@ -1,8 +1,8 @@
 """In which order experts' rows are multiplied and travel, worked out from the counts of all ranks.
 
 A band is a stretch of groups in the order (expert, step): what this rank has for some of its
-experts from the ranks rank + 1, rank + 2, ... A rank has its part of a band from, or for, each other
-rank as one piece, so an all-to-all of pieces needs no permutation:
+experts from the ranks rank + 1, rank + 2, ... What a rank has in a band from, or for, another rank
+is one piece, so an all-to-all of pieces needs no permutation:
 
 | rows | sorted by | piece of a band |
 | --- | --- | --- |
@@ -15,12 +15,13 @@ band without rows on one rank is empty there, one without rows on all ranks is l
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flux_megatron.kernels.signalled_experts import AWAY, BAND, EXPERT, FIELDS, FIRST, HOME, ROWS
+from flux_megatron.kernels.signalled_experts import AWAY, BAND, EXPERT, FIRST, HOME, ROWS
 from flux_megatron.problem import MAX_GROUPS
 
 Pieces = list[tuple[int, int]]  # for each rank the first and the last row + 1; empty for itself
@@ -36,7 +37,7 @@ class Band(NamedTuple):
 
 
 class Order(NamedTuple):
-    """`table` is the kernel's, on the host. Behind the bands' rows of tiles come `near` of them."""
+    """`table` is the kernel's. Behind the bands' rows of tiles come those of this rank's groups."""
 
     table: Tensor
     far_groups: int
@@ -45,55 +46,56 @@ class Order(NamedTuple):
     near_tile_rows: int
 
 
-def order_of(every: Tensor, rank: int, bands: int, block_m: int) -> Order:
+# a layer's forward and backward have the same counts four times
+@lru_cache(maxsize=256)
+def order_of(
+    counts: tuple[int, ...], ranks: int, rank: int, bands: int, block_m: int, device: torch.device
+) -> Order:
     """The order on `rank`, in at most `bands` bands, by the counts [R sources, R owners, E]."""
-    every = every.long()
-    ranks, _, experts = every.shape
-    came, sent = every[:, rank], every[rank]
-    numbers, used = _cut(every, min(max(bands, 1), MAX_GROUPS))
+    every = torch.tensor(counts).view(ranks, ranks, -1)
+    experts, came, sent = every.shape[2], every[:, rank], every[rank]
     steps = [(rank + step) % ranks for step in range(1, ranks)]
-    rows = _by_expert(came[steps], came[rank])
-    ends = ((rows + block_m - 1) // block_m).cumsum(0)
-    far_groups = experts * (ranks - 1)
-
-    table = torch.zeros(FIELDS, len(rows), dtype=torch.int64)
-    table[FIRST.value, 1:] = ends[:-1]
-    table[ROWS.value] = rows
-    of_expert = torch.arange(experts).expand(ranks - 1, experts)
-    table[EXPERT.value] = _by_expert(of_expert, torch.arange(experts))
-    table[BAND.value, :far_groups] = torch.searchsorted(used, numbers)
-    home = _firsts(came.t()).view(experts, ranks).t()
-    table[HOME.value] = _by_expert(home[steps], home[rank])
     far, tokens = _firsts(came), _firsts(sent)
-    by_source, mine = far.view(ranks, experts), tokens.view(ranks, experts)[rank]
-    table[AWAY.value] = _by_expert(by_source[steps], mine)
+    home = _firsts(came.t()).view(experts, ranks).t()
+    rows = _by_expert(came[steps], came[rank])
+    tiles = (rows + block_m - 1).div(block_m, rounding_mode="floor")
+    ends = tiles.cumsum(0)
+    own, (numbers, stretches) = torch.arange(experts), _cut(every, min(max(bands, 1), MAX_GROUPS))
+    fields = {
+        FIRST: ends - tiles,
+        ROWS: rows,
+        EXPERT: _by_expert(own.expand(ranks - 1, experts), own),
+        BAND: torch.cat([numbers, own * 0]),
+        HOME: _by_expert(home[steps], home[rank]),
+        AWAY: _by_expert(far.view(ranks, experts)[steps], tokens.view(ranks, experts)[rank]),
+    }
+    table = torch.stack([fields[name] for name in sorted(fields, key=lambda name: name.value)])
 
-    first, made = 0, []
-    edges = [0, *ends.tolist()]
-    for number in used.tolist():
-        end = edges[int((numbers <= number).sum())]
-        experts_of = _experts_of(numbers.view(experts, ranks - 1), number)
-        made.append(
-            Band(first, end - first, _pieces(came, far, experts_of, rank, 1),
-                 _pieces(sent, tokens, experts_of, rank, -1))
-        )  # fmt: skip
+    edges = ([*far.tolist(), int(came.sum())], [*tokens.tolist(), int(sent.sum())])
+    made, first, of_tiles = [], 0, [0, *ends.tolist()]
+    for groups in stretches:
+        end = of_tiles[groups.stop]
+        made.append(Band(first, end - first, *_pieces(groups, edges, ranks, rank)))
         first = end
-    last = edges[-1]
-    return Order(table.to(torch.int32), far_groups, made, first, last - first)
+    on_device = table.to(torch.int32).to(device)
+    return Order(on_device, len(numbers), made, first, of_tiles[-1] - first)
 
 
-def _cut(every: Tensor, bands: int) -> tuple[Tensor, Tensor]:
-    """The number of each far group's band, in order, and the numbers in use: so that all ranks
-    together have about as many rows in each band.
+def _cut(every: Tensor, bands: int) -> tuple[Tensor, list[range]]:
+    """The number of each far group's band, in order, and each band's groups: all ranks together
+    have about as many rows in each band, and rows in each.
     """
-    ranks, _, experts = every.shape
+    ranks = len(every)
     owners = torch.arange(ranks)
     sources = (owners + torch.arange(1, ranks)[:, None]) % ranks
     rows = every[sources, owners].sum(1).t().flatten()  # by (expert, step)
-    total = int(rows.sum())
     middles = 2 * rows.cumsum(0) - rows
-    numbers = (middles * bands).div(max(2 * total, 1), rounding_mode="floor").clamp(max=bands - 1)
-    return numbers, numbers[rows > 0].unique()
+    wanted = (middles * bands).div(max(2 * int(rows.sum()), 1), rounding_mode="floor")
+    used = wanted[rows > 0].unique()
+    # what has no rows anywhere goes with the band before, or the first
+    numbers = (torch.searchsorted(used, wanted, right=True) - 1).clamp(min=0)
+    ends = torch.searchsorted(numbers, torch.arange(len(used)), right=True).tolist()
+    return numbers, [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def _by_expert(steps: Tensor, own: Tensor) -> Tensor:
@@ -107,19 +109,18 @@ def _firsts(rows: Tensor) -> Tensor:
     return flat.cumsum(0) - flat
 
 
-def _experts_of(numbers: Tensor, number: int) -> list[list[int]]:
-    """For each step the first and the last expert + 1 in a band; `numbers` [E, R - 1]."""
-    return torch.stack([(numbers < number).sum(0), (numbers <= number).sum(0)], 1).tolist()
-
-
 def _pieces(
-    rows: Tensor, firsts: Tensor, experts_of: list[list[int]], rank: int, sign: int
-) -> Pieces:
-    """The stretch of each rank; `rows` [R, E] lie one after another, beginning at `firsts`."""
-    ranks, experts = rows.shape
-    edges = [*firsts.tolist(), int(rows.sum())]
-    pieces = [(0, 0)] * ranks
-    for step, (first, last) in enumerate(experts_of, 1):
-        other = (rank + sign * step) % ranks
-        pieces[other] = edges[other * experts + first], edges[other * experts + last]
-    return pieces
+    groups: range, edges: tuple[list[int], list[int]], ranks: int, rank: int
+) -> tuple[Pieces, Pieces]:
+    """What this rank has of each source, and for each owner; `edges` say where groups begin there,
+    by (rank, expert).
+    """
+    experts = len(edges[0]) // ranks
+    found: tuple[Pieces, Pieces] = [(0, 0)] * ranks, [(0, 0)] * ranks
+    for step in range(1, ranks):
+        first, last = (-(-(g - step + 1) // (ranks - 1)) for g in (groups.start, groups.stop))
+        for pieces, rows, other in zip(
+            found, edges, ((rank + step) % ranks, (rank - step) % ranks), strict=True
+        ):
+            pieces[other] = rows[other * experts + first], rows[other * experts + last]
+    return found

@@ -1,5 +1,4 @@
-"""The counts of all ranks on the host: what all-to-alls of a library need. The host waits for them.
-"""
+"""The counts of all ranks on the host, which waits for them: all-to-alls of a library need them."""
 
 from __future__ import annotations
 

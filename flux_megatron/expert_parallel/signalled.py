@@ -76,7 +76,9 @@ def a2a_gemm(
     y[call.came :] = 0
     signalled.join(space)
     came = every[:, space.group.rank()]
-    rows = _sorted(x, far, every, space.group.rank(), capacity) if keep else x.new_empty(0, x.shape[1])
+    rows = (
+        _sorted(x, far, every, space.group.rank(), capacity) if keep else x.new_empty(0, x.shape[1])
+    )
     return y, came.to(counts.device), rows
 
 
@@ -84,7 +86,6 @@ class _Call(NamedTuple):
     """A call that has begun: what its GEMMs and all-to-alls have in common."""
 
     order: Order
-    table: Tensor
     stage: signalled.Stage
     group: Any
     w: Tensor
@@ -102,7 +103,7 @@ class _Call(NamedTuple):
         """The GEMM of so many rows of tiles."""
         with phase("signalled_experts kernel"):
             signalled_experts(
-                home, far, near, self.w, self.table, far_groups=self.order.far_groups,
+                home, far, near, self.w, self.order.table, far_groups=self.order.far_groups,
                 first=first, tile_rows=tile_rows, counters=self.stage.counters,
                 work_counter=self.stage.work_counter, spare_sms=self.plan.comm_sms, back=back,
                 layout=self.layout, tile=self.plan.tile,
@@ -114,12 +115,11 @@ def _begin(every: Tensor, w: Tensor, layout: str, plan: Plan, space: Workspace) 
     stage.refuse_second()
     group = signalled.communicator(space, plan.comm_sms)
     rank = space.group.rank()
-    order = order_of(every, rank, plan.splits, plan.tile.block_m)
-    table = order.table.to(w.device)
+    numbers = tuple(every.flatten().tolist())
+    order = order_of(numbers, len(every), rank, plan.splits, plan.tile.block_m, w.device)
     stage.open = True
-    space.engine.follow()
-    stage.stream.fork()  # before the kernels: all-to-alls wait for tiles, or for nothing
-    return _Call(order, table, stage, group, w, layout, plan, int(every[:, rank].sum()))
+    space.engine.follow()  # no fork: the host has waited for all that x comes from
+    return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 
 
 def _rows(tensor: Tensor, pieces: Pieces) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""A grouped GEMM of experts whose tiles are made, and counted, band after band: for all-to-alls that
-run beside it.
+"""A grouped GEMM of experts whose tiles are made, and counted, band after band, for all-to-alls
+that run beside it.
 
 A **group** is the rows that one rank has for one expert here. The host knows all sizes and writes a
 table of the groups; `expert_parallel/bands.py` has their order.
@@ -41,10 +41,9 @@ from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
-# of each group, int32 [FIELDS, groups]: its first row of tiles, its rows, expert and band, and its
+# of each group, int32 [6, groups]: its first row of tiles, its rows, expert and band, and its
 # first row in home, and in far or near
 FIRST, ROWS, EXPERT, BAND, HOME, AWAY = (tl.constexpr(n) for n in range(6))
-FIELDS = 6
 
 
 @triton.jit
@@ -86,12 +85,14 @@ def signalled_experts_kernel(
             x, operand, expert, row, col, rows, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
         )  # fmt: skip
-        store_tile(out, acc, row, col, rows, N, BLOCK_M, BLOCK_N, TMA)
         if BACK:
+            store_tile(out, acc, row, col, rows, N, BLOCK_M, BLOCK_N, TMA)
             if TMA:
                 complete_tma_stores()
             if group < FAR_GROUPS:
                 count_release_sys(counters + field(table, BAND, group, GROUPS))  # signal [D]
+        else:  # not by TMA, whose completion every CTA would await before its next tile
+            store_tile(out, acc, row, col, rows, N, BLOCK_M, BLOCK_N, TMA=False)
         tile = settle(end_draw(ticket), work_counter)
     close_draws(tile, tiles, work_counter)
 
@@ -116,7 +117,7 @@ def signalled_experts(
     """`tile_rows` rows of tiles from `first` on, times w [E, N, K] ("nn": [E, K, N]).
 
     With `back` from home [rows, K] into far and near [rows, N], else from far and near [rows, K]
-    into home [rows, N]. `table` is int32 [FIELDS, groups], its first `far_groups` groups lie in
+    into home [rows, N]. `table` is int32 [6, groups], its first `far_groups` groups lie in
     far. Adds 1 to the counter of its band for each tile of far, with `back`. `spare_sms` SMs get no
     CTA.
     """
