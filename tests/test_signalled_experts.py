@@ -26,6 +26,7 @@ from test_expert_parallel import (
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.bench.patterns import expert_lines
 from flux_megatron.expert_parallel import bands, host_counts, ops, signalled
 from flux_megatron.expert_parallel.bands import Order
 from flux_megatron.kernels import signalled_experts as kernels
@@ -95,6 +96,13 @@ def test_what_no_kernel_takes_falls_back():
         for counted, reasons in on_device(chosen, 2, environment=environment):
             assert counted == [("a2a_gemm", overlapped), ("a2a_gemm", "sequential")]
             assert reasons == ["dtype float64 is none of float32, bfloat16, float16"]
+
+
+def test_the_command_lists_it():
+    listed = [line for line in expert_lines() if line[1] == "signalled"]
+    works = ("works", "works")
+    assert listed == [("experts (a2a_gemm)", "signalled", *works),
+                      ("experts (gemm_a2a)", "signalled", *works)]  # fmt: skip
 
 
 def refused(rank: int, spoil: str) -> str:
