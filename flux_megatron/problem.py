@@ -110,7 +110,8 @@ class Plan:
     """A strategy and its numbers.
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
-    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard. `transport`
+    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard, and at most so
+    many bands of experts have the all-to-alls of `signalled`. `transport`
     names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
     says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
     ones. `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.

@@ -199,6 +199,30 @@ def expert_parallel() -> None:
     p.save("expert_parallel.svg")
 
 
+def signalled_experts() -> None:
+    """Both operations in two bands of experts, by plain all-to-alls."""
+    p = Picture(430, "a2a_gemm and gemm_a2a of experts in two bands, by plain all-to-alls")
+    p.text(18, 28, "gemm_a2a, one rank of two", bold=True)
+    p.lane(44, "host", (0, 80, IDLE, "waits: counts"))
+    p.lane(84, "GEMM, 124 SMs", (84, 110, REMOTE, "band 0"), (198, 110, REMOTE, "band 1"),
+           (312, 220, LOCAL, "own rows"))  # fmt: skip
+    p.lane(124, "stream, no SM", (84, 110, IDLE, "wait"))
+    p.lane(164, "NCCL, 8 SMs", (206, 140, MOVE, "all-to-all 0"), (358, 140, MOVE, "all-to-all 1"))
+    p.arrow(LEFT + 194, 111, LEFT + 206, 162)
+    p.arrow(LEFT + 308, 111, LEFT + 358, 162)
+    p.text(LEFT + 214, 140, "count [D]", FAINT)
+    p.text(18, 224, "a2a_gemm", bold=True)
+    p.lane(240, "host", (0, 80, IDLE, "waits: counts"))
+    p.lane(280, "NCCL, 8 SMs", (84, 140, MOVE, "all-to-all 0"), (228, 140, MOVE, "all-to-all 1"))
+    p.lane(320, "GEMM, 124 SMs", (84, 220, LOCAL, "own rows"), (308, 110, REMOTE, "band 0"),
+           (422, 110, REMOTE, "band 1"))  # fmt: skip
+    p.arrow(LEFT + 224, 307, LEFT + 308, 318)
+    p.arrow(LEFT + 368, 307, LEFT + 422, 318)
+    p.legend(372, (LOCAL, "local rows"), (REMOTE, "rows of other ranks"), (MOVE, "communication"))
+    p.text(LEFT, 414, "time runs to the right; widths are a sketch", FAINT)
+    p.save("signalled_experts.svg")
+
+
 def signalled() -> None:
     """A GEMM in bands, a stream that waits for counts, collectives beside."""
     p = Picture(304, "A GEMM in three bands, and the collective of each")
@@ -220,5 +244,6 @@ def signalled() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (patterns, backward, memory, signals, signalled, expert_parallel):
+    every = (patterns, backward, memory, signals, signalled, expert_parallel, signalled_experts)
+    for draw in every:
         draw()

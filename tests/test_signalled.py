@@ -215,15 +215,15 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     monkeypatch.setattr(signalled, "capturing", lambda device: capture[0])
     group, device = SimpleNamespace(group_name="one"), torch.device("cuda")
     space = SimpleNamespace(group=group, device=device)
-    assert signalled._communicator(space, 0) is group
-    few, many = (signalled._communicator(space, sms) for sms in (4, 16))
+    assert signalled.communicator(space, 0) is group
+    few, many = (signalled.communicator(space, sms) for sms in (4, 16))
     capture[0] = True
-    assert signalled._communicator(space, 4) is few is not many
+    assert signalled.communicator(space, 4) is few is not many
     with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
-        signalled._communicator(space, 8)
+        signalled.communicator(space, 8)
     capture[0] = False
     later = SimpleNamespace(group=SimpleNamespace(group_name="one"), device=device)
-    assert signalled._communicator(later, 4) is not few
+    assert signalled.communicator(later, 4) is not few
     assert made == [4, 16, 4]
 
 

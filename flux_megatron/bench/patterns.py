@@ -59,7 +59,8 @@ def table(world_size: int) -> Table:
 def expert_lines() -> Iterator[tuple[str, str, str, str]]:
     """The operations of expert parallelism, each of which is the backward of the other."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasons = {"fused": launch.supports_tensors("bfloat16", device), "sequential": None}
+    kernels = launch.supports_tensors("bfloat16", device)
+    reasons = {"fused": kernels, "signalled": kernels, "sequential": None}
     for operation in ("a2a_gemm", "gemm_a2a"):
         for name in STRATEGIES:
             can = reasons[name] or WORKS

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.expert_parallel import fused, sequential
+from flux_megatron.expert_parallel import fused, sequential, signalled
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -41,7 +41,9 @@ class Strategy(Protocol):
 
 
 # in order of preference; the last is always possible
-STRATEGIES: dict[str, Strategy] = {"fused": fused, "sequential": sequential}
+STRATEGIES: dict[str, Strategy] = {
+    "fused": fused, "signalled": signalled, "sequential": sequential,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,19 +94,24 @@ def _choose(
 ) -> Decision:
     N = w.shape[1] if layout == "nt" else w.shape[2]
     wanted = plan.strategy if plan is not None else settings.get().strategy
-    name = "fused" if wanted == "auto" else wanted
-    reason = (
-        STRATEGIES[name].supports(x, space)
-        if name in STRATEGIES
-        else f"{name} is not built for {operation}"
-    )
+    names = [*STRATEGIES][:-1] if wanted == "auto" else [wanted]
+    reasons = {name: _refusal(operation, name, x, space) for name in names}
+    reason = [*reasons.values()][-1]  # of the one that needs least
     if reason is not None and plan is not None:
         error = f"{operation}: the plan {plan.dumps()} cannot run: {reason}"
         space.agreement.refuse(error)
         raise ValueError(error)
-    name = name if reason is None else "sequential"
-    strategy = STRATEGIES[name]
-    return Decision(operation, strategy, plan or strategy.default_plan(x, N), space, reason)
+    possible = [name for name in names if reasons[name] is None]
+    strategy = STRATEGIES[possible[0] if possible else "sequential"]
+    plan = plan or strategy.default_plan(x, N)
+    return Decision(operation, strategy, plan, space, None if possible else reason)
+
+
+def _refusal(operation: str, name: str, x: Tensor, space: Workspace) -> str | None:
+    """Why the strategy cannot run the call, or None."""
+    if name not in STRATEGIES:
+        return f"{name} is not built for {operation}"
+    return STRATEGIES[name].supports(x, space)
 
 
 def _error(

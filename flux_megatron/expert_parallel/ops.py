@@ -1,7 +1,7 @@
 """The public operations of expert parallelism: torch custom operators, each the other's backward.
 
 Ranks hold E experts each. A rank has rows for experts of all ranks, sorted by (rank, its expert);
-`counts` says how many for each, on the device, and no host waits for it.
+`counts` says how many for each, on the device; with `fused` no host waits for it.
 """
 
 from __future__ import annotations

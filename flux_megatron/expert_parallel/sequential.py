@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flux_megatron import errors
+from flux_megatron.expert_parallel.host_counts import all_counts
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
-from flux_megatron.symm import signals
 from flux_megatron.symm.workspace import Workspace
 
 
@@ -30,7 +29,7 @@ def a2a_gemm(
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
-    every = _all_counts(counts, x.shape[0], capacity, space)
+    every = all_counts(counts, x.shape[0], capacity, space)
     rank = space.group.rank()
     came = every[:, rank]
     arrived = _exchanged(x, every[rank].sum(1), came.sum(1), space)
@@ -47,7 +46,7 @@ def gemm_a2a(
     x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
-    every = _all_counts(counts, tokens, x.shape[0], space)
+    every = all_counts(counts, tokens, x.shape[0], space)
     rank = space.group.rank()
     came = every[:, rank]
     made = _multiplied(x, w, came.sum(0).tolist(), layout)[: int(came.sum())]
@@ -57,29 +56,6 @@ def gemm_a2a(
         [pieces[e * world_size + s] for s in range(world_size) for e in range(experts)]
     )
     return _exchanged(back, came.sum(1), every[rank].sum(1), space)
-
-
-def _all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> Tensor:
-    """int32 [R sources, R owners, E] on the host; `CapacityExceeded`, on all ranks alike."""
-    world_size = space.world_size
-    mine = torch.cat([counts.flatten(), counts.new_full((1,), rows)])
-    gathered = mine.new_empty(world_size * mine.numel())
-    with phase("exchange of counts"):
-        dist.all_gather_into_tensor(gathered, mine, group=space.group)
-    reported = gathered.cpu().view(world_size, -1)
-    every = reported[:, :-1].view(world_size, *counts.shape)
-    for rank in range(world_size):
-        named, there = int(every[rank].sum()), int(reported[rank, -1])
-        if named != there or int(every[rank].min()) < 0:
-            _refuse(2 * rank + signals.REFUSED_COUNTS, there, named)
-    for rank in range(world_size):
-        if (came := int(every[:, rank].sum())) > capacity:
-            _refuse(2 * rank + signals.REFUSED_CAPACITY, capacity, came)
-    return every
-
-
-def _refuse(number: int, expected: int, seen: int) -> None:
-    raise errors.CapacityExceeded(signals.refused(number, expected, seen))
 
 
 def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Tensor:

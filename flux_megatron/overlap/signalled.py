@@ -81,7 +81,7 @@ class BandsInFlight:
     staging: Tensor
 
     def finish(self) -> Tensor:
-        _join(self.workspace)
+        join(self.workspace)
         return self.y
 
 
@@ -117,7 +117,7 @@ def start_gemm_ar(
     return BandsInFlight(workspace, y, y)
 
 
-class _Stage:
+class Stage:
     """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
     open call.
     """
@@ -137,6 +137,11 @@ class _Stage:
             self._tables[made] = table_of(made, self._device)
         return self._tables[made]
 
+    def refuse_second(self) -> None:
+        """`WorkspaceError` while a call is open."""
+        if self.open:
+            raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
+
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
         return self.counters.data_ptr() + band * self.counters.element_size()
@@ -150,10 +155,9 @@ def _start(
 
     In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
     """
-    stage = _stage(workspace)
-    if stage.open:
-        raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
-    group = _communicator(workspace, plan.comm_sms)
+    stage = stage_of(workspace)
+    stage.refuse_second()
+    group = communicator(workspace, plan.comm_sms)
     made = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
     table = stage.table(made)
     stage.open = True
@@ -170,7 +174,7 @@ def _start(
 
 def gemm(
     x: Tensor, w: Tensor, out: Tensor, table: Tensor, made: tuple[Band, ...], shards: int,
-    layout: str, plan: Plan, stage: _Stage,
+    layout: str, plan: Plan, stage: Stage,
 ) -> None:  # fmt: skip
     """x times w into `out`, by the kernel that `kernel_of` chooses.
 
@@ -197,19 +201,20 @@ def kernel_of(
     return hopper_signalled_gemm.signalled_gemm
 
 
-def _join(workspace: Workspace) -> None:
+def join(workspace: Workspace) -> None:
     """What the current stream gets from now on comes after all collectives of the open call."""
-    stage = _stage(workspace)
+    stage = stage_of(workspace)
     workspace.engine.follow()
     stage.stream.join()
     stage.open = False
 
 
-def _stage(workspace: Workspace) -> _Stage:
+def stage_of(workspace: Workspace) -> Stage:
+    """The stage of a workspace, made at its first call."""
     if "signalled" not in workspace.kept:
         _refuse_capture(workspace.device)
-        workspace.kept["signalled"] = _Stage(workspace.device)
-    stage: _Stage = workspace.kept["signalled"]
+        workspace.kept["signalled"] = Stage(workspace.device)
+    stage: Stage = workspace.kept["signalled"]
     return stage
 
 
@@ -226,7 +231,7 @@ def _refuse_capture(device: torch.device) -> None:
 _communicators: dict[tuple[str, int], tuple[ProcessGroup, Any]] = {}
 
 
-def _communicator(workspace: Workspace, comm_sms: int) -> Any:
+def communicator(workspace: Workspace, comm_sms: int) -> Any:
     """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
     kernels hold at most `comm_sms` SMs. Collective at its first call.
     """

@@ -217,7 +217,7 @@ def curves(run: Run) -> dict[tuple[Pattern, int], Curve]:
     shard = torch.empty_like(block[: block.numel() // ranks])
 
     def collective(pattern: Pattern, comm_sms: int, size: int) -> Callable[[], object]:
-        group, n = signalled._communicator(space, comm_sms), size // element // ranks * ranks
+        group, n = signalled.communicator(space, comm_sms), size // element // ranks * ranks
         if pattern is ROW:
             return lambda: group._reduce_scatter_base(
                 shard[: n // ranks], block[:n], signalled._SUM

@@ -106,10 +106,18 @@ def both(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str, i
     return losses, {" ".join(name): n for name, n in flux_megatron.report().calls.items()}
 
 
-@pytest.mark.parametrize(("case", "sequence"), [("two a token", 12), ("swiglu, empty experts", 3)])
-def test_losses_are_those_of_the_stock_dispatcher(case, sequence):
-    counted = {"a2a_gemm fused": 4 * STEPS, "gemm_a2a fused": 4 * STEPS}  # two layers, both ways
-    for losses, calls in run_ranks(both, 2, sequence, CASES[case]):
+@pytest.mark.parametrize(
+    ("case", "sequence", "strategy"),
+    [
+        ("two a token", 12, "fused"), ("swiglu, empty experts", 3, "fused"),
+        ("two a token", 5, "signalled"),
+    ],
+)  # fmt: skip
+def test_losses_are_those_of_the_stock_dispatcher(case, sequence, strategy):
+    # two layers, both ways
+    counted = {f"{operation} {strategy}": 4 * STEPS for operation in ("a2a_gemm", "gemm_a2a")}
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for losses, calls in run_ranks(both, 2, sequence, CASES[case], environment=environment):
         assert losses[0] != losses[-1]
         assert calls == counted
 

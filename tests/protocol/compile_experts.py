@@ -19,11 +19,12 @@ from flux_megatron.kernels.a2a_gemm import a2a_gemm_kernel
 from flux_megatron.kernels.expert_routes import exchange_counts_kernel
 from flux_megatron.kernels.expert_wgrad import expert_wgrad_kernel
 from flux_megatron.kernels.gemm_a2a import gemm_a2a_kernel
+from flux_megatron.kernels.signalled_experts import signalled_experts_kernel
 from flux_megatron.problem import Tile
 
 _TYPES = {
     **dict.fromkeys(("routes", "counts", "received", "ends"), "*i32"), "pointers": "*i64",
-    **dict.fromkeys(("a", "b", "dw"), "*bf16"),
+    **dict.fromkeys(("a", "b", "dw", "home", "far", "near"), "*bf16"),
 }  # fmt: skip
 _ROUTES = {"WORLD_SIZE": 4, "EXPERTS": 8}
 TILES = {
@@ -49,6 +50,12 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
             partial(make, a2a_gemm_kernel, **common, **pushed),
         )
         yield f"sm_{architecture} gemm_a2a{name}", partial(make, gemm_a2a_kernel, **common)
+        gemm = {n: common[n] for n in signalled_experts_kernel.arg_names if n in common}
+        gemm |= {"GROUPS": 32, "FAR_GROUPS": 24, "BACK": not layout_nn}
+        yield (
+            f"sm_{architecture} signalled_experts{name}",
+            partial(make, signalled_experts_kernel, **gemm),
+        )
     exchange = {"BLOCK_M": 128, **_ROUTES, "BLOCK_R": 4, "BLOCK_E": 8, "BLOCK_G": 32, "ROWS": 32}
     yield (
         f"sm_{architecture} exchange_counts",

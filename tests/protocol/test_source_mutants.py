@@ -16,6 +16,7 @@ from interpreted_access import needs_interpreter
 from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
 from test_embedding_ranks import EMBEDDING_MUTANTS
+from test_signalled_expert_ranks import SIGNALLED_EXPERT_MUTANTS
 from virtual_machine import SOURCE
 
 ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding")
@@ -38,7 +39,7 @@ def mutants_by_file() -> Counter[str]:
     counts = Counter(
         {str(file.relative_to(SOURCE)): 0 for file in files if file.stem != "__init__"}
     )
-    listed = [*MUTANTS, *EMBEDDING_MUTANTS, *SOURCE_MUTANTS]
+    listed = [*MUTANTS, *EMBEDDING_MUTANTS, *SIGNALLED_EXPERT_MUTANTS, *SOURCE_MUTANTS]
     counts.update(mutant.mutation.path for mutant in listed)
     return counts
 

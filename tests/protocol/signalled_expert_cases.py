@@ -1,0 +1,119 @@
+"""The calls of virtual ranks with `signalled` experts: `ExpertCase` by plain all-to-alls of bands.
+
+All-to-alls are work of the copy stream, which stands for the communication stream too. The host
+asks for all counts as processes do: it waits for its streams, then for the other hosts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from unittest import mock
+
+import torch
+from expert_cases import ExpertCase, Host
+from protocol_cases import WrongResult
+from torch import Tensor
+from virtual_machine import Machine, PackageCopy
+from virtual_ranks import Schedule, Scheduler
+
+
+class AllToAlls:
+    """Of one group. The n-th of a rank meets the n-th of all others, and reads when all have come;
+    the same for the counts that hosts ask for.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._begun: Counter[int] = Counter()  # by rank
+        self._brought: dict[int, dict[int, list[Tensor]]] = {}  # by number and rank
+        self._read: Counter[int] = Counter()  # by number
+        self._asked: Counter[int] = Counter()  # by rank
+        self._counts: dict[tuple[int, int], Tensor] = {}  # by number and rank
+
+    def exchange(self, group: object, received: list[Tensor], sent: list[Tensor]) -> None:
+        scheduler = self._machine.scheduler
+        scheduler.enqueue(
+            "copy", "all-to-all", partial(self._run, scheduler.rank, received, sent)
+        )  # fmt: skip
+
+    def _run(self, rank: int, received: list[Tensor], sent: list[Tensor]) -> None:
+        number = self._begun[rank]
+        self._begun[rank] += 1
+        brought = self._brought.setdefault(number, {})
+        brought[rank] = sent
+        scheduler, ranks = self._machine.scheduler, range(self._machine.world_size)
+        scheduler.wait(lambda: len(brought) == len(ranks), "an all-to-all's other ranks")
+        mine = [brought[r][rank].clone() for r in ranks]
+        for r in ranks:
+            if mine[r].shape != received[r].shape:
+                raise WrongResult(f"rank {r} sends {mine[r].shape}, {received[r].shape} expected")
+        self._read[number] += 1
+        scheduler.wait(lambda: self._read[number] == len(ranks), "others that still read")
+        for target, piece in zip(received, mine, strict=True):
+            target.copy_(piece)
+
+    def all_counts(self, counts: Tensor, rows: int, capacity: int, space: object) -> Tensor:
+        rank, machine = self._machine.scheduler.rank, self._machine
+        number = self._asked[rank]
+        self._asked[rank] += 1
+        machine.scheduler.synchronize()
+        self._counts[number, rank] = counts.clone()
+        machine._barrier(rank)
+        return torch.stack([self._counts[number, r] for r in range(machine.world_size)])
+
+
+class SignalledHost(Host):
+    """The same calls by `expert_parallel/signalled.py`."""
+
+    def __init__(self, *about: object) -> None:
+        super().__init__(*about)
+        self.fused = strategy_of(self.machine.package)
+        tile = self.plan.tile
+        self.plan = self.machine.package.problem.Plan(
+            "signalled", tile=tile, splits=self.case.bands, comm_sms=4
+        )
+
+
+def strategy_of(package: PackageCopy) -> ModuleType:
+    return importlib.import_module(f"{package.experts.__package__}.signalled")
+
+
+@dataclass(frozen=True)
+class BandCase(ExpertCase):
+    bands: int = 2
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} in {self.bands} bands"
+
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        with _in_bands(package):
+            return super().run(package, schedule)
+
+
+@contextmanager
+def _in_bands(package: PackageCopy) -> Iterator[None]:
+    """Calls of `Host` go to the strategy, and its all-to-alls and counts to the virtual ranks."""
+    strategy = strategy_of(package)
+    run, alls = Machine.run, []
+
+    def run_with(machine: Machine, *about: object) -> Scheduler:
+        alls.append(AllToAlls(machine))
+        return run(machine, *about)
+
+    # without the signature of a method
+    virtual = {
+        "exchange": lambda *given: alls[-1].exchange(*given),
+        "all_counts": lambda *given: alls[-1].all_counts(*given),
+    }
+    with (
+        mock.patch.multiple(strategy, **virtual),
+        mock.patch("expert_cases.Host", SignalledHost),
+        mock.patch.object(Machine, "run", run_with),
+    ):
+        yield

@@ -1,0 +1,254 @@
+"""`signalled` experts: exact against the reference in any number of bands, also between nodes."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact
+from ranks import DEVICE, on_device, run_ranks
+from test_expert_parallel import (
+    PLANS,
+    ROUTINGS,
+    SMALL,
+    calls,
+    idle_source,
+    nothing,
+    one_rank,
+    operands,
+    uneven,
+)
+
+import flux_megatron
+from flux_megatron import errors
+from flux_megatron.bench.patterns import expert_lines
+from flux_megatron.expert_parallel import bands, host_counts, ops, signalled
+from flux_megatron.expert_parallel.bands import Order
+from flux_megatron.kernels import signalled_experts as kernels
+from flux_megatron.problem import MAX_GROUPS, Plan
+from flux_megatron.symm.cpu_backend import CpuCopyEngine
+from flux_megatron.symm.workspace import workspace
+
+
+def plan_of(splits: int, tma: bool = False) -> Plan:
+    return Plan("signalled", tile=replace(SMALL, tma=tma), splits=splits, comm_sms=8)
+
+
+def exact(rank: int, plan: Plan, layouts: tuple, routings: tuple) -> dict[str, int]:
+    clear = CpuCopyEngine.clear
+
+    def clear_some(engine: CpuCopyEngine, counters: tuple[int, ...]) -> None:
+        assert counters, "CUDA's driver takes no empty list"
+        clear(engine, counters)
+
+    with (
+        mock.patch.dict(PLANS, {"small tiles": plan}),
+        mock.patch.object(CpuCopyEngine, "clear", clear_some),
+    ):
+        return calls(rank, "small tiles", layouts, routings)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "splits", "layouts", "routings"),
+    [
+        (1, 2, ("nn",), (uneven, nothing)),
+        (2, 3, ("nt", "nn"), ROUTINGS),
+        (3, 2, ("nn", "nt"), (uneven, one_rank)),
+        (4, MAX_GROUPS, ("nn", "nt"), (uneven, one_rank, idle_source)),
+    ],
+)
+def test_exact(world_size, splits, layouts, routings):
+    for counted in on_device(exact, world_size, plan_of(splits), layouts, routings):
+        assert counted == {"signalled": 2 * 2 * len(routings) // 2}
+
+
+def test_exact_by_tma():
+    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (uneven, one_rank))
+
+
+def layer(rank: int) -> tuple[dict, str, list]:
+    """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
+    group = dist.group.WORLD
+    host = f"node-{rank // (group.size() // 2)}"
+    with mock.patch.object(socket, "gethostname", return_value=host):
+        calls(rank, "fused", ("nt",), (uneven, idle_source))  # no plan
+    report = flux_megatron.report()
+    unavailable = workspace(group, torch.device("cpu")).unavailable
+    return report.calls, unavailable, [*report.fallbacks]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "signalled"])
+def test_between_nodes_where_fused_cannot(strategy):
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for counted, unavailable, fallbacks in run_ranks(layer, 4, environment=environment):
+        assert "spans 2 nodes" in unavailable
+        assert counted == {("a2a_gemm", "signalled"): 4, ("gemm_a2a", "signalled"): 4}
+        assert not fallbacks
+
+
+def chosen(rank: int) -> tuple[list, list]:
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
+    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
+    for dtype in (torch.float32, torch.float64):
+        ops.a2a_gemm(x.to(dtype), w.to(dtype), counts, dist.group.WORLD, capacity=7)
+    report = flux_megatron.report()
+    return [*report.calls], [reason for _, reason in report.fallbacks]
+
+
+def test_what_no_kernel_takes_falls_back():
+    for strategy, overlapped in (("auto", "fused"), ("signalled", "signalled")):
+        environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+        for counted, reasons in on_device(chosen, 2, environment=environment):
+            assert counted == [("a2a_gemm", overlapped), ("a2a_gemm", "sequential")]
+            assert reasons == ["dtype float64 is none of float32, bfloat16, float16"]
+
+
+def test_the_command_lists_it():
+    listed = [line for line in expert_lines() if line[1] == "signalled"]
+    works = ("works", "works")
+    assert listed == [("experts (a2a_gemm)", "signalled", *works),
+                      ("experts (gemm_a2a)", "signalled", *works)]  # fmt: skip
+
+
+def refused(rank: int, spoil: str) -> str:
+    given = operands(one_rank, 2, 3, 20, 24, torch.float32, "nt", spare=0)
+    counts = given.counts[rank].clone()
+    if spoil == "counts" and rank == 1:
+        counts[0, 1] = 2
+    capacity = given.capacity - (spoil == "capacity")
+    x, w, counts = (one.to(DEVICE) for one in (given.x[rank], given.w[rank], counts))
+    with pytest.raises(errors.CapacityExceeded) as caught:
+        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=capacity, plan=plan_of(2))
+    # nothing has begun, so the group is whole
+    counts = given.counts[rank].to(DEVICE)
+    ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=given.capacity, plan=plan_of(2))
+    return str(caught.value)
+
+
+def test_rows_that_do_not_fit_are_refused_by_all_ranks():
+    for reported in on_device(refused, 2, "capacity"):
+        assert reported == "rank 1 receives 24 rows, capacity for at most 23 given"
+    for reported in on_device(refused, 2, "counts"):
+        assert "the counts of rank 1 name 14 rows, 12 expected" in reported
+
+
+def broken(rank: int) -> str:
+    given = operands(uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
+    x, w, counts, group = given.x[rank], given.w[rank], given.counts[rank], dist.group.WORLD
+    call = {"capacity": given.capacity, "plan": plan_of(2)}
+    with (
+        mock.patch.object(signalled, "signalled_experts", side_effect=RuntimeError("no kernel")),
+        pytest.raises(RuntimeError, match="no kernel"),
+    ):
+        ops.a2a_gemm(x, w, counts, group, **call)
+    with pytest.raises(errors.GroupBroken) as caught:
+        ops.a2a_gemm(x, w, counts, group, **call)
+    return str(caught.value)
+
+
+def test_an_error_in_the_middle_breaks_the_group():
+    for reported in run_ranks(broken, 2):
+        assert "no kernel" in reported
+
+
+def captured(rank: int) -> None:
+    counts, space = (
+        torch.ones(1, 2, dtype=torch.int32),
+        workspace(dist.group.WORLD, torch.device("cpu")),
+    )
+    with (
+        mock.patch.object(host_counts, "capturing", return_value=True),
+        pytest.raises(errors.WorkspaceError, match="counts on the host"),
+    ):
+        host_counts.all_counts(counts, 2, 4, space)
+
+
+def test_a_capture_is_refused_by_name():
+    run_ranks(captured, 1)
+
+
+def counts_of(ranks: int, experts: int, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    every = torch.randint(0, 40, (ranks, ranks, experts), generator=made)
+    return (every * (torch.rand(every.shape, generator=made) < 0.6)).to(torch.int32)
+
+
+def order_of(every: torch.Tensor, rank: int, splits: int, block_m: int) -> Order:
+    counts = tuple(every.flatten().tolist())
+    return bands.order_of(counts, len(every), rank, splits, block_m, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(1, 3), (2, 1), (2, 5), (3, 2), (8, 1), (8, 4)])
+def test_all_ranks_cut_alike(ranks, experts):
+    """What one rank sends in a band is what the other expects, and each row travels once."""
+    for seed, splits in ((0, 1), (1, 4), (2, 100)):
+        every = counts_of(ranks, experts, seed)
+        orders = [order_of(every, rank, splits, 16) for rank in range(ranks)]
+        numbers = {len(order.bands) for order in orders}
+        assert len(numbers) == 1
+        assert numbers.pop() <= min(splits, MAX_GROUPS, experts * (ranks - 1))
+        for band in zip(*(order.bands for order in orders), strict=True):
+            assert any(last > first for one in band for first, last in one.far)
+            for here in range(ranks):
+                for other in range(ranks):
+                    (a, b), (c, d) = band[here].far[other], band[other].tokens[here]
+                    assert b - a == d - c, "what one rank sends is what the other expects"
+        for rank, order in enumerate(orders):
+            travelled = [piece for band in order.bands for piece in band.far]
+            rows = sorted(row for first, last in travelled for row in range(first, last))
+            remote = int(every[:, rank].sum() - every[rank, rank].sum())
+            assert len(rows) == len(set(rows)) == remote
+            tiles = -(-every[:, rank] // 16)
+            assert order.near_tile_rows == int(tiles[rank].sum())
+            assert sum(band.tile_rows for band in order.bands) + order.near_tile_rows == tiles.sum()
+
+
+def test_bands_have_about_as_many_rows_each():
+    """Also where one expert gets a third of all rows."""
+    even = torch.full((2, 2, 32), 100, dtype=torch.int32)
+    assert [band.tile_rows for band in order_of(even, 0, 4, 100).bands] == [8, 8, 8, 8]
+    skewed = even.clone()
+    skewed[:, :, 0] = 1600
+    sizes = [band.tile_rows for band in order_of(skewed, 0, 4, 100).bands]
+    assert sum(sizes) == 47
+    assert max(sizes) <= 18
+
+
+def test_the_library_s_all_to_all_gets_the_pieces_as_they_are():
+    """As on GPUs: no copy before it or after it."""
+    made = []
+    group = SimpleNamespace(
+        alltoall=lambda received, sent: (
+            made.append((received, sent)) or SimpleNamespace(wait=lambda: made.append("waited"))
+        )
+    )
+    pieces = [SimpleNamespace(device=torch.device("cuda"))] * 2
+    signalled.exchange(group, pieces, pieces)
+    assert made == [(pieces, pieces), "waited"]
+
+
+def test_a_band_without_rows_here_is_no_launch():
+    """A launch that no CTA ends would leave its claims behind."""
+    order = order_of(torch.zeros(2, 2, 3, dtype=torch.int32), 0, 4, 16)
+    assert (order.bands, order.near_tile_rows) == ([], 0)
+    nothing_here = torch.empty(0, 4)
+    kernels.signalled_experts(
+        nothing_here, nothing_here, nothing_here, torch.ones(3, 8, 4), order.table, far_groups=3,
+        first=0, tile_rows=0, counters=order.table, work_counter=order.table, spare_sms=0,
+        back=True, layout="nt", tile=SMALL,
+    )  # fmt: skip
+
+
+def test_the_table_names_each_group_once():
+    every = counts_of(3, 2, 5)
+    order = order_of(every, 1, 2, 16)
+    rows = order.table[kernels.ROWS.value]
+    assert order.far_groups == 4
+    assert_exact(rows[4:], every[1, 1])
+    assert_exact(rows[:4], torch.stack([every[2, 1], every[0, 1]], 1).flatten())
+    assert order.table[kernels.EXPERT.value].tolist() == [0, 0, 1, 1, 0, 1]
