@@ -2,7 +2,7 @@
 
 | module | what it has |
 | --- | --- |
-| here | `Channel`, `Call`, `SLOTS`: symmetric memory, signals and the number of a call, for the host |
+| here | for the host: `Channel`, `Call`, `SLOTS` |
 | `flux_megatron.device.triton` | what a Triton kernel calls |
 | `flux_megatron.device.gluon` | the same names for Gluon, on GPUs of compute capability 9 |
 

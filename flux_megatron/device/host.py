@@ -33,7 +33,7 @@ class Call:
     | buffers | int64 [R] on the device: the address of every rank's buffer of this call |
     | pads | int64 [R] on the device: the address of every rank's signals |
     | counters | int32 [R * SLOTS], 0 before the kernel and behind it: for `count_tile` |
-    | work | int32, 0 before the kernel and behind it: for `draw_tile`, one launch a call |
+    | work | int32, 0 before the kernel and behind it: for `draw_tile` |
     | status | int32: where a late wait is recorded |
     | rank, epoch, timeout_ns | numbers; list them in the kernel's `do_not_specialize` |
     """

@@ -10,10 +10,10 @@
 its signal covers the stores of all |
 | `signal_tile(pads, peer, rank, slot, epoch)` | all that this CTA has stored or counted, then the \
 signal (release, system) |
-| `wait_tile(pads, rank, source, slot, epoch, deadline, status)` | the signal of `source`, then all \
-later loads of this CTA (acquire, system); bounded |
-| `rank_barrier(pads, rank, slot, epoch, deadline, status, WORLD_SIZE)` | what this CTA has stored on \
-all ranks, then what it loads; one CTA a rank |
+| `wait_tile(pads, rank, source, slot, epoch, deadline, status)` | the signal of `source`, then \
+all later loads of this CTA (acquire, system); bounded |
+| `rank_barrier(pads, rank, slot, epoch, deadline, status, WORLD_SIZE)` | what one CTA of \
+every rank has stored, then what these CTAs load |
 | `draw_tile(work)`, `close_draws(tile, tiles, work)` | which CTA makes which tile; order nothing |
 | `complete_tma_stores()` | TMA stores are in memory: between `desc.store` and a count or signal |
 | `acquire_for_tma_loads()` | between a wait and `desc.load` |

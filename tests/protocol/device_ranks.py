@@ -17,7 +17,10 @@ from torch import Tensor
 from virtual_machine import Machine, Mutation, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
-KERNELS = {"norm": SCRIPTS / "own_kernel.py", "barrier": Path(__file__).parent / "barrier_kernel.py"}
+KERNELS = {
+    "norm": SCRIPTS / "own_kernel.py",
+    "barrier": Path(__file__).parent / "barrier_kernel.py",
+}
 N = 12
 SLOTS = 2  # so that some tiles share a signal
 
@@ -32,7 +35,9 @@ class OwnCase:
     ctas: int = 3
 
 
-def loaded(kernel: str, package: PackageCopy, mutation: Mutation | None, folder: Path) -> ModuleType:
+def loaded(
+    kernel: str, package: PackageCopy, mutation: Mutation | None, folder: Path
+) -> ModuleType:
     """The file of a kernel as a module that uses this copy of the package."""
     name = package.workspace.__name__.split(".")[0]
     source = KERNELS[kernel].read_text()
@@ -42,7 +47,8 @@ def loaded(kernel: str, package: PackageCopy, mutation: Mutation | None, folder:
     file = folder / f"{name}_{kernel}.py"
     file.write_text(source.replace("flux_megatron", name))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
