@@ -221,7 +221,7 @@ def signalled() -> None:
 
 def own_kernel() -> None:
     """Tiles of the all-gather + RMSNorm of docs/own_kernel.md on two ranks."""
-    p = Picture(300, "All-gather + RMSNorm: tiles are put and signalled first, awaited afterwards")
+    p = Picture(306, "All-gather + RMSNorm: tiles are put and signalled first, awaited afterwards")
     p.text(18, 28, "all-gather + RMSNorm on two ranks, four tiles of rows each", bold=True)
     p.lane(44, "rank 0, SMs", *((n * 76, 72, LOCAL, f"tile {n}") for n in range(4)),
            *((304 + n * 76, 72, REMOTE, f"tile {4 + n}") for n in range(4)))  # fmt: skip

@@ -69,7 +69,7 @@ def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_exact(world_size):
-    calls = 20 if world_size == 2 else 6
+    calls = 20 if world_size == 2 else 4
     results = on_device(wrong_elements, world_size, "own_kernel", calls)
     assert results == [[0] * (2 * calls + 2)] * world_size
 
