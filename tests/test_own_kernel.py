@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import re
+import socket
 import sys
 import textwrap
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ON_HOPPER
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from ranks import DEVICE, be_late, here, on_device
+from ranks import DEVICE, RankFailure, be_late, here, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -41,15 +42,21 @@ def script(name: str) -> ModuleType:
 
 
 def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
-    """Of every call of every shape; every other one on a GPU is a replay."""
+    """Of every call of every shape, back to back, each with a late rank; every other one on a GPU
+    is a replay.
+    """
     world_size, kernel = dist.get_world_size(), script(name).all_gather_rms_norm
     channel, found = Channel("all_gather_rms_norm", dist.group.WORLD, here()), []
     for M_shard, N, block_elements, dtype in SHAPES:
-        x = torch.empty(M_shard, N, dtype=dtype, device=here())
-        weight, graph, replayed = exact_weight(N, dtype).to(here()), None, None
-        for call in range(calls if M_shard < SLOTS else 2):  # a tile takes milliseconds on CPU
-            shards = [exact_shard(call, r, M_shard, N, dtype) for r in range(world_size)]
-            x.copy_(shards[rank])
+        numbers = range(calls if M_shard < SLOTS else 2)  # a tile takes milliseconds on CPU
+        shards = [
+            [exact_shard(call, r, M_shard, N, dtype) for r in range(world_size)] for call in numbers
+        ]
+        mine = [of_call[rank].to(here()) for of_call in shards]
+        x, weight = torch.empty_like(mine[0]), exact_weight(N, dtype).to(here())
+        graph, replayed, results = None, None, []
+        for call in numbers:
+            x.copy_(mine[call])
             if call % world_size == rank:
                 be_late(0.01)
             if DEVICE == "cuda" and call % 2:
@@ -58,12 +65,12 @@ def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
                     with torch.cuda.graph(graph):
                         replayed = kernel(x, weight, channel, EPS, block_elements)
                 graph.replay()
-                y = replayed
+                results.append(replayed.clone())
             else:
-                y = kernel(x, weight, channel, EPS, block_elements)
-            flux_megatron.synchronize()
-            right = expected(shards, weight.cpu(), EPS)
-            found.append(int((y.cpu() != right).sum()))
+                results.append(kernel(x, weight, channel, EPS, block_elements))
+        flux_megatron.synchronize()
+        right = [expected(of_call, weight.cpu(), EPS) for of_call in shards]
+        found += [int((y.cpu() != e).sum()) for y, e in zip(results, right, strict=True)]
     return found
 
 
@@ -109,7 +116,7 @@ def silent(rank: int) -> str:
         else:
             script("own_kernel").all_gather_rms_norm(x, x[0], channel)
         flux_megatron.synchronize()
-    except errors.SignalTimeout as error:
+    except (errors.SignalTimeout, errors.GroupBroken) as error:
         return str(error)
     return ""
 
@@ -141,7 +148,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_refused_calls_are_named_on_every_rank():
     environment = {"FLUX_MEGATRON_TIMEOUT_S": "5"}
-    first, second = on_device(refusals, 2, environment=environment, fresh=True)
+    first, second = run_ranks(refusals, 2, environment=environment)
     assert first[0] == "ValueError: kernel refused: size_bytes 0 given, 1 or more expected"
     assert second[0].startswith("ProblemMismatch: ")
     assert "size_bytes 0 given" in second[0]
@@ -149,6 +156,17 @@ def test_refused_calls_are_named_on_every_rank():
         assert "rank 0: kernel refused with 64 bytes" in said[1]
         assert "rank 1: kernel refused with 128 bytes" in said[1]
         assert "my kernel is not ready" in said[-1]
+
+
+def apart(rank: int) -> None:
+    socket.gethostname = lambda: f"node{rank}"
+    with Channel("apart", dist.group.WORLD, here()).begin(64):
+        pass
+
+
+def test_ranks_of_several_nodes_are_refused():
+    with pytest.raises(RankFailure, match=r"WorkspaceError: kernel apart: .* spans 2 nodes"):
+        run_ranks(apart, 2)
 
 
 def function(module: ModuleType, name: str) -> ast.FunctionDef:

@@ -33,6 +33,7 @@ class OwnCase:
     calls: int = 4
     captured: bool = False  # two calls of three are replays of a graph
     ctas: int = 3
+    last_epoch: int = 0  # of the calls before
 
 
 def loaded(
@@ -103,6 +104,11 @@ def run(
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
     host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
     machine = Machine(package, case.world_size, case.ctas, (f"kernel {case.kernel}",))
+    for space in machine.workspaces:
+        (channel,) = space.channels.values()
+        channel.epoch = case.last_epoch
+        for pad in channel._pads:
+            pad.fill_(package.signals.as_int32(case.last_epoch))
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(

@@ -24,6 +24,8 @@ CASES = {
     "norm": OwnCase(),
     "norm, 3 ranks": OwnCase(world_size=3, calls=2),
     "norm, 1 rank": OwnCase(world_size=1, calls=2),
+    "largest epoch as a signed word": OwnCase(last_epoch=2**31 - 3),
+    "largest epoch": OwnCase("barrier", last_epoch=2**32 - 3),
     "captured": OwnCase(M_shard=3, calls=6, captured=True),
     "barrier": OwnCase("barrier", 3, calls=4),
     "captured barrier": OwnCase("barrier", calls=6, captured=True),
