@@ -243,7 +243,31 @@ def signalled() -> None:
     p.save("signalled.svg")
 
 
+def own_kernel() -> None:
+    """Tiles of the all-gather + RMSNorm of docs/own_kernel.md on two ranks."""
+    p = Picture(306, "All-gather + RMSNorm: tiles are put and signalled first, awaited afterwards")
+    p.text(18, 28, "all-gather + RMSNorm on two ranks, four tiles of rows each", bold=True)
+    p.lane(44, "rank 0, SMs", *((n * 76, 72, LOCAL, f"tile {n}") for n in range(4)),
+           *((304 + n * 76, 72, REMOTE, f"tile {4 + n}") for n in range(4)))  # fmt: skip
+    p.lane(94, "NVLink", *((20 + n * 76, 64, MOVE, f"put {n}") for n in range(4)))
+    p.lane(144, "rank 1, SMs", *((n * 76, 72, LOCAL, f"tile {4 + n}") for n in range(4)),
+           *((304 + n * 76, 72, REMOTE, f"tile {n}") for n in range(4)))  # fmt: skip
+    for n in range(4):
+        p.arrow(LEFT + n * 76 + 12, 71, LEFT + n * 76 + 26, 92)
+        p.arrow(LEFT + n * 76 + 84, 121, LEFT + 304 + n * 76, 142)
+    p.text(18, 208, "what a tile does", bold=True)
+    p.lane(220, "own tile", (0, 150, MOVE, "put_tile"), (154, 150, MOVE, "signal_tile"),
+           (308, 190, LOCAL, "normalise, store y"))  # fmt: skip
+    p.lane(250, "tile of a peer", (0, 150, IDLE, "wait_tile"), (154, 150, REMOTE, "load"),
+           (308, 190, REMOTE, "normalise, store y"))  # fmt: skip
+    p.text(LEFT, 292, "puts of rank 1 to rank 0 are not drawn; widths are a sketch", FAINT)
+    p.save("own_kernel.svg")
+
+
 if __name__ == "__main__":
-    every = (patterns, backward, memory, signals, signalled, expert_parallel, signalled_experts)
+    every = (
+        patterns, backward, memory, signals, signalled, expert_parallel, signalled_experts,
+        own_kernel,
+    )  # fmt: skip
     for draw in every:
         draw()

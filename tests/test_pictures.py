@@ -13,7 +13,7 @@ def test_committed_pictures_are_the_scripts(tmp_path):
     script["Picture"].save.__globals__["OUT"] = tmp_path
     for name in (
         "patterns", "backward", "memory", "signals", "signalled", "expert_parallel",
-        "signalled_experts",
+        "signalled_experts", "own_kernel",
     ):  # fmt: skip
         script[name]()
         drawn = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")

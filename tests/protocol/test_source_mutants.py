@@ -1,5 +1,5 @@
 """Every source mutant must fail the test that its list names; and every file that runs in a call
-has a mutant, here, in `mutants.diff` or in `embedding_mutants.diff`.
+has a mutant, here, in `mutants.diff`, `embedding_mutants.diff` or `device_mutants.diff`.
 
 Run as a script, this file prints how many mutants each file has:
 
@@ -15,11 +15,12 @@ import pytest
 from interpreted_access import needs_interpreter
 from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
+from test_device_ranks import DEVICE_MUTANTS
 from test_embedding_ranks import EMBEDDING_MUTANTS
 from test_signalled_expert_ranks import SIGNALLED_EXPERT_MUTANTS
 from virtual_machine import SOURCE
 
-ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding")
+ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding", "device")
 FAILED = pytest.ExitCode.TESTS_FAILED
 MEGATRON = importlib.util.find_spec("megatron") is not None
 
@@ -39,7 +40,9 @@ def mutants_by_file() -> Counter[str]:
     counts = Counter(
         {str(file.relative_to(SOURCE)): 0 for file in files if file.stem != "__init__"}
     )
-    listed = [*MUTANTS, *EMBEDDING_MUTANTS, *SIGNALLED_EXPERT_MUTANTS, *SOURCE_MUTANTS]
+    listed = [
+        *MUTANTS, *EMBEDDING_MUTANTS, *SIGNALLED_EXPERT_MUTANTS, *DEVICE_MUTANTS, *SOURCE_MUTANTS,
+    ]  # fmt: skip
     counts.update(mutant.mutation.path for mutant in listed)
     return counts
 

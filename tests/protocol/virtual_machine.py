@@ -35,6 +35,7 @@ SOURCE = Path(flux_megatron.__file__).parent
 # Above level 0 only what runs here; the interpreter has been repaired by the original package.
 _COPIED = (
     "*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py", "expert_parallel/*.py",
+    "device/*.py",
 )  # fmt: skip
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
@@ -140,6 +141,8 @@ class _Agreement:
     broken = ""
 
     def __init__(self, group: _Group) -> None: ...
+
+    def confirm(self, description: str) -> None: ...
 
     def failure(self) -> str:
         return ""

@@ -1,0 +1,127 @@
+"""Own kernels on virtual ranks: that of scripts/own_kernel.py, and one with a rank barrier."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
+from protocol_cases import WrongResult
+from torch import Tensor
+from virtual_machine import Machine, Mutation, PackageCopy
+from virtual_ranks import Schedule, Scheduler
+
+KERNELS = {
+    "norm": SCRIPTS / "own_kernel.py",
+    "barrier": Path(__file__).parent / "barrier_kernel.py",
+}
+N = 12
+SLOTS = 2  # so that some tiles share a signal
+
+
+@dataclass(frozen=True)
+class OwnCase:
+    kernel: str = "norm"
+    world_size: int = 2
+    M_shard: int = 5  # rows of a tile: 2
+    calls: int = 4
+    captured: bool = False  # two calls of three are replays of a graph
+    ctas: int = 3
+    last_epoch: int = 0  # of the calls before
+
+
+def loaded(
+    kernel: str, package: PackageCopy, mutation: Mutation | None, folder: Path
+) -> ModuleType:
+    """The file of a kernel as a module that uses this copy of the package."""
+    name = package.workspace.__name__.split(".")[0]
+    source = KERNELS[kernel].read_text()
+    if mutation is not None and mutation.path == KERNELS[kernel].name:
+        source = mutation.apply(source)
+    source = source.replace("flux_megatron.device import", "flux_megatron.device.host import")
+    file = folder / f"{name}_{kernel}.py"
+    file.write_text(source.replace("flux_megatron", name))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Host:
+    """One rank's host program. `results` has a tensor for each call."""
+
+    def __init__(self, case: OwnCase, module: ModuleType, machine: Machine, rank: int) -> None:
+        self.case, self.module, self.machine, self.rank = case, module, machine, rank
+        group = machine.workspaces[rank].group
+        self.channel = module.Channel(case.kernel, group, torch.device("cpu"))
+        self.x = torch.empty_like(operand(case, 0, rank))
+        self.weight = exact_weight(N, torch.float32)
+        self.results: list[Tensor] = []
+
+    def run(self) -> None:
+        graph, replayed = None, None
+        for call in range(self.case.calls):
+            self.x.copy_(operand(self.case, call, self.rank))
+            if not self.case.captured or call % 3 == 0:
+                y = self._call()
+            else:
+                if graph is None:
+                    with self.machine.capture() as graph:
+                        replayed = self._call()
+                graph.replay()
+                y = replayed
+            self.results.append(torch.empty_like(y).copy_(y))
+
+    def _call(self) -> Tensor:
+        if self.case.kernel == "barrier":
+            return self.module.all_to_all(self.x, self.channel)
+        return self.module.all_gather_rms_norm(self.x, self.weight, self.channel, EPS, 32)
+
+
+def operand(case: OwnCase, call: int, rank: int) -> Tensor:
+    rows = case.world_size if case.kernel == "barrier" else case.M_shard
+    return exact_shard(call, rank, rows, N, torch.float32)
+
+
+def right(case: OwnCase, call: int, rank: int) -> Tensor:
+    shards = [operand(case, call, r) for r in range(case.world_size)]
+    if case.kernel == "barrier":
+        return torch.stack([shard[rank] for shard in shards])
+    return expected(shards, exact_weight(N, torch.float32), EPS)
+
+
+def run(
+    case: OwnCase, package: PackageCopy, schedule: Schedule, mutation: Mutation | None = None
+) -> Scheduler:
+    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
+    host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
+    machine = Machine(package, case.world_size, case.ctas, (f"kernel {case.kernel}",))
+    for space in machine.workspaces:
+        (channel,) = space.channels.values()
+        channel.epoch = case.last_epoch
+        for pad in channel._pads:
+            pad.fill_(package.signals.as_int32(case.last_epoch))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(
+            host, "workspace", lambda group, device: machine.workspaces[group.rank()]
+        ),
+    ):
+        module = loaded(case.kernel, package, mutation, Path(folder))
+        module.SLOTS = SLOTS
+        hosts = [Host(case, module, machine, rank) for rank in range(case.world_size)]
+        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+    for one in hosts:
+        for call, y in enumerate(one.results):
+            wrong = int((y != right(case, call, one.rank)).sum())
+            if wrong:
+                raise WrongResult(f"call {call} on rank {one.rank}: {wrong} elements are wrong")
+    return scheduler

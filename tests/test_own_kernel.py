@@ -1,0 +1,227 @@
+"""The tutorial's kernels, scripts/own_kernel.py and its Gluon twin, on real ranks: exact, call
+after call; what goes wrong is reported; and docs/own_kernel.md shows the script's own lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import socket
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import ON_HOPPER
+from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
+from ranks import DEVICE, RankFailure, be_late, here, on_device, run_ranks
+
+import flux_megatron
+from flux_megatron import errors
+from flux_megatron.device import SLOTS, Channel
+
+PAGE = Path(__file__).parents[1] / "docs" / "own_kernel.md"
+NAMES = ("own_kernel", "own_kernel_gluon")
+LINES = 60  # a kernel has fewer
+BF16 = torch.bfloat16
+# M_shard, N, elements of a tile, dtype: one tile; a ragged last one; several tiles for a signal
+SHAPES = ((8, 16, 4096, BF16), (5, 12, 32, torch.float32), (66, 20, 32, BF16))
+
+
+def script(name: str) -> ModuleType:
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
+    """Of every call of every shape, back to back, each with a late rank; every other one on a GPU
+    is a replay.
+    """
+    world_size, kernel = dist.get_world_size(), script(name).all_gather_rms_norm
+    channel, found = Channel("all_gather_rms_norm", dist.group.WORLD, here()), []
+    for M_shard, N, block_elements, dtype in SHAPES:
+        numbers = range(calls if M_shard < SLOTS else 2)  # a tile takes milliseconds on CPU
+        shards = [
+            [exact_shard(call, r, M_shard, N, dtype) for r in range(world_size)] for call in numbers
+        ]
+        mine = [of_call[rank].to(here()) for of_call in shards]
+        x, weight = torch.empty_like(mine[0]), exact_weight(N, dtype).to(here())
+        graph, replayed, results = None, None, []
+        for call in numbers:
+            x.copy_(mine[call])
+            if call % world_size == rank:
+                be_late(0.01)
+            if DEVICE == "cuda" and call % 2:
+                if graph is None:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        replayed = kernel(x, weight, channel, EPS, block_elements)
+                graph.replay()
+                results.append(replayed.clone())
+            else:
+                results.append(kernel(x, weight, channel, EPS, block_elements))
+        flux_megatron.synchronize()
+        right = [expected(of_call, weight.cpu(), EPS) for of_call in shards]
+        found += [int((y.cpu() != e).sum()) for y, e in zip(results, right, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_exact(world_size):
+    calls = 20 if world_size == 2 else 4
+    results = on_device(wrong_elements, world_size, "own_kernel", calls)
+    assert results == [[0] * (2 * calls + 2)] * world_size
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="Gluon needs GPUs of compute capability 9")
+def test_gluon_exact():
+    assert on_device(wrong_elements, 2, "own_kernel_gluon", 20) == [[0] * 42] * 2
+
+
+def errors_of_random_data(rank: int) -> tuple[float, float]:
+    """Against fp64: of the kernel and of plain torch."""
+    torch.manual_seed(rank)
+    x, weight = torch.randn(64, 96, device=here()).to(BF16), torch.ones(96, device=here()).to(BF16)
+    y = script("own_kernel").all_gather_rms_norm(
+        x, weight, Channel("random", dist.group.WORLD, here())
+    )
+    flux_megatron.synchronize()
+    mine = y[rank * 64 : (rank + 1) * 64].double()
+    right = F.rms_norm(x.double(), (96,), weight.double(), 1e-5)
+    plain = F.rms_norm(x, (96,), weight, 1e-5).double()
+    return (mine - right).abs().max().item(), (plain - right).abs().max().item()
+
+
+def test_random_data_is_as_close_as_plain_torch():
+    for error, plain in on_device(errors_of_random_data, 2):
+        assert error <= 2 * plain
+
+
+def silent(rank: int) -> str:
+    """Rank 1 begins a call and sends nothing in it."""
+    channel = Channel("silent", dist.group.WORLD, here())
+    x = torch.ones(8, 16, device=here())
+    try:
+        if rank == 1:
+            with channel.begin(2 * x.nbytes):
+                time.sleep(3)
+        else:
+            script("own_kernel").all_gather_rms_norm(x, x[0], channel)
+        flux_megatron.synchronize()
+    except (errors.SignalTimeout, errors.GroupBroken) as error:
+        return str(error)
+    return ""
+
+
+def test_a_late_wait_is_reported():
+    said, _ = on_device(silent, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"}, fresh=True)
+    assert re.search(
+        r"rank 0 .* waited 1 s for communication tile 0 of rank 1: epoch 1 expected, 0 seen", said
+    )
+
+
+def refusals(rank: int) -> list[str]:
+    channel, said = Channel("refused", dist.group.WORLD, here()), []
+    for size_bytes in ((0, 64)[rank], (64, 128)[rank]):
+        with pytest.raises(ValueError) as refused, channel.begin(size_bytes):  # noqa: PT011
+            pass  # ProblemMismatch is a ValueError; the test looks at type and text
+        said.append(f"{refused.type.__name__}: {refused.value}")
+    try:
+        with channel.begin(64):
+            if rank == 0:
+                raise RuntimeError("my kernel is not ready")
+    except RuntimeError as error:
+        said.append(str(error))
+    dist.barrier()
+    with pytest.raises(errors.GroupBroken) as broken, channel.begin(64):
+        pass
+    return [*said, str(broken.value)]
+
+
+def test_refused_calls_are_named_on_every_rank():
+    environment = {"FLUX_MEGATRON_TIMEOUT_S": "5"}
+    first, second = run_ranks(refusals, 2, environment=environment)
+    assert first[0] == "ValueError: kernel refused: size_bytes 0 given, 1 or more expected"
+    assert second[0].startswith("ProblemMismatch: ")
+    assert "size_bytes 0 given" in second[0]
+    for said in (first, second):
+        assert "rank 0: kernel refused with 64 bytes" in said[1]
+        assert "rank 1: kernel refused with 128 bytes" in said[1]
+        assert "my kernel is not ready" in said[-1]
+
+
+def apart(rank: int) -> None:
+    socket.gethostname = lambda: f"node{rank}"
+    with Channel("apart", dist.group.WORLD, here()).begin(64):
+        pass
+
+
+def test_ranks_of_several_nodes_are_refused():
+    with pytest.raises(RankFailure, match=r"WorkspaceError: kernel apart: .* spans 2 nodes"):
+        run_ranks(apart, 2)
+
+
+def function(module: ModuleType, name: str) -> ast.FunctionDef:
+    source = textwrap.dedent(inspect.getsource(getattr(module, name).fn))
+    (found,) = ast.parse(source).body
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+def without_docstring(module: ModuleType, name: str, prefix: str) -> list[str]:
+    node = function(module, name)
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    lines = "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
+    return re.sub(rf"\b{prefix}\.", "tl.", lines).splitlines()
+
+
+def test_gluon_has_the_same_names_and_does_the_same():
+    ours = importlib.import_module("flux_megatron.device.triton")
+    gluon = importlib.import_module("flux_megatron.device.gluon")
+    assert {*ours.__all__} - {*gluon.__all__} == {"acquire_for_tma_loads"}  # in `wait_tile`
+    for name in ("peer_pointer", "put_tile", "signal_tile", "wait_tile", "rank_barrier",
+                 "draw_tile"):  # fmt: skip
+        assert without_docstring(gluon, name, "gl") == without_docstring(ours, name, "tl"), name
+    barrier, *count = without_docstring(gluon, "count_tile", "gl")[1:]
+    assert barrier == "barrier()"
+    assert count == without_docstring(ours, "count_tile", "tl")[1:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_has_few_lines(name):
+    lines, _ = inspect.getsourcelines(script(name).all_gather_rms_norm_kernel.fn)
+    assert len(lines) < LINES
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_page_shows_the_scripts_own_lines():
+    """Every block stands in the script as it is, but for its indentation; together they have all of
+    the kernel.
+    """
+    source = (SCRIPTS / "own_kernel.py").read_text().splitlines()
+    shown: set[int] = set()
+    for block in blocks():
+        lines = block.splitlines()
+        places = [
+            first
+            for first in range(len(source) - len(lines) + 1)
+            if textwrap.dedent("\n".join(source[first : first + len(lines)])) == "\n".join(lines)
+        ]
+        assert len(places) == 1, f"{len(places)} times in the script:\n{block}"
+        shown |= {*range(places[0], places[0] + len(lines))}
+    lines, number = inspect.getsourcelines(script("own_kernel").all_gather_rms_norm_kernel.fn)
+    missing = [
+        text for at, text in enumerate(lines, number - 1) if text.strip() and at not in shown
+    ]
+    assert not missing, missing
