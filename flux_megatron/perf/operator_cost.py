@@ -115,10 +115,12 @@ class _Prediction(NamedTuple):
         if self.problem.spec.scatters:
             return call_overhead_us + self._scattered_us(self.wgrad_us()) + self._sum_us()
         if self.plan.strategy == "hopper":
-            behind = max(self._last_sums_us(), self.wgrad_us()) + self._copy_us()
+            others = (self.problem.world_size - 1) / self.problem.world_size
+            behind = max(self._last_sums_us(), self.wgrad_us()) + self._copy_us(others)
             return call_overhead_us + self._scattered_us(0.0) + behind
         sums = self._scattered_us(0.0) + self._sum_us()
-        return call_overhead_us + sums + max(self._gathered_back_us(), self.wgrad_us())
+        behind = max(self._gathered_back_us(), self.wgrad_us()) + self._copy_us(1.0)
+        return call_overhead_us + sums + behind
 
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
@@ -210,10 +212,9 @@ class _Prediction(NamedTuple):
         late = remote * shard_us(problem, self.hardware) - self.gemm_us(problem.M) / (remote + 1)
         return max(remote * last / self.hardware.copy_gbps * 1e-3, late)
 
-    def _copy_us(self) -> float:
-        """The rows of other ranks out of the gathered buffer, limited by memory."""
-        others = (self.problem.world_size - 1) / self.problem.world_size
-        return pass_us(self.hardware, 2 * others * moved_bytes(self.problem))
+    def _copy_us(self, share: float) -> float:
+        """So much of y copied out of the gathered buffer, limited by memory."""
+        return pass_us(self.hardware, 2 * share * moved_bytes(self.problem))
 
     def _scattered_us(self, wgrad: float) -> float:
         """Remote shards are pushed when they are ready; the local one is the last. `wgrad` comes
