@@ -19,6 +19,7 @@ from typing import NamedTuple
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
 from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.signalled_kernels import terms_of
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
@@ -28,10 +29,6 @@ COMM_SMS = (4, 8, 16)
 # What one CTA of NCCL moves, by the trips of a collective: "signalled curve", 4 and 8 SMs, 64 to
 # 200 MiB: 71 and 136 GB/s of a reduce-scatter, 83 and 160 of an all-reduce.
 CTA_GBPS = {1: 17.0, 2: 20.0}
-# Fitted to the 36 rows "signalled" beside their measured curves, with a rate and a time of a tile;
-# the root of the mean square of their errors is 1.7 %.
-GROUP_US = 26.0  # from a band's last tile to the end of its collective, beside the curve
-NARROW = 0.33  # of a tile's time, where each tile row reads w itself
 OTHER_TILE = 0.75  # share of the peak rate of a tile that `TILES` does not know
 
 
@@ -61,8 +58,8 @@ class WaveModel:
 
     `sms` CTAs make a tile in `tile_us` each, if `group_m` tile rows share what they read of w; if
     not, `narrow` of it longer. Of a band of n rows a rank sends n x `row_bytes`, which takes
-    `group_us` beside the curve. Without SMs of their own (`beside` false) collectives wait for the
-    end of the GEMM. Until `begin_us` another collective has the links.
+    `slower` times the curve and `group_us`. Without SMs of their own (`beside` false) collectives
+    wait for the end of the GEMM. Until `begin_us` another collective has the links.
     """
 
     rows: int
@@ -77,6 +74,7 @@ class WaveModel:
     group_m: int = 8
     group_us: float = 0.0
     narrow: float = 0.0
+    slower: float = 1.0
     beside: bool = True
     begin_us: float = 0.0
 
@@ -102,7 +100,7 @@ class WaveModel:
         ready = self.start_us + computed + wave
         if not self.beside:
             ready = max(ready, self.gemm_us)
-        sending = self.group_us + self.curve.us((last - first) * self.row_bytes)
+        sending = self.group_us + self.slower * self.curve.us((last - first) * self.row_bytes)
         return Done(max(ready, before.sent_us) + sending, computed)
 
     def finish_us(self, group_rows: Sequence[int]) -> float:
@@ -156,10 +154,12 @@ def model_of(
     """The model of a plan's tile and `comm_sms`; in a backward NCCL gathers x first. `curve` is
     that of a communicator of so many SMs, by default what the facts say of NCCL.
     """
+    terms = terms_of(problem, plan, hardware)
     tile, shards = plan.tile, problem.world_size if problem.spec.scatters else 1
     rate = constants.gemm_rate * hardware.tflops.get(problem.dtype, hardware.tflops["float32"])
     share = TILES.get((tile.block_m, tile.block_n), OTHER_TILE)
     flops = 2 * tile.block_m * tile.block_n * problem.K_local
+    area = tile.block_m * tile.block_n / (128 * 256)
     element = ELEMENT_BYTES[problem.dtype]
     gbps = hardware.nccl_gbps
     if plan.comm_sms:
@@ -171,13 +171,14 @@ def model_of(
         tile_rows=tile.block_m,
         tiles_n=math.ceil(problem.N_local / tile.block_n),
         sms=max(1, hardware.sms - plan.comm_sms),
-        tile_us=flops * hardware.sms / (rate * share * 1e6) + constants.tile_us,
+        tile_us=flops * hardware.sms / (rate * share * 1e6) + area * terms.tile_us,
         start_us=hardware.launch_us,
         row_bytes=shards * problem.N_local * element,
         curve=curve or nccl_curve(problem, hardware, gbps),
         group_m=tile.group_m,
-        group_us=GROUP_US if curve else 0.0,
-        narrow=NARROW,
+        group_us=terms.group_us if curve else 0.0,  # the facts' latency, 32 us a trip, has it
+        narrow=terms.narrow,
+        slower=terms.beside,
         beside=plan.comm_sms > 0,
         begin_us=gather.us(problem.M * problem.columns_moved * element) if gather else 0.0,
     )

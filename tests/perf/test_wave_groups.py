@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -118,59 +116,6 @@ def test_a_narrow_band_delays_those_after_it():
     assert model.finish_us((2,)) == pytest.approx(20.0 * (1 + 0.4 / 4) + 60.0 + 1.0)
     assert model.finish_us((7,)) == pytest.approx(70.0 + 10.0 * (1 + 0.4 * 3 / 4) + 1.0)
     assert replace(model, group_us=5.0).finish_us((4,)) == 80.0 + 5.0 + 1.0
-
-
-class Row(NamedTuple):
-    """A measured grouping, and its model with the measured curve."""
-
-    shape: tuple[str, int]
-    us: float
-    group_rows: tuple[int, ...]
-    model: WaveModel
-    K_local: int
-
-
-def measured() -> list[Row]:
-    """Those without clusters of NCCL that leave SMs to it, M = 8192, N = 12288."""
-    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-    rows = [row for row in rows if row["cga_cluster_size"] == 1]
-    curves = {
-        (row["pattern"], row["comm_sms"]): Curve(tuple(row["sizes"]), tuple(row["us"]))
-        for row in rows
-        if row["table"] == "signalled curve"
-    }
-    found = []
-    for row in rows:
-        plan = json.loads(row["plan"]) if row["table"] == "signalled" and row["plan"] else {}
-        if not plan.get("comm_sms"):
-            continue
-        like = Plan("signalled", tile=TILE, comm_sms=plan["comm_sms"])
-        asked = Problem(Pattern(row["pattern"]), row["M"], row["N"], row["K"], "bfloat16", 2)
-        model = model_of(asked, like, H200, curve=curves[row["pattern"], plan["comm_sms"]])
-        shape = (row["pattern"], row["K"])
-        found.append(Row(shape, row["median_us"], tuple(plan["group_rows"]), model, asked.K_local))
-    assert len(found) == 36
-    return found
-
-
-def test_measured_times_follow_the_model():
-    """With the rate of a tile on that machine, in bursts: the facts have a sustained one."""
-    squares = []
-    for row in measured():
-        tile_us = 10.4 + 2 * TILE.block_m * TILE.block_n * row.K_local * H200.sms / 978e6
-        predicted = replace(row.model, tile_us=tile_us).finish_us(row.group_rows)
-        squares.append((predicted / row.us - 1) ** 2)
-    assert math.sqrt(sum(squares) / len(squares)) < 0.018
-    assert max(squares) < 0.065**2
-
-
-def test_the_predicted_best_of_the_measured_groupings_is_near_the_best():
-    """The table of decision 29."""
-    rows = measured()
-    for shape in {row.shape for row in rows}:
-        here = [row for row in rows if row.shape == shape]
-        chosen = min(here, key=lambda row: row.model.finish_us(row.group_rows))
-        assert chosen.us <= 1.02 * min(row.us for row in here), shape
 
 
 def test_a_cta_of_nccl_moves_what_was_measured():
