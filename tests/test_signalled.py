@@ -21,8 +21,11 @@ from flux_megatron.kernels.signalled_gemm import bands
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.perf import hardware, wave_groups
+from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
 
 SMALL = Tile(16, 16, 16, group_m=2)
 # M_shard, N, K_local: whole tiles, ragged tiles, less than a tile
@@ -59,7 +62,10 @@ def exact(rank: int, turns: int) -> dict:
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
     assert not workspace(group, torch.empty(0, device=DEVICE).device).size_bytes
-    return flux_megatron.report().calls
+    report = flux_megatron.report()
+    assert report.kernels["signalled_gemm"] == sum(report.calls.values())
+    assert f"signalled_gemm {report.kernels['signalled_gemm']}" in str(report)
+    return report.calls
 
 
 @pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1)])
@@ -175,6 +181,32 @@ def test_layers_forward_and_backward():
     """A column layer's dgrad scatters, so does a row layer's forward; what gathers falls back."""
     for counted in on_device(layers, 2, environment=WANTED):
         assert counted == OVERLAPPED
+
+
+def by_facts(rank: int) -> tuple[str, ...]:
+    """The bands of GEMM+RS and GEMM+AR with the facts of an H200, which only the leader has."""
+    group = dist.group.WORLD
+    facts = lambda gpu, link, one_node=True: H200 if rank == 0 else None  # noqa: E731
+    space = workspace(group, torch.empty(0, device=DEVICE).device)
+    with mock.patch.object(hardware, "find_or_assume", facts):
+        plans = [choice.choose(asked(pattern), space) for pattern in (ROW, Pattern.GEMM_AR)]
+    assert [reason for _, reason in plans] == [None, None]
+    return tuple(plan.dumps() for plan, _ in plans)
+
+
+def asked(pattern: Pattern) -> Problem:
+    return Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
+
+
+def test_the_named_strategy_has_the_bands_that_are_predicted():
+    """Of the leader's facts; without facts four of one size."""
+    first, second = on_device(by_facts, 2, environment=WANTED)
+    assert first == second
+    for text, pattern in zip(first, (ROW, Pattern.GEMM_AR), strict=True):
+        plan = Plan.loads(text)
+        like = signalled.default_plan(asked(pattern))
+        assert plan == wave_groups.best_plans(asked(pattern), like, H200)[0] != like
+        assert len(like.group_rows) == 3
 
 
 def on_two_nodes(rank: int) -> tuple[dict, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.perf import wave_groups
-from flux_megatron.perf.hardware import H200
+from flux_megatron.perf.hardware import H200, find_or_assume
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.perf.wave_groups import Curve, WaveModel, best, best_plans, exhaustive, model_of
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
@@ -88,7 +88,7 @@ def test_a_curve_is_a_line_between_two_sizes_and_beyond_them():
 
 def test_the_tuner_measures_the_predicted_groups_first():
     asked = problem(Pattern.GEMM_RS, 8192, 12288, 12288, 2)
-    plans = tuner._variants(replace(asked, device="cpu"), "signalled", H200)
+    plans = tuner.variants(replace(asked, device="cpu"), "signalled", H200)
     predicted = [predict_us(asked, plan, H200) for plan in plans]
     assert predicted[0] == min(predicted)
     assert {plan.comm_sms for plan in plans} <= {*wave_groups.COMM_SMS}
@@ -128,3 +128,19 @@ def test_a_cta_of_nccl_moves_what_was_measured():
             curve = model_of(asked, plan, H200).curve
             more_us = row["us"][-1] - row["us"][-2]
             assert curve.us(large) - curve.us(small) == pytest.approx(more_us, rel=0.06)
+
+
+def test_a_link_without_a_model_is_assumed_and_said():
+    """The slower the link, the fewer CTAs it needs, and the earlier the first band must begin."""
+    asked = problem(Pattern.GEMM_RS, 8192, 12288, 6144, 2)
+    links = {"nvlink": ("nvlink", True), "pcie": ("pcie", True), "nodes": ("nvlink", False)}
+    facts = {name: find_or_assume("NVIDIA H200", *given) for name, given in links.items()}
+    assert facts["nvlink"] == H200
+    assert "assumed: PCIe of 32 GB/s" in facts["pcie"].source
+    assert "assumed: 45 GB/s a GPU between nodes" in facts["nodes"].source
+    assert H200.nccl_gbps > facts["nodes"].nccl_gbps > facts["pcie"].nccl_gbps
+    assert find_or_assume("unknown", "pcie") is None
+    like = Plan("signalled", tile=TILE)
+    best = {name: best_plans(asked, like, known)[0] for name, known in facts.items()}
+    assert best["pcie"].group_rows[0] < best["nvlink"].group_rows[0]
+    assert best["pcie"].comm_sms <= best["nvlink"].comm_sms
