@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
@@ -50,6 +50,22 @@ class Done(NamedTuple):
 
     sent_us: float
     computed_us: float
+
+
+class BandModel(Protocol):
+    """When bands of `rows` rows are done, one after another. Of what `after` returns, the first
+    number is the time that counts.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def begin(self) -> tuple[float, float]: ...
+
+    def after(self, first: int, last: int, before: Any) -> tuple[float, float]: ...
+
+    def finish_us(self, group_rows: Sequence[int]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -105,28 +121,37 @@ class WaveModel:
 
     def finish_us(self, group_rows: Sequence[int]) -> float:
         """When all is sent, for a plan's `group_rows`."""
-        first, done = 0, self.begin
-        for size in (*group_rows, self.rows):
-            last = min(first + size, self.rows)
-            if last > first:
-                done = self.after(first, last, done)
-            first = last
-        return done.sent_us
+        return finish_us(self, group_rows)
 
     def ends(self, units: int = UNITS) -> list[int]:
         """Where bands may end: after whole tiles, at most `units` places, the last is the end."""
-        tiles = math.ceil(self.rows / self.tile_rows)
-        step = math.ceil(tiles / units) * self.tile_rows
-        return [*range(step, self.rows, step), self.rows]
+        return ends_of(self.rows, self.tile_rows, units)
 
 
-def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+def finish_us(model: BandModel, group_rows: Sequence[int]) -> float:
+    """When all bands are done, for a plan's `group_rows`."""
+    first, done = 0, model.begin
+    for size in (*group_rows, model.rows):
+        last = min(first + size, model.rows)
+        if last > first:
+            done = model.after(first, last, done)
+        first = last
+    return done[0]
+
+
+def ends_of(rows: int, tile_rows: int, units: int = UNITS) -> list[int]:
+    """At most `units` places of whole tiles, the last of which is the end."""
+    step = math.ceil(math.ceil(rows / tile_rows) / units) * tile_rows
+    return [*range(step, rows, step), rows]
+
+
+def best(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
     """The `group_rows` with the least `finish_us`, of at most MAX_GROUPS bands."""
     # by the end of the last band so far
-    found: dict[int, tuple[Done, tuple[int, ...]]] = {0: (model.begin, ())}
-    fastest: tuple[Done, tuple[int, ...]] = (Done(math.inf, 0.0), ())
+    found: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {0: (model.begin, ())}
+    fastest: tuple[tuple[float, float], tuple[int, ...]] = ((math.inf, 0.0), ())
     for _ in range(MAX_GROUPS):
-        longer: dict[int, tuple[Done, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
         for (first, (before, bands)), last in itertools.product(found.items(), ends):
             if last > first:
                 choice = (model.after(first, last, before), (*bands, last - first))
@@ -136,7 +161,7 @@ def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
     return fastest[1][:-1]
 
 
-def exhaustive(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+def exhaustive(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
     """The same by trying every choice of `ends`: 2^(ends - 1) of them."""
 
     def choices() -> Iterator[tuple[int, ...]]:
@@ -189,19 +214,3 @@ def nccl_curve(problem: Problem, hardware: Hardware, gbps: float) -> Curve:
     received = problem.spec.trips * (problem.world_size - 1) / problem.world_size
     size, latency = 2.0**30, problem.spec.trips * hardware.nccl_latency_us
     return Curve((0.0, size), (latency, latency + received * size / gbps * 1e-3))
-
-
-def best_plans(
-    problem: Problem, like: Plan, hardware: Hardware,
-    curve_of: Callable[[int], Curve | None] = lambda comm_sms: None,
-) -> list[Plan]:  # fmt: skip
-    """The plan with the best bands for each number of SMs left to collectives, the fastest first;
-    else as `like`. `curve_of` gives measured curves, by these SMs.
-    """
-    plans = {}
-    for comm_sms in COMM_SMS:
-        plan = replace(like, comm_sms=comm_sms)
-        model = model_of(problem, plan, hardware, curve=curve_of(comm_sms))
-        plan = replace(plan, group_rows=best(model, model.ends()))
-        plans[plan] = model.finish_us(plan.group_rows)
-    return sorted(plans, key=plans.__getitem__)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
+from flux_megatron.perf.band_plans import best_plans
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.perf.wave_groups import best_plans
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom

@@ -36,8 +36,9 @@ from flux_megatron.kernels.signalled_gemm import bands, table_of
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.registry import overlapping
 from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.perf.band_plans import best_plans
 from flux_megatron.perf.hardware import H200, find
-from flux_megatron.perf.wave_groups import Curve, best_plans, model_of
+from flux_megatron.perf.wave_groups import Curve
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import workspace

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.perf import wave_groups
+from flux_megatron.perf.band_plans import best_plans, gather_model
 from flux_megatron.perf.hardware import H200, find_or_assume
 from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.perf.wave_groups import Curve, WaveModel, best, best_plans, exhaustive, model_of
+from flux_megatron.perf.wave_groups import (
+    Curve,
+    WaveModel,
+    best,
+    ends_of,
+    exhaustive,
+    model_of,
+)
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import tuner
 
@@ -144,3 +152,20 @@ def test_a_link_without_a_model_is_assumed_and_said():
     best = {name: best_plans(asked, like, known)[0] for name, known in facts.items()}
     assert best["pcie"].group_rows[0] < best["nvlink"].group_rows[0]
     assert best["pcie"].comm_sms <= best["nvlink"].comm_sms
+
+
+def test_a_gather_has_bands_of_its_own():
+    """The GEMM of the local shard hides the first band, that of each band the next one."""
+    asked = problem(Pattern.AG_GEMM, 8192, 12288, 12288, 2)
+    for facts in (H200, find_or_assume("H200", "pcie"), find_or_assume("H200", "nvlink", False)):
+        plans = best_plans(asked, Plan("signalled", tile=TILE), facts)
+        for plan in plans:
+            model = gather_model(asked, plan, facts)
+            ends = ends_of(model.rows, 128, units=9)
+            times = [model.finish_us(choose(model, ends)) for choose in (best, exhaustive)]
+            assert times[0] == pytest.approx(times[1])
+            assert model.finish_us(plan.group_rows) <= times[1]
+            assert predict_us(asked, plan, facts) == model.finish_us(plan.group_rows)
+    hidden = predict_us(asked, plans[0], facts)
+    assert hidden < predict_us(asked, replace(plans[0], group_rows=()), facts)
+    assert hidden < predict_us(asked, Plan("sequential"), facts)
