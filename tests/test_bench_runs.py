@@ -75,7 +75,6 @@ def _examined(rank, pattern, op):
     [("ag_gemm", "fc2 dgrad"), ("gemm_rs", "proj"), ("backward", "qkv"), ("backward", "fc2")],
 )
 def test_only_right_results_are_timed(pattern, op):
-    scatters = op in ("proj", "qkv")
     first, second = run_ranks(_examined, 2, pattern, op)
     assert first == second
     right = {name for name, verdict in first.items() if verdict.right}
@@ -85,10 +84,10 @@ def test_only_right_results_are_timed(pattern, op):
         "serial_again",
         "fused",
         "pipelined",
+        "signalled",
         "sequential",
         "auto",
         *(["megatron"] if pattern == "backward" else []),
-        *(["signalled"] if scatters else []),
     }
     assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
     assert "expected" in first["wrong shape"].failure

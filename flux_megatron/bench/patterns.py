@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
 
 def lines(world_size: int) -> Iterator[Line]:
-    """Every operation x strategy. Backward is dgrad: the dual pattern over the weight as it lies."""
+    """Every operation x strategy. Backward is dgrad: the dual pattern over the weight as it is."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = [*dict.fromkeys(name for table in registry.STRATEGIES.values() for name in table)]
     for pattern in Pattern:
