@@ -275,6 +275,26 @@ def _plans(wanted: Wanted) -> Iterator[Finding]:
     yield Finding("measured plans", "note" if remedy else "ok", text, remedy)
 
 
+def _kernels(wanted: Wanted) -> Iterator[Finding]:
+    """Which kernels `hopper` and `signalled` will run, and by what bands are chosen."""
+    if not _gpus_seen():
+        return
+    import torch
+
+    from flux_megatron.kernels import hopper_config, hopper_gemm
+    from flux_megatron.perf import hardware
+    from flux_megatron.tuning import environment
+
+    reason = hopper_gemm.refuses_bands("cuda", torch.bfloat16, 64, 64, 1, (), hopper_config.TILE)
+    text = f"the portable ones run: {reason}" if reason else "run in 16 bits, at aligned sizes"
+    yield Finding("Hopper kernels", "note" if reason else "ok", text)
+    where = environment.of(torch.device("cuda", 0))
+    facts = hardware.find_or_assume(where.gpu, where.link)
+    source = f"chosen by the curves of {facts.name}, {facts.source}" if facts else "of equal size"
+    assumed = facts is None or "assumed" in facts.source
+    yield Finding("bands of signalled", "note" if assumed else "ok", source)
+
+
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
@@ -292,7 +312,7 @@ def _gpus_seen() -> int:
 
 PROBES: tuple[Callable[[Wanted], Any], ...] = (
     _python, _torch, _triton, _gpus, _shared_memory, _megatron, _data_set_helper,
-    _other_packages, _connections, _plans,
+    _other_packages, _connections, _kernels, _plans,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from flux_megatron.symm import workspace as workspaces
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
 STRATEGIES = {
-    GATHER: ["hopper", "fused", "pipelined", "sequential"],
+    GATHER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
     SCATTER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
 }
 

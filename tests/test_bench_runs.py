@@ -81,7 +81,6 @@ def _examined(rank, pattern, op):
     ],
 )
 def test_only_right_results_are_timed(pattern, op):
-    scatters = op in ("proj", "qkv")
     first, second = run_ranks(_examined, 2, pattern, op)
     assert first == second
     right = {name for name, verdict in first.items() if verdict.right}
@@ -91,10 +90,10 @@ def test_only_right_results_are_timed(pattern, op):
         "serial_again",
         "fused",
         "pipelined",
+        "signalled",
         "sequential",
         "auto",
         *(["megatron"] if pattern in suites.BACKWARDS else []),
-        *(["signalled"] if scatters else []),
         *(["low_latency"] if pattern == "backward_ar" else []),
     }
     assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"

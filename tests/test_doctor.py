@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -74,6 +75,33 @@ def test_gpus_that_cannot_reach_each_other_are_reported(monkeypatch):
     assert first.text == "not between 1 and 2"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert next(module._links(3)).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link", "capability", "kernels", "bands"),
+    [
+        ("NVIDIA H200", "nvlink", (9, 0), "run in 16 bits", "curves of H200, measured on 4 x H200"),
+        ("NVIDIA H200", "pcie", (9, 0), "run in 16 bits", "assumed: PCIe of 32 GB/s"),
+        ("Another", "pcie", (8, 9), "capability 9", "of equal size"),
+    ],
+)  # fmt: skip
+def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capability, kernels, bands):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
+    from flux_megatron.kernels import hopper_gemm
+    from flux_megatron.tuning import environment
+
+    hopper_gemm.refuses_bands.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    where = SimpleNamespace(gpu=gpu, link=link)
+    monkeypatch.setattr(environment, "of", lambda device: where)
+    first, second = module._kernels(module.Wanted())
+    hopper_gemm.refuses_bands.cache_clear()
+    assert (kernels in first.text, bands in second.text) == (True, True), (first, second)
+    assert [first.status, second.status] == [
+        "ok" if capability == (9, 0) else "note", "ok" if link == "nvlink" else "note"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.8.1+cu126", "missing"), ("2.9.0", "ok")])

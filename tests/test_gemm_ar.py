@@ -70,6 +70,19 @@ def test_exact(world_size, plan):
         assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
 
 
+def every_plan(rank: int) -> None:
+    group = dist.group.WORLD
+    for plan in PLANS.values():
+        xs, ws, expected = operands(3 * group.size(), 5, 8, group.size(), torch.bfloat16, "nt")
+        y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
+        assert_exact(y, expected[rank], str(plan))
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_exact_of_many_ranks(world_size):
+    on_device(every_plan, world_size)
+
+
 def ragged(rank: int) -> list[str]:
     group = dist.group.WORLD
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((5, 4), (3, 4)))

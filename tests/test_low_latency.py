@@ -47,6 +47,19 @@ def test_exact(world_size, plan):
     on_device(calls, world_size, PLANS[plan])
 
 
+def every_plan(rank: int) -> None:
+    group = dist.group.WORLD
+    for plan in PLANS.values():
+        xs, ws, truth = operands(3, 16, 7, group.size(), torch.bfloat16, "nt")
+        y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
+        assert_exact(y, truth[rank], str(plan))
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_exact_of_many_ranks(world_size):
+    on_device(every_plan, world_size)
+
+
 def sums(rank: int, plan: Plan) -> torch.Tensor:
     """Partials that no two orders of addition sum up to the same bits."""
     group = dist.group.WORLD

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import pattern_evidence
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -70,25 +71,46 @@ def test_every_pattern_has_an_operation_and_a_strategy_that_is_always_possible(p
 def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
     p = dataclasses.replace(problem(COLUMN), device="cpu")
     said = {name: registry.refusal(p, name, "no link") for name in registry.STRATEGIES[COLUMN]}
-    assert said.pop("sequential") is None
+    assert said.pop("sequential") is said.pop("signalled") is None
     assert {*said.values()} == {"no link"}
 
 
-def test_the_command_says_what_works_what_is_not_built_and_why_not(monkeypatch):
+def test_the_command_says_what_works_and_why_not(monkeypatch):
+    found = {(line.operation, line.strategy): line for line in page.lines(4)}
+    assert found["ag_gemm", "sequential"][2:4] == ("works", "works")
+    one, other = found["ag_gemm", "pipelined"], found["gemm_ar", "pipelined"]
+    assert (other.forward, other.backward) == (one.forward, "no communication")
+    assert (one.forward, one.backward) == found["gemm_rs", "fused"][2:4]
+    assert {found[str(p), "signalled"].forward for p in Pattern} == {found["gemm_rs", "fused"][2]}
+    assert found["gemm_rs", "low_latency"][2:4] == (page.FEW_ROWS, page.FEW_ROWS)
+    assert found["a2a_gemm", "signalled"].forward == page.ON_DEVICE
+    assert found["embedding_a2a", "pipelined"].backward == page.NO_GEMM
+    if not torch.cuda.is_available():
+        assert "compute capability 9" in found["ag_gemm", "hopper"].forward
+    assert "not built" not in {cell for line in found.values() for cell in line}
+    shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "embedding_a2a" in shown.stdout
     built = dict(registry.STRATEGIES[ROW])
     built.pop("pipelined")
     monkeypatch.setattr(registry, "STRATEGIES", {**registry.STRATEGIES, ROW: built})
-    found = {(line.pattern, line.strategy): line[2:] for line in page.lines(4)}
-    assert found[COLUMN, "sequential"] == ("works", "works")
-    assert found[COLUMN, "pipelined"] == (found[COLUMN, "fused"][0], "not built")
-    assert found[ROW, "pipelined"][0] == "not built"
-    all_reduce = found[Pattern.GEMM_AR, "pipelined"]
-    assert all_reduce == (found[COLUMN, "pipelined"][0], "no communication")
-    if not torch.cuda.is_available():
-        assert "compute capability 9" in found[COLUMN, "hopper"][0]
-    shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "160"})
-    assert shown.exit_code == 0, shown.output
-    assert "GEMM+RS (gemm_rs)" in shown.stdout
+    found = {(line.operation, line.strategy): line for line in page.lines(4)}
+    assert found["ag_gemm", "pipelined"].backward == page.NOT_BUILT
+    assert found["gemm_rs", "pipelined"].forward == page.NOT_BUILT
+
+
+def test_the_evidence_is_that_of_the_tests_and_the_rows():
+    """Else `python tests/pattern_evidence.py` writes it anew."""
+    assert pattern_evidence.evidence() == page.EVIDENCE
+    everywhere = [1, 2, 3, 4, 8]
+    for line in page.lines(2):
+        if line.operation in [*Pattern] and "impossible" not in line.forward:
+            assert (line.cpu_ranks == " ".join(map(str, everywhere))) == (line.strategy != "hopper")
+    assert {
+        test for *_, test in pattern_evidence.EXACT if not pattern_evidence.worlds(test)
+    } == set()
+    rows = page.EVIDENCE["gemm_rs signalled"]["forward"]
+    assert "h200x2/signalled_hopper" in rows
 
 
 class Pieces:

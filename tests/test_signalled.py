@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -20,9 +21,13 @@ from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
+from flux_megatron.overlap.gathered_bands import ends_of
 from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.perf import band_plans, hardware
+from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
 
 SMALL = Tile(16, 16, 16, group_m=2)
 # M_shard, N, K_local: whole tiles, ragged tiles, less than a tile
@@ -40,8 +45,13 @@ def cases() -> list[Case]:
     for number, (size, group_rows) in enumerate(GROUPS):
         plan = Plan("signalled", tile=SMALL, group_rows=group_rows, comm_sms=8)
         layout, dtype = ("nt", "nn")[number % 2], dtypes[number % 3]
-        made.append(Case("gemm_rs", *size, dtype=dtype, layout=layout, plan=plan, seed=number))
+        given = {"dtype": dtype, "layout": layout, "plan": plan, "seed": number}
+        made.append(Case("gemm_rs", *size, **given))
+        made.append(Case("ag_gemm", *size, bias=number % 2 == 1, **given))
     return made
+
+
+ALL = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
 def exact(rank: int, turns: int) -> dict:
@@ -50,23 +60,29 @@ def exact(rank: int, turns: int) -> dict:
     flux_megatron.reset_report()
     results = []
     for turn in range(turns):
-        for case in cases():
+        for case in cases()[:: 3 if group.size() == 8 else 1]:
             given = operands(case, group.size())
             results.append((call(case, given, group), given.expected[rank], f"{turn} {case}"))
+            if case.pattern == "ag_gemm":
+                continue
             x, w = given.x[rank].to(DEVICE), given.w[rank].to(DEVICE)
             y = ops.gemm_all_reduce(x, w, group, layout=case.layout, plan=case.plan)
             results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
     assert not workspace(group, torch.empty(0, device=DEVICE).device).size_bytes
-    return flux_megatron.report().calls
+    report = flux_megatron.report()
+    by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
+    assert report.kernels["signalled_gemm"] == by_us
+    assert f"signalled_gemm {report.kernels['signalled_gemm']}" in str(report)
+    return report.calls
 
 
-@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
 def test_exact(world_size, turns):
-    calls = turns * len(GROUPS)
+    calls = turns * (len(GROUPS) if world_size < 8 else 3)
     for counted in on_device(exact, world_size, turns):
-        assert counted == {(name, "signalled"): calls for name in ("gemm_rs", "gemm_ar")}
+        assert counted == {(name, "signalled"): calls for name in ALL}
 
 
 def ragged(rank: int) -> None:
@@ -74,6 +90,34 @@ def ragged(rank: int) -> None:
     plan = Plan("signalled", tile=SMALL, group_rows=(2, 2))
     y = ops.gemm_all_reduce(x, w, dist.group.WORLD, plan=plan)
     assert_exact(y, torch.full((5, 3), 8.0))
+
+
+def gathered(rank: int) -> None:
+    """The rows that wgrad gets, in order, and y, from ranks of which the last is late."""
+    group, plan = dist.group.WORLD, Plan("signalled", tile=SMALL, group_rows=(2, 3))
+    x, w = (torch.arange(rows * 4, device=DEVICE).view(rows, 4).float() for rows in (7, 3))
+    for turn in range(3):
+        if turn and rank == group.size() - 1:
+            time.sleep(0.1)
+        taken: list[torch.Tensor] = []
+        mine = x + 10 * rank + turn
+        y = ops.run_ag_gemm(mine, w, None, group, plan=plan, consume=taken.append)
+        whole = torch.cat([x + 10 * other + turn for other in range(group.size())])
+        assert_exact(taken[0], whole)
+        assert_exact(y, whole @ w.t())
+        for tensor in (taken[0], y):
+            tensor.fill_(torch.nan)  # what the next call may get for its buffers
+
+
+def test_gathered_rows_of_a_late_rank_in_order():
+    on_device(gathered, 3)
+
+
+def test_bands_of_a_gather_cover_all_rows_in_order():
+    for rows in (1, 15, 16, 100):
+        for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
+            made = bands(rows, 40, 1, group_rows, SMALL)
+            assert ends_of(rows, group_rows) == [band.first + band.rows for band in made]
 
 
 def test_rows_of_an_all_reduce_need_not_be_divided_over_the_ranks():
@@ -168,13 +212,39 @@ def layers(rank: int) -> dict[tuple[str, str], int]:
 
 
 WANTED = {"FLUX_MEGATRON_STRATEGY": "signalled"}
-OVERLAPPED = {("gemm_rs", "signalled"): 2, ("ag_gemm", "sequential"): 2}
+OVERLAPPED = {("gemm_rs", "signalled"): 2, ("ag_gemm", "signalled"): 2}
 
 
 def test_layers_forward_and_backward():
-    """A column layer's dgrad scatters, so does a row layer's forward; what gathers falls back."""
+    """A column layer's dgrad scatters, so does a row layer's forward; the others gather."""
     for counted in on_device(layers, 2, environment=WANTED):
         assert counted == OVERLAPPED
+
+
+def by_facts(rank: int) -> tuple[str, ...]:
+    """The bands of GEMM+RS and GEMM+AR with the facts of an H200, which only the leader has."""
+    group = dist.group.WORLD
+    facts = lambda gpu, link, one_node=True: H200 if rank == 0 else None  # noqa: E731
+    space = workspace(group, torch.empty(0, device=DEVICE).device)
+    with mock.patch.object(hardware, "find_or_assume", facts):
+        plans = [choice.choose(asked(pattern), space) for pattern in (ROW, Pattern.GEMM_AR)]
+    assert [reason for _, reason in plans] == [None, None]
+    return tuple(plan.dumps() for plan, _ in plans)
+
+
+def asked(pattern: Pattern) -> Problem:
+    return Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
+
+
+def test_the_named_strategy_has_the_bands_that_are_predicted():
+    """Of the leader's facts; without facts four of one size."""
+    first, second = on_device(by_facts, 2, environment=WANTED)
+    assert first == second
+    for text, pattern in zip(first, (ROW, Pattern.GEMM_AR), strict=True):
+        plan = Plan.loads(text)
+        like = signalled.default_plan(asked(pattern))
+        assert plan == band_plans.best_plans(asked(pattern), like, H200)[0] != like
+        assert len(like.group_rows) == 3
 
 
 def on_two_nodes(rank: int) -> tuple[dict, str]:

@@ -18,6 +18,8 @@ from flux_megatron.bench.suites import Case
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
+from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
 
 
 class Forward:
@@ -109,7 +111,7 @@ class Forward:
             if reason := strategy.supports(problem):
                 yield Candidate(name, OURS, None, reason)
                 continue
-            plan = strategy.default_plan(problem)
+            plan = choice.of_strategy(problem, name, workspace(self.group, self.device))
             call = with_strategy("auto", op, *operands, **options, plan=plan)
             yield Candidate(name, OURS, call, plan=plan.dumps)
         call = with_strategy("auto", op, *operands, **options)

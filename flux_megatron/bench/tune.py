@@ -157,9 +157,11 @@ def _tune_all(
 
 
 def _plans(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> list[Plan]:
-    names, _ = registry.overlapping(problem, "auto", workspace(group, device).unavailable)
+    space = workspace(group, device)
+    names, _ = registry.overlapping(problem, "auto", space.unavailable)
     where = environment.of(device)
-    return tuner.candidates(problem, names, hardware.find(where.gpu, where.link))
+    facts = hardware.find(where.gpu, where.link)
+    return tuner.candidates(problem, names, facts, choice.facts_for_bands(space))
 
 
 def _measured(

@@ -11,6 +11,7 @@ its version to do so:
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,8 @@ import triton
 
 from flux_megatron.problem import Tile
 
+# of this process, by kernel
+launches: Counter[str] = Counter()
 _runtime = triton.knobs.runtime
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 
@@ -55,11 +58,13 @@ class Launcher:
         assert kernel.arg_names[-len(named) :] == named or not named, "constexprs come last"
         self._fixed = (*sizes, *(values[name] for name in named))
         self._kernel, self._grid, self._tile = kernel, grid, tile
+        self._name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._dtypes: list | None = None
 
     def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
         """Launch on the current stream; `tensors` may hold host tensor descriptors."""
+        launches[self._name] += 1
         if self._tile.tma:
             # per thread, and autograd runs backward in threads of its own: set it where it is used
             triton.set_allocator(_descriptor_memory)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flux_megatron import errors, settings
+from flux_megatron.kernels.triton_launch import launches
 from flux_megatron.symm.workspace import workspaces
 
 _calls: Counter[tuple[str, str]] = Counter()
@@ -45,7 +46,8 @@ class Report:
     A fallback counts as a `sequential` call too. The other `sequential` calls were chosen: by a
     measurement, by the cost model or by the user. `workspace_bytes` is the symmetric memory that
     this rank holds. `exposed_us` is the cost model's estimate of the communication that these calls
-    did not hide, None on a machine that the model does not know.
+    did not hide, None on a machine that the model does not know. `kernels` counts launches: which
+    of a strategy's kernels ran. Calls and launches that a graph repeats are not counted.
     """
 
     calls: dict[tuple[str, str], int]
@@ -53,6 +55,7 @@ class Report:
     workspace_bytes: int
     exposed_us: float | None = None
     layers: Layers | None = None
+    kernels: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -85,6 +88,10 @@ class Report:
         lines += [
             f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())
         ]
+        if self.kernels:
+            lines.append(
+                "  kernels: " + ", ".join(f"{k} {n}" for k, n in sorted(self.kernels.items()))
+            )
         return "\n".join(lines)
 
 
@@ -118,7 +125,9 @@ def report() -> Report:
     """The counts so far, and the symmetric memory held."""
     held = sum(workspace.size_bytes for workspace in workspaces())
     layers = functools.reduce(Layers.__add__, _layers) if _layers else None
-    return Report(dict(_calls), dict(_fallbacks), held, _exposed_us, layers)
+    return Report(
+        dict(_calls), dict(_fallbacks), held, _exposed_us, layers, dict(launches)
+    )  # fmt: skip
 
 
 def reset_report() -> None:
@@ -127,3 +136,4 @@ def reset_report() -> None:
     _exposed_us = None
     _calls.clear()
     _fallbacks.clear()
+    launches.clear()

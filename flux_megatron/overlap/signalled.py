@@ -3,7 +3,8 @@ it.
 
 It needs neither peer access nor one node: whatever the group's collectives run over will do. A
 communication stream waits for the count of each band, which holds no SM, then starts the
-collective. `docs/how/signalled.md` has the picture. What a layer gathers, `sequential` gathers.
+collective. `docs/how/signalled.md` has the picture. AG+GEMM is the dual, in `gathered_bands.py`;
+rows for wgrad alone `sequential` gathers.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from flux_megatron import errors, settings
 from flux_megatron.kernels import hopper_config, hopper_gemm, launch
 from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import fused, sequential
+from flux_megatron.overlap import fused, gathered_bands, sequential
 from flux_megatron.overlap.phase import phase
-from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import Workspace, capturing
 
-PATTERNS = (ROW, Pattern.GEMM_AR)
+PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
@@ -41,7 +42,7 @@ GROUPS = 4
 # and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (docs/results/h200x2/signalled.jsonl).
 COMM_SMS = 8
 
-start_gather, ag_gemm = sequential.start_gather, sequential.ag_gemm
+start_gather = sequential.start_gather
 
 
 def supports(problem: Problem) -> str | None:
@@ -63,7 +64,7 @@ def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
     tile = fused.default_plan(problem).tile
     if tile == hopper_config.TILE:
         tile = replace(tile, group_m=16)  # as `hopper` has it
-    rows = problem.M_shard if problem.spec.scatters else problem.M
+    rows = problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
     band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m
     group_rows = (band,) * (cdiv(rows, band) - 1)
     return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
@@ -83,6 +84,21 @@ class BandsInFlight:
     def finish(self) -> Tensor:
         join(self.workspace)
         return self.y
+
+
+def ag_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
+    consume: Callable[[Tensor], None] | None,
+) -> Tensor:  # fmt: skip
+    """all_gather(x) @ w + bias, band after band; `consume` is called with the gathered rows."""
+    stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
+    right = w.t() if layout == "nt" else w
+    _open(stage, workspace)
+    y = gathered_bands.ag_gemm(x, right, plan.group_rows, group, stage.stream, consume)
+    stage.open = False
+    if bias is not None:
+        y += bias
+    return y
 
 
 def start_gemm_rs(
@@ -155,15 +171,12 @@ def _start(
 
     In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
     """
-    stage = stage_of(workspace)
-    stage.refuse_second()
-    group = communicator(workspace, plan.comm_sms)
+    stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
     made = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
     table = stage.table(made)
-    stage.open = True
-    workspace.engine.follow()
+    _open(stage, workspace)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
-    with phase("signalled_gemm kernel"):
+    with phase("signalled_gemm kernel"):  # `report().kernels` says which
         gemm(x, w, out, table, made, shards, layout, plan, stage)
     with stage.stream.stream():
         for number, band in enumerate(made):
@@ -207,6 +220,13 @@ def join(workspace: Workspace) -> None:
     workspace.engine.follow()
     stage.stream.join()
     stage.open = False
+
+
+def _open(stage: Stage, workspace: Workspace) -> None:
+    """Begin a call, after all that earlier calls have enqueued."""
+    stage.refuse_second()
+    stage.open = True
+    workspace.engine.follow()
 
 
 def stage_of(workspace: Workspace) -> Stage:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from flux_megatron.perf.band_plans import gather_model
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
 from flux_megatron.perf.hardware import Hardware
@@ -149,7 +150,10 @@ class _Prediction(NamedTuple):
 
     def _signalled_us(self) -> float:
         """Bands of rows are sent while later ones, and in a backward wgrad, are computed."""
-        model = model_of(self.problem, self.plan, self.hardware, self.constants)
+        given = (self.problem, self.plan, self.hardware, self.constants)
+        if self.problem.spec.gathers:
+            return gather_model(*given).finish_us(self.plan.group_rows) + self.wgrad_us()
+        model = model_of(*given)
         computed = max(model.gemm_us, model.begin_us) + self.wgrad_us()
         return max(computed, model.finish_us(self.plan.group_rows))
 

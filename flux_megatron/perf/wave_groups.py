@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
 from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.signalled_kernels import terms_of
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
@@ -28,10 +29,6 @@ COMM_SMS = (4, 8, 16)
 # What one CTA of NCCL moves, by the trips of a collective: "signalled curve", 4 and 8 SMs, 64 to
 # 200 MiB: 71 and 136 GB/s of a reduce-scatter, 83 and 160 of an all-reduce.
 CTA_GBPS = {1: 17.0, 2: 20.0}
-# Fitted to the 36 rows "signalled" beside their measured curves, with a rate and a time of a tile;
-# the root of the mean square of their errors is 1.7 %.
-GROUP_US = 26.0  # from a band's last tile to the end of its collective, beside the curve
-NARROW = 0.33  # of a tile's time, where each tile row reads w itself
 OTHER_TILE = 0.75  # share of the peak rate of a tile that `TILES` does not know
 
 
@@ -55,14 +52,30 @@ class Done(NamedTuple):
     computed_us: float
 
 
+class BandModel(Protocol):
+    """When bands of `rows` rows are done, one after another. Of what `after` returns, the first
+    number is the time that counts.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def begin(self) -> tuple[float, float]: ...
+
+    def after(self, first: int, last: int, before: Any) -> tuple[float, float]: ...
+
+    def finish_us(self, group_rows: Sequence[int]) -> float: ...
+
+
 @dataclass(frozen=True)
 class WaveModel:
     """A GEMM that makes y [shards, rows, N] in bands, tile after tile, and its collectives.
 
     `sms` CTAs make a tile in `tile_us` each, if `group_m` tile rows share what they read of w; if
     not, `narrow` of it longer. Of a band of n rows a rank sends n x `row_bytes`, which takes
-    `group_us` beside the curve. Without SMs of their own (`beside` false) collectives wait for the
-    end of the GEMM. Until `begin_us` another collective has the links.
+    `slower` times the curve and `group_us`. Without SMs of their own (`beside` false) collectives
+    wait for the end of the GEMM. Until `begin_us` another collective has the links.
     """
 
     rows: int
@@ -77,6 +90,7 @@ class WaveModel:
     group_m: int = 8
     group_us: float = 0.0
     narrow: float = 0.0
+    slower: float = 1.0
     beside: bool = True
     begin_us: float = 0.0
 
@@ -102,33 +116,42 @@ class WaveModel:
         ready = self.start_us + computed + wave
         if not self.beside:
             ready = max(ready, self.gemm_us)
-        sending = self.group_us + self.curve.us((last - first) * self.row_bytes)
+        sending = self.group_us + self.slower * self.curve.us((last - first) * self.row_bytes)
         return Done(max(ready, before.sent_us) + sending, computed)
 
     def finish_us(self, group_rows: Sequence[int]) -> float:
         """When all is sent, for a plan's `group_rows`."""
-        first, done = 0, self.begin
-        for size in (*group_rows, self.rows):
-            last = min(first + size, self.rows)
-            if last > first:
-                done = self.after(first, last, done)
-            first = last
-        return done.sent_us
+        return finish_us(self, group_rows)
 
     def ends(self, units: int = UNITS) -> list[int]:
         """Where bands may end: after whole tiles, at most `units` places, the last is the end."""
-        tiles = math.ceil(self.rows / self.tile_rows)
-        step = math.ceil(tiles / units) * self.tile_rows
-        return [*range(step, self.rows, step), self.rows]
+        return ends_of(self.rows, self.tile_rows, units)
 
 
-def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+def finish_us(model: BandModel, group_rows: Sequence[int]) -> float:
+    """When all bands are done, for a plan's `group_rows`."""
+    first, done = 0, model.begin
+    for size in (*group_rows, model.rows):
+        last = min(first + size, model.rows)
+        if last > first:
+            done = model.after(first, last, done)
+        first = last
+    return done[0]
+
+
+def ends_of(rows: int, tile_rows: int, units: int = UNITS) -> list[int]:
+    """At most `units` places of whole tiles, the last of which is the end."""
+    step = math.ceil(math.ceil(rows / tile_rows) / units) * tile_rows
+    return [*range(step, rows, step), rows]
+
+
+def best(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
     """The `group_rows` with the least `finish_us`, of at most MAX_GROUPS bands."""
     # by the end of the last band so far
-    found: dict[int, tuple[Done, tuple[int, ...]]] = {0: (model.begin, ())}
-    fastest: tuple[Done, tuple[int, ...]] = (Done(math.inf, 0.0), ())
+    found: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {0: (model.begin, ())}
+    fastest: tuple[tuple[float, float], tuple[int, ...]] = ((math.inf, 0.0), ())
     for _ in range(MAX_GROUPS):
-        longer: dict[int, tuple[Done, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
         for (first, (before, bands)), last in itertools.product(found.items(), ends):
             if last > first:
                 choice = (model.after(first, last, before), (*bands, last - first))
@@ -138,7 +161,7 @@ def best(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
     return fastest[1][:-1]
 
 
-def exhaustive(model: WaveModel, ends: Sequence[int]) -> tuple[int, ...]:
+def exhaustive(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
     """The same by trying every choice of `ends`: 2^(ends - 1) of them."""
 
     def choices() -> Iterator[tuple[int, ...]]:
@@ -156,10 +179,12 @@ def model_of(
     """The model of a plan's tile and `comm_sms`; in a backward NCCL gathers x first. `curve` is
     that of a communicator of so many SMs, by default what the facts say of NCCL.
     """
+    terms = terms_of(problem, plan, hardware)
     tile, shards = plan.tile, problem.world_size if problem.spec.scatters else 1
     rate = constants.gemm_rate * hardware.tflops.get(problem.dtype, hardware.tflops["float32"])
     share = TILES.get((tile.block_m, tile.block_n), OTHER_TILE)
     flops = 2 * tile.block_m * tile.block_n * problem.K_local
+    area = tile.block_m * tile.block_n / (128 * 256)
     element = ELEMENT_BYTES[problem.dtype]
     gbps = hardware.nccl_gbps
     if plan.comm_sms:
@@ -171,13 +196,14 @@ def model_of(
         tile_rows=tile.block_m,
         tiles_n=math.ceil(problem.N_local / tile.block_n),
         sms=max(1, hardware.sms - plan.comm_sms),
-        tile_us=flops * hardware.sms / (rate * share * 1e6) + constants.tile_us,
+        tile_us=flops * hardware.sms / (rate * share * 1e6) + area * terms.tile_us,
         start_us=hardware.launch_us,
         row_bytes=shards * problem.N_local * element,
         curve=curve or nccl_curve(problem, hardware, gbps),
         group_m=tile.group_m,
-        group_us=GROUP_US if curve else 0.0,
-        narrow=NARROW,
+        group_us=terms.group_us if curve else 0.0,  # the facts' latency, 32 us a trip, has it
+        narrow=terms.narrow,
+        slower=terms.beside,
         beside=plan.comm_sms > 0,
         begin_us=gather.us(problem.M * problem.columns_moved * element) if gather else 0.0,
     )
@@ -188,19 +214,3 @@ def nccl_curve(problem: Problem, hardware: Hardware, gbps: float) -> Curve:
     received = problem.spec.trips * (problem.world_size - 1) / problem.world_size
     size, latency = 2.0**30, problem.spec.trips * hardware.nccl_latency_us
     return Curve((0.0, size), (latency, latency + received * size / gbps * 1e-3))
-
-
-def best_plans(
-    problem: Problem, like: Plan, hardware: Hardware,
-    curve_of: Callable[[int], Curve | None] = lambda comm_sms: None,
-) -> list[Plan]:  # fmt: skip
-    """The plan with the best bands for each number of SMs left to collectives, the fastest first;
-    else as `like`. `curve_of` gives measured curves, by these SMs.
-    """
-    plans = {}
-    for comm_sms in COMM_SMS:
-        plan = replace(like, comm_sms=comm_sms)
-        model = model_of(problem, plan, hardware, curve=curve_of(comm_sms))
-        plan = replace(plan, group_rows=best(model, model.ends()))
-        plans[plan] = model.finish_us(plan.group_rows)
-    return sorted(plans, key=plans.__getitem__)

@@ -47,8 +47,25 @@ def choose(problem: Problem, space: Workspace) -> tuple[Plan, str | None]:
     if not names:
         return sequential.default_plan(problem), reason
     if wanted != "auto":
-        return registry.strategy(problem, wanted).default_plan(problem), None
+        return of_strategy(problem, wanted, space), None
     return _agreed(problem, names, space), None
+
+
+def of_strategy(problem: Problem, name: str, space: Workspace) -> Plan:
+    """The strategy's first plan without a measurement: of `signalled` the leader's bands.
+
+    Collective, as `choose`.
+    """
+    if name != "signalled":
+        return registry.strategy(problem, name).default_plan(problem)
+    plan = tuner.variants(problem, name, facts_for_bands(space))[0]
+    return Plan.loads(space.agreement.ask(str(problem), plan.dumps())[0])
+
+
+def facts_for_bands(space: Workspace) -> hardware.Hardware | None:
+    """Facts of this machine, with an assumed link where theirs is not that of the group."""
+    where = environment.of(space.device)
+    return hardware.find_or_assume(where.gpu, where.link, one_node=space.unavailable is None)
 
 
 def opened(folder: Path, device: torch.device) -> PlanCache:
@@ -84,7 +101,7 @@ def keep(entry: Entry, folder: Path, device: torch.device) -> None:
 
 def _agreed(problem: Problem, names: list[str], space: Workspace) -> Plan:
     """The leader's plan; measured now, if the leader wants it and no rank is capturing a graph."""
-    answer = _leader_answer(problem, names, space.device) if space.group.rank() == 0 else {}
+    answer = _leader_answer(problem, names, space) if space.group.rank() == 0 else {}
     answer["capturing"] = capturing(space.device)
     said = [json.loads(text) for text in space.agreement.ask(str(problem), json.dumps(answer))]
     answer = said[0]
@@ -95,15 +112,16 @@ def _agreed(problem: Problem, names: list[str], space: Workspace) -> Plan:
     return Plan.loads(answer["plan"])
 
 
-def _leader_answer(problem: Problem, names: list[str], device: torch.device) -> dict[str, Any]:
+def _leader_answer(problem: Problem, names: list[str], space: Workspace) -> dict[str, Any]:
     """`plan` to use; or, where there is time, what to `measure` before and for how many seconds."""
-    cache = opened(settings.get().cache, device)
+    cache = opened(settings.get().cache, space.device)
     entry = cache.find(problem)
     possible = {*names, "sequential"}
     if entry is not None and entry.plan.strategy in possible:
         return {"plan": entry.plan.dumps()}
-    facts = hardware.find(cache.environment.gpu, cache.environment.link)
-    plans = tuner.candidates(problem, names, facts)
+    for_bands = facts_for_bands(space)
+    facts = hardware.find(cache.environment.gpu, cache.environment.link) and for_bands
+    plans = tuner.candidates(problem, names, facts, for_bands)
     answer: dict[str, Any] = {"plan": _unmeasured(problem, plans, possible, cache, facts).dumps()}
     seconds = settings.get().tune_seconds - _spent_s
     if settings.get().tune == "lazy" and seconds > 0:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
+from flux_megatron.perf.band_plans import best_plans
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.perf.wave_groups import best_plans
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
@@ -42,14 +42,18 @@ ROUND_OVERHEAD_S = 0.005  # of one call in one round: alignment of the ranks and
 Watch = Callable[[Plan], None]
 
 
-def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -> list[Plan]:
+def candidates(
+    problem: Problem, names: Sequence[str], facts: Hardware | None,
+    for_bands: Hardware | None = None,
+) -> list[Plan]:  # fmt: skip
     """What to measure of the strategies `names`, after `sequential`: promising plans first.
 
     The cost model drops hopeless ones where it has facts. A strategy's default plan comes before
-    all variants, in case time runs out.
+    all variants, in case time runs out. `for_bands` are facts, perhaps with an assumed link, that
+    bands are chosen by.
     """
     plain = sequential.default_plan(problem)
-    plans = [_variants(problem, name, facts) for name in names]
+    plans = [variants(problem, name, for_bands or facts) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
     if facts is not None:
         predicted = {plan: predict_us(problem, plan, facts) for plan in [plain, *ordered]}
@@ -58,9 +62,9 @@ def candidates(problem: Problem, names: Sequence[str], facts: Hardware | None) -
     return [plain, *ordered]
 
 
-def _variants(problem: Problem, name: str, facts: Hardware | None) -> list[Plan]:
+def variants(problem: Problem, name: str, facts: Hardware | None) -> list[Plan]:
     """A strategy's plans; those of `signalled` have the wave groups that are predicted to be best,
-    where the cost model has facts.
+    where there are facts: the best first.
     """
     plans = registry.candidates(problem, name)
     if name != "signalled" or facts is None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from flux_megatron.perf import wave_groups
-from flux_megatron.perf.hardware import H200
+from flux_megatron.perf.band_plans import best_plans, gather_model
+from flux_megatron.perf.hardware import H200, find_or_assume
 from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.perf.wave_groups import Curve, WaveModel, best, best_plans, exhaustive, model_of
+from flux_megatron.perf.wave_groups import (
+    Curve,
+    WaveModel,
+    best,
+    ends_of,
+    exhaustive,
+    model_of,
+)
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import tuner
 
@@ -90,7 +96,7 @@ def test_a_curve_is_a_line_between_two_sizes_and_beyond_them():
 
 def test_the_tuner_measures_the_predicted_groups_first():
     asked = problem(Pattern.GEMM_RS, 8192, 12288, 12288, 2)
-    plans = tuner._variants(replace(asked, device="cpu"), "signalled", H200)
+    plans = tuner.variants(replace(asked, device="cpu"), "signalled", H200)
     predicted = [predict_us(asked, plan, H200) for plan in plans]
     assert predicted[0] == min(predicted)
     assert {plan.comm_sms for plan in plans} <= {*wave_groups.COMM_SMS}
@@ -120,59 +126,6 @@ def test_a_narrow_band_delays_those_after_it():
     assert replace(model, group_us=5.0).finish_us((4,)) == 80.0 + 5.0 + 1.0
 
 
-class Row(NamedTuple):
-    """A measured grouping, and its model with the measured curve."""
-
-    shape: tuple[str, int]
-    us: float
-    group_rows: tuple[int, ...]
-    model: WaveModel
-    K_local: int
-
-
-def measured() -> list[Row]:
-    """Those without clusters of NCCL that leave SMs to it, M = 8192, N = 12288."""
-    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-    rows = [row for row in rows if row["cga_cluster_size"] == 1]
-    curves = {
-        (row["pattern"], row["comm_sms"]): Curve(tuple(row["sizes"]), tuple(row["us"]))
-        for row in rows
-        if row["table"] == "signalled curve"
-    }
-    found = []
-    for row in rows:
-        plan = json.loads(row["plan"]) if row["table"] == "signalled" and row["plan"] else {}
-        if not plan.get("comm_sms"):
-            continue
-        like = Plan("signalled", tile=TILE, comm_sms=plan["comm_sms"])
-        asked = Problem(Pattern(row["pattern"]), row["M"], row["N"], row["K"], "bfloat16", 2)
-        model = model_of(asked, like, H200, curve=curves[row["pattern"], plan["comm_sms"]])
-        shape = (row["pattern"], row["K"])
-        found.append(Row(shape, row["median_us"], tuple(plan["group_rows"]), model, asked.K_local))
-    assert len(found) == 36
-    return found
-
-
-def test_measured_times_follow_the_model():
-    """With the rate of a tile on that machine, in bursts: the facts have a sustained one."""
-    squares = []
-    for row in measured():
-        tile_us = 10.4 + 2 * TILE.block_m * TILE.block_n * row.K_local * H200.sms / 978e6
-        predicted = replace(row.model, tile_us=tile_us).finish_us(row.group_rows)
-        squares.append((predicted / row.us - 1) ** 2)
-    assert math.sqrt(sum(squares) / len(squares)) < 0.018
-    assert max(squares) < 0.065**2
-
-
-def test_the_predicted_best_of_the_measured_groupings_is_near_the_best():
-    """The table of decision 29."""
-    rows = measured()
-    for shape in {row.shape for row in rows}:
-        here = [row for row in rows if row.shape == shape]
-        chosen = min(here, key=lambda row: row.model.finish_us(row.group_rows))
-        assert chosen.us <= 1.02 * min(row.us for row in here), shape
-
-
 def test_a_cta_of_nccl_moves_what_was_measured():
     """The time of each further byte, where the latency is paid."""
     for row in map(json.loads, MEASURED.read_text().splitlines()):
@@ -183,3 +136,36 @@ def test_a_cta_of_nccl_moves_what_was_measured():
             curve = model_of(asked, plan, H200).curve
             more_us = row["us"][-1] - row["us"][-2]
             assert curve.us(large) - curve.us(small) == pytest.approx(more_us, rel=0.06)
+
+
+def test_a_link_without_a_model_is_assumed_and_said():
+    """The slower the link, the fewer CTAs it needs, and the earlier the first band must begin."""
+    asked = problem(Pattern.GEMM_RS, 8192, 12288, 6144, 2)
+    links = {"nvlink": ("nvlink", True), "pcie": ("pcie", True), "nodes": ("nvlink", False)}
+    facts = {name: find_or_assume("NVIDIA H200", *given) for name, given in links.items()}
+    assert facts["nvlink"] == H200
+    assert "assumed: PCIe of 32 GB/s" in facts["pcie"].source
+    assert "assumed: 45 GB/s a GPU between nodes" in facts["nodes"].source
+    assert H200.nccl_gbps > facts["nodes"].nccl_gbps > facts["pcie"].nccl_gbps
+    assert find_or_assume("unknown", "pcie") is None
+    like = Plan("signalled", tile=TILE)
+    best = {name: best_plans(asked, like, known)[0] for name, known in facts.items()}
+    assert best["pcie"].group_rows[0] < best["nvlink"].group_rows[0]
+    assert best["pcie"].comm_sms <= best["nvlink"].comm_sms
+
+
+def test_a_gather_has_bands_of_its_own():
+    """The GEMM of the local shard hides the first band, that of each band the next one."""
+    asked = problem(Pattern.AG_GEMM, 8192, 12288, 12288, 2)
+    for facts in (H200, find_or_assume("H200", "pcie"), find_or_assume("H200", "nvlink", False)):
+        plans = best_plans(asked, Plan("signalled", tile=TILE), facts)
+        for plan in plans:
+            model = gather_model(asked, plan, facts)
+            ends = ends_of(model.rows, 128, units=9)
+            times = [model.finish_us(choose(model, ends)) for choose in (best, exhaustive)]
+            assert times[0] == pytest.approx(times[1])
+            assert model.finish_us(plan.group_rows) <= times[1]
+            assert predict_us(asked, plan, facts) == model.finish_us(plan.group_rows)
+    hidden = predict_us(asked, plans[0], facts)
+    assert hidden < predict_us(asked, replace(plans[0], group_rows=()), facts)
+    assert hidden < predict_us(asked, Plan("sequential"), facts)

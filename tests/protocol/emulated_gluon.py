@@ -93,6 +93,7 @@ class Gluon:
             self._scheduler.put_grid(name, grid, lambda: self._cta(partial(body, *given)))
 
         class Kernel:
+            __name__ = name
             arg_names = parameters
 
             def __getitem__(self, grid: tuple[int, ...]) -> Callable:

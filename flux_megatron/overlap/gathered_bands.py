@@ -1,0 +1,89 @@
+"""AG+GEMM of `signalled`: the all-gather in bands of rows, beside a library's GEMMs of those that
+have come.
+
+The dual of the other patterns: there tiles let a collective begin, here a collective lets a GEMM
+begin, by an event. Band g has the same rows of every shard, as one block [R, rows, K]. No kernel
+waits, so it holds no SM while rows are on their way.
+
+| time | communication stream | caller's stream |
+| --- | --- | --- |
+| 1 | gather band 0 | the local shard, which needs no other rank |
+| 2 | gather band 1 | remote rows of band 0 |
+| 3 | gather band 2 | remote rows of band 1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from flux_megatron.overlap.phase import phase
+from flux_megatron.symm.copy_engine import CopyEngine
+
+
+class Arriving(NamedTuple):
+    """A band on its way: rows `first` to `last` of each shard, in `block` [R, rows, K]."""
+
+    first: int
+    last: int
+    block: Tensor
+    work: Work
+
+
+def ag_gemm(
+    x: Tensor, right: Tensor, group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine,
+    consume: Callable[[Tensor], None] | None,
+) -> Tensor:  # fmt: skip
+    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]; `consume` is called with the gathered
+    rows. `group` runs the collectives, which begin on `stream`.
+    """
+    rank, shards, (rows, K) = group.rank(), group.size(), x.shape
+    y = x.new_empty(shards, rows, right.shape[1])
+    blocks = x.new_empty(shards * rows, K)
+    ordered = x.new_empty(shards, rows, K) if consume is not None else None
+
+    def start(first: int, last: int) -> Arriving:
+        block = blocks[shards * first : shards * last]
+        with stream.stream(), phase("all-gather"):
+            work = group._allgather_base(block, x[first:last])
+        return Arriving(first, last, block.view(shards, last - first, K), work)
+
+    ends = ends_of(rows, group_rows)
+    stream.fork()  # before the GEMM: rows are sent beside it
+    arriving = start(0, ends[0])
+    _multiply(x.unsqueeze(0), right, out=y[rank : rank + 1])
+    # Each gather is enqueued one GEMM ahead. With CUDA_DEVICE_MAX_CONNECTIONS=1 all of them at once
+    # would stand before the GEMMs.
+    for end in (*ends[1:], 0):
+        band, arriving = arriving, start(arriving.last, end) if end else arriving
+        with phase("wait"):
+            band.work.wait()
+        for others in (slice(0, rank), slice(rank + 1, shards)):
+            _multiply(band.block[others], right, out=y[others, band.first : band.last])
+        if ordered is not None:
+            ordered[:, band.first : band.last] = band.block
+    stream.join()
+    if consume is not None and ordered is not None:
+        consume(ordered.view(-1, K))
+    return y.view(-1, right.shape[1])
+
+
+def ends_of(rows: int, group_rows: tuple[int, ...]) -> list[int]:
+    """Where the bands of a shard of `rows` end: `group_rows` each as long as there are rows, and
+    one of all that is left.
+    """
+    ends = [min(sum(group_rows[: number + 1]), rows) for number in range(len(group_rows))]
+    return [*dict.fromkeys([*ends, rows])]
+
+
+def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """x [n, rows, K] @ right [K, N] into `out`, rows of n shards of y; one GEMM, or one batched."""
+    with phase("gemm chunk"):
+        if len(x) == 1:
+            torch.mm(x[0], right, out=out[0])
+        elif len(x):
+            torch.bmm(x, right.expand(len(x), *right.shape), out=out)
