@@ -50,6 +50,13 @@ FIRST = ("test_train_runs", "test_tuner_command", "test_tuner")
 ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a run of the tests that are alone: the other files, whose imports take a quarter of it."""
+    alone = config.option.markexpr == "alone"
+    others = collection_path.suffix == ".py" and collection_path.stem not in ALONE
+    return True if alone and others else None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     module = getattr(item, "module", None)
     if hasattr(module, "on_device") or hasattr(module, "DEVICE"):

@@ -64,7 +64,7 @@ def run_ranks(
         )
     if DEVICE == "cuda":
         pytest.skip("ranks on the CPU need a process that sees no GPU: CUDA_VISIBLE_DEVICES=")
-    _prepare()
+    prepare()
 
     def work(rank: int) -> object:
         faulthandler.dump_traceback_later(limit_s - 1)  # where a rank hangs, before it is killed
@@ -81,7 +81,7 @@ def run_ranks(
 
 
 @cache
-def _prepare() -> None:
+def prepare() -> None:
     """Once here, not once in each fork: what the first call of a process imports and reads, and the
     source of every kernel, which the interpreter rewrites.
     """

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from flux_megatron.perf.hardware import H200
-from flux_megatron.problem import Plan
+from flux_megatron.perf import operator_cost
+from flux_megatron.perf.hardware import H200, Hardware
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning import estimate, plan_cache
 from flux_megatron.tuning.plan_entry import Entry
 
@@ -24,6 +26,22 @@ def entries() -> list[Entry]:
     found, left_out = plan_cache.read_folder(FOLDER)
     assert not left_out
     return found
+
+
+@pytest.fixture(autouse=True)
+def _predicted_once(monkeypatch):
+    """The model is the same in all tests, and most plans of an entry are asked for 40 times."""
+
+    def predict_us(problem: Problem, plan: Plan, facts: Hardware) -> float:
+        assert facts is H200
+        return predicted_us(problem, plan)
+
+    monkeypatch.setattr(estimate, "predict_us", predict_us)
+
+
+@cache
+def predicted_us(problem: Problem, plan: Plan) -> float:
+    return operator_cost.predict_us(problem, plan, H200)
 
 
 def in_order(plans: list[Plan]) -> list[Plan]:

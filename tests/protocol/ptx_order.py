@@ -11,6 +11,7 @@ import copy
 import operator
 import re
 from collections import defaultdict
+from functools import cache
 
 BARRIER = r"bar\.sync|barrier(\.cta)?\.sync"
 RELEASE = r"(atom|red|st)\.(global\.sys\.release|global\.release\.sys|release\.sys)"
@@ -145,6 +146,18 @@ class Ptx:
     def require_some(self, pattern: str, meaning: str) -> None:
         if not self.find(pattern):
             raise Misordered(f"{meaning}: no {pattern}")
+
+
+def parsed(text: str) -> Ptx:
+    """A Ptx of its own, of text that many tests ask about."""
+    ptx = copy.copy(_parsed_once(text))
+    ptx.instructions = [*ptx.instructions]  # a check may replace some
+    return ptx
+
+
+@cache
+def _parsed_once(text: str) -> Ptx:
+    return Ptx(text)
 
 
 def check_release(ptx: Ptx, barrier: str = BARRIER) -> None:

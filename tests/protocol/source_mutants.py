@@ -54,6 +54,8 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
     if str(mutant.test_file.parent) not in sys.path:
         sys.path.insert(0, str(mutant.test_file.parent))
     importlib.import_module(mutant.test_file.stem)  # once here, not once in each fork
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].prepare()
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 99

@@ -20,7 +20,7 @@ from hopper_order import (
     check_stages,
     check_staging_tile,
 )
-from ptx_order import Misordered, Ptx
+from ptx_order import Misordered, Ptx, parsed
 
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
 
@@ -50,14 +50,14 @@ def first_of(compiled: dict[str, dict], *words: str) -> str:
 @pytest.mark.parametrize("check", [check_stages, check_staging_tile])
 def test_warps_hand_over_in_order(compiled, check):
     for result in compiled.values():
-        check(Ptx(result["ptx"]))
+        check(parsed(result["ptx"]))
 
 
 @pytest.mark.parametrize("kernel", CHECKS)
 def test_order_among_ranks_and_ctas(compiled, kernel):
     for result in named(compiled, kernel).values():
         for check in CHECKS[kernel]:
-            check(Ptx(result["ptx"]))
+            check(parsed(result["ptx"]))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_waits_can_be_recorded(compiled):
     assert len(recorded) == 2
     for name, result in recorded.items():
         plain = compiled[name.removesuffix(" recorded")]["ptx"]
-        assert len(Ptx(result["ptx"]).find(CLOCK)) == len(Ptx(plain).find(CLOCK)) + 2
+        assert len(parsed(result["ptx"]).find(CLOCK)) == len(parsed(plain).find(CLOCK)) + 2
 
 
 def test_shared_memory_suffices(compiled):
@@ -223,4 +223,4 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 def test_partitions_and_their_warps(compiled, kernel, workers):
     """Workers, those that fill up the last group of four warps, and the MMA warps."""
     for name, result in named(compiled, kernel).items():
-        assert [warps for _, warps in Ptx(result["ptx"]).partitions()] == [*workers, 8], name
+        assert [warps for _, warps in parsed(result["ptx"]).partitions()] == [*workers, 8], name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 from interpreted_access import needs_interpreter
+from mutants import CASES as CASES_OF_MUTANTS
 from protocol_cases import Case, run
 from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD, Schedule
@@ -55,7 +56,11 @@ def package() -> PackageCopy:
     return PackageCopy("flux_megatron")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case not in CASES_OF_MUTANTS.values()],  # test_mutants.py runs those
+    ids=str,
+)
 def test_results_are_exact(package, case):
     for schedule in STANDARD:
         run(case, package, schedule)

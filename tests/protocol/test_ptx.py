@@ -24,6 +24,7 @@ from ptx_order import (
     check_count,
     check_gives_up,
     check_release,
+    parsed,
 )
 
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
@@ -39,7 +40,7 @@ def compiled(tmp_path_factory) -> dict[str, dict]:
 
 def test_signal_follows_all_stores(compiled):
     for name, kernel in named(compiled, "gemm_rs").items():
-        ptx = Ptx(kernel["ptx"])
+        ptx = parsed(kernel["ptx"])
         assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
         check_release(ptx)
         check_count(ptx)
@@ -49,7 +50,7 @@ def test_a_count_follows_all_stores(compiled):
     kernels = named(compiled, "signalled_gemm")
     assert {name.split()[0] for name in kernels} == {*TENSOR_CORES}
     for name, kernel in kernels.items():
-        ptx = Ptx(kernel["ptx"])
+        ptx = parsed(kernel["ptx"])
         assert bool(ptx.find(TMA_STORE)) == ("tma" in name.split()), name
         assert TENSOR_CORES[name.split()[0]] in kernel["ptx"], name
         check_release(ptx)
@@ -58,7 +59,7 @@ def test_a_count_follows_all_stores(compiled):
 def test_an_entry_follows_the_reset(compiled):
     reset = r"st\.global\.v4"
     for result in named(compiled, "rank_barrier").values():
-        ptx = Ptx(result["ptx"])
+        ptx = parsed(result["ptx"])
         ptx.require_some(reset, "no slot is reset")
         ptx.require_some(RELEASE, "no entry is released to the system")
         ptx.require(reset, RELEASE, BARRIER, "only one thread's slots are reset before the entry")
@@ -67,7 +68,7 @@ def test_an_entry_follows_the_reset(compiled):
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received"])
 def test_loads_follow_the_signal(compiled, kernel):
     for name, result in named(compiled, kernel).items():
-        ptx = Ptx(result["ptx"])
+        ptx = parsed(result["ptx"])
         assert bool(ptx.find(r"cp\.async\.bulk\.tensor")) == ("tma" in name.split()), name
         check_acquire(ptx)
 
@@ -75,15 +76,18 @@ def test_loads_follow_the_signal(compiled, kernel):
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received", "wait_sources", "rank_barrier"])
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
-        check_bounded(Ptx(result["ptx"]))
-        check_gives_up(Ptx(result["ptx"]))
+        check_bounded(parsed(result["ptx"]))
+        check_gives_up(parsed(result["ptx"]))
 
 
 @pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received"])
 def test_recorded_waits_keep_the_order(compiled, kernel):
     """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
     for name, result in named(compiled, f"recorded_{kernel}").items():
-        recorded, plain = Ptx(result["ptx"]), Ptx(compiled[name.replace("recorded_", "")]["ptx"])
+        recorded, plain = (
+            parsed(result["ptx"]),
+            parsed(compiled[name.replace("recorded_", "")]["ptx"]),
+        )
         check_acquire(recorded)
         check_bounded(recorded)
         assert len(recorded.find(CLOCK)) == len(plain.find(CLOCK)) + 2, name

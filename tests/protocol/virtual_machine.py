@@ -1,7 +1,7 @@
 """The channels, transfers, strategies and kernels of the package, on virtual ranks in one process.
 
-`PackageCopy` is the package as it is, `mutated` a copy with one change. `Machine` replaces what
-needs processes and devices: the allocation of symmetric memory, the barrier, the agreement, the
+`PackageCopy` is the package as it is, or, within `mutated`, with one change. `Machine` replaces
+what needs processes and devices: the allocation of symmetric memory, the barrier, the agreement, the
 copy engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is
 read before it has arrived shows in the result.
 """
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from emulated_gluon import Gluon
 from hopper_kernels import HopperKernels
+from imported_anew import Changed, dependents, imported_anew, module_name
 from memory_checker import Region, extent
 from torch import Tensor
 from virtual_collectives import VirtualCollectives
@@ -32,11 +33,6 @@ from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 import flux_megatron
 
 SOURCE = Path(flux_megatron.__file__).parent
-# Above level 0 only what runs here; the interpreter has been repaired by the original package.
-_COPIED = (
-    "*.py", "symm/*.py", "kernels/*.py", "overlap/*.py", "embedding/*.py", "expert_parallel/*.py",
-    "device/*.py",
-)  # fmt: skip
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
@@ -70,7 +66,7 @@ class Mutation:
 
 
 class PackageCopy:
-    """The modules of one copy of the package, by their last name, as in `package.transfer`."""
+    """The modules of the package as they are now, by their last name: `package.transfer`."""
 
     def __init__(self, package: str) -> None:
         importlib.import_module("flux_megatron.kernels")
@@ -82,25 +78,15 @@ class PackageCopy:
 
 @contextmanager
 def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
-    """A copy of the package with one change, in `folder`, because the interpreter reads sources."""
-    package = "mutated_package"
-    for path in [path for pattern in _COPIED for path in SOURCE.glob(pattern)]:
-        relative = path.relative_to(SOURCE)
-        source = path.read_text()
-        if str(relative) == mutation.path:
-            source = mutation.apply(source)
-        if path.name == "__init__.py":
-            source = ""
-        copy = folder / package / relative
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(source.replace("flux_megatron", package))
-    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
-        importlib.invalidate_caches()
-        try:
-            yield PackageCopy(package)
-        finally:
-            for name in [n for n in sys.modules if n.split(".")[0] == package]:
-                del sys.modules[name]
+    """The package with one change, in `folder`, because the interpreter reads sources. The module
+    is imported anew and so is what depends on it; all other modules are those of the package.
+    """
+    changed, file = module_name(mutation.path), folder / Path(mutation.path).name
+    file.write_text(mutation.apply((SOURCE / mutation.path).read_text()))
+    with imported_anew(dependents(changed)), mock.patch.object(
+        sys, "meta_path", [Changed(changed, file), *sys.meta_path]
+    ):  # fmt: skip
+        yield PackageCopy("flux_megatron")
 
 
 class _Work:

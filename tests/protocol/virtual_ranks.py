@@ -15,7 +15,6 @@ memory order and CTA barriers, because every access is sequentially consistent.
 
 from __future__ import annotations
 
-import _thread
 import inspect
 import itertools
 import random
@@ -29,16 +28,13 @@ from types import SimpleNamespace
 import triton.language as tl
 from interpreted_access import before_each_access
 from memory_checker import AddressChecker, Region
+from strands import Relay, Strand
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 
 class Deadlock(AssertionError):
     """Nothing can run; the message says who waits for what."""
-
-
-class _Abort(BaseException):
-    """Ends the strands of a run that is over."""
 
 
 @dataclass(frozen=True)
@@ -66,80 +62,6 @@ STANDARD = (
 
 
 STREAMS = ("compute", "second", "copy")
-
-
-class Strand:
-    """A body on a parked thread. `ready` is what it waits for, if anything, `why` its words."""
-
-    def __init__(
-        self, rank: int, name: str, body: Callable[[], None], *,
-        ready: Callable[[], bool] | None = None, why: str = "",
-    ) -> None:  # fmt: skip
-        self.rank, self.name, self._body, self.ready, self.why = rank, name, body, ready, why
-        self.done, self.error = False, None
-        self._started = self._aborted = False
-        self._go, self._back = _closed(), _closed()
-        # of a CTA: the grid, its place there, and the memory that it may touch
-        self.grid: tuple[int, ...] | None = None
-        self.place: tuple[int, ...] = ()
-        self.checker: AddressChecker | None = None
-        # the CTA that a warp belongs to, its warps that have not ended, and what they share
-        self.cta, self.children, self.state = self, [], None
-
-    def live(self) -> list[Strand]:
-        """Itself and its warps, without those that have ended."""
-        return [strand for strand in (self, *self.children) if not strand.done]
-
-    @property
-    def runnable(self) -> bool:
-        return self.ready is None or self.ready()
-
-    def step(self) -> None:
-        """Run until the strand pauses or ends. Called by the scheduler."""
-        if not self._started:
-            self._started = True
-            _thread.start_new_thread(self._main, ())
-        if self.grid is not None:
-            interpreter.interpreter_builder.set_grid_dim(*self.grid)
-            interpreter.interpreter_builder.set_grid_idx(*self.place)
-        self._go.release()
-        self._back.acquire()
-        if self.error is not None:
-            raise self.error
-
-    def pause(self, ready: Callable[[], bool] | None = None, why: str = "") -> None:
-        """Let others run; come back when `ready`. Called on the strand's own thread."""
-        self.ready, self.why = ready, why
-        self._back.release()
-        self._go.acquire()
-        if self._aborted:
-            raise _Abort
-        self.ready = None
-
-    def abort(self) -> None:
-        self._aborted = True
-        if self._started and not self.done:
-            self._go.release()
-            self._back.acquire()
-
-    def _main(self) -> None:
-        self._go.acquire()
-        try:
-            if not self._aborted:
-                self._body()
-        except _Abort:
-            pass
-        except BaseException as error:
-            self.error = error
-        self.done = True
-        self._back.release()
-
-
-def _closed() -> _thread.LockType:
-    """A lock that one thread opens for another, who closes it again; cheaper than a semaphore."""
-    lock = _thread.allocate_lock()
-    lock.acquire()
-    return lock
 
 
 class Stream:
@@ -230,25 +152,33 @@ class Scheduler:
         ]
         self._current_streams = ["compute" for _ in hosts]
         with self._interpreting():
+            relay = Relay(self)
             try:
-                while live := self._live():
-                    self._step(live)
+                relay.run()
             finally:
+                relay.over = True
                 for strand in self._all_strands():
                     strand.abort()
 
-    def _step(self, live: list[Strand]) -> None:
+    def next(self) -> Strand | None:
+        """Who runs now; of a CTA, at its place in the grid."""
+        live = self._live()
         strand = next((strand for strand in self._in_turn(live) if strand.runnable), None)
-        if strand is None:
+        if strand is not None:
+            self.trace.append(f"{strand.rank} {strand.name}")
+            if strand.grid is not None:
+                interpreter.interpreter_builder.set_grid_dim(*strand.grid)
+                interpreter.interpreter_builder.set_grid_idx(*strand.place)
+        elif live:
             waits = "; ".join(f"rank {s.rank} {s.name} waits for {s.why}" for s in live)
             raise Deadlock(waits)
-        self.trace.append(f"{strand.rank} {strand.name}")
         self._current = strand
-        strand.step()
-        if strand.done:
-            self._known_live = None
-            if strand.cta is not strand:
-                strand.cta.children.remove(strand)
+        return strand
+
+    def ended(self, strand: Strand) -> None:
+        self._known_live = None
+        if strand.cta is not strand:
+            strand.cta.children.remove(strand)
 
     def _in_turn(self, live: list[Strand]) -> Iterator[Strand]:
         """The first of them that can run does. Few are asked: most wait, and asking costs."""
