@@ -83,7 +83,7 @@ def test_the_command_says_what_works_and_why_not(monkeypatch):
     assert (one.forward, one.backward) == found["gemm_rs", "fused"][2:4]
     assert {found[str(p), "signalled"].forward for p in Pattern} == {found["gemm_rs", "fused"][2]}
     assert found["gemm_rs", "low_latency"][2:4] == (page.FEW_ROWS, page.FEW_ROWS)
-    assert found["a2a_gemm", "signalled"].forward == page.ON_DEVICE
+    assert found["a2a_gemm", "pipelined"].forward == page.ON_DEVICE
     assert found["embedding_a2a", "pipelined"].backward == page.NO_GEMM
     if not torch.cuda.is_available():
         assert "compute capability 9" in found["ag_gemm", "hopper"].forward

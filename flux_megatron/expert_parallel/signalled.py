@@ -24,6 +24,9 @@ from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 
 BANDS = 4
+# SMs that the GEMM leaves to NCCL: with 8 fine-grained experts took 3 to 49 % longer, Mixtral-like
+# ones -4 to 4 % (2 x H200, 2026-11-23, docs/results/h200x2/signalled_experts.jsonl).
+COMM_SMS = 16
 
 
 def supports(x: Tensor, space: Workspace) -> str | None:
@@ -33,7 +36,7 @@ def supports(x: Tensor, space: Workspace) -> str | None:
 
 def default_plan(x: Tensor, N: int) -> Plan:
     tile = fused.default_plan(x, N).tile
-    return Plan("signalled", tile=tile, splits=BANDS, comm_sms=signalled.COMM_SMS)
+    return Plan("signalled", tile=tile, splits=BANDS, comm_sms=COMM_SMS)
 
 
 def gemm_a2a(
