@@ -1,9 +1,9 @@
 """The channels, transfers, strategies and kernels of the package, on virtual ranks in one process.
 
 `PackageCopy` is the package as it is, or, within `mutated`, with one change. `Machine` replaces
-what needs processes and devices: the allocation of symmetric memory, the barrier, the agreement, the
-copy engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what is
-read before it has arrived shows in the result.
+what needs processes and devices: the allocation of symmetric memory, the barrier, the agreement,
+the copy engine's stream, the size of a persistent grid. Symmetric data starts as NaN, so that what
+is read before it has arrived shows in the result.
 """
 
 from __future__ import annotations
