@@ -94,6 +94,7 @@ def repair() -> None:
     _repair_index(interpreter)
     _replace_language_once_a_launch(interpreter)
     _check_no_overflow(interpreter.interpreter_builder)
+    _read_signatures_once(interpreter)
     make_types_once(interpreter)
 
 
@@ -170,3 +171,25 @@ def _check_no_overflow(builder) -> None:
     options = builder.options
     if getattr(options, "sanitize_overflow", False) and not options.debug:
         builder.options = replace(options, sanitize_overflow=False)
+
+
+def _read_signatures_once(interpreter) -> None:
+    """Of a kernel and of the types of its arguments, which Triton reads at every launch."""
+    import triton.language as tl
+
+    original = interpreter.inspect
+    if hasattr(original, "signatures_are_kept"):  # by another copy of this package
+        return
+    signature = lru_cache(maxsize=None)(original.getfullargspec)
+
+    def getcallargs(function, *positional, **named):
+        given = dict(zip(signature(function).args, positional, strict=False)) | named
+        if len(given) == len(positional) + len(named) == len(signature(function).args):
+            return given
+        return original.getcallargs(function, *positional, **named)
+
+    replaced = {"getfullargspec": signature, "getcallargs": getcallargs}
+    interpreter.inspect = SimpleNamespace(
+        **{**vars(original), **replaced, "signatures_are_kept": True}
+    )
+    tl.str_to_ty = lru_cache(maxsize=None)(tl.str_to_ty)

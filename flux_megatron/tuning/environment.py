@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -86,11 +87,11 @@ def sources_digest(package: Path, strategy: str | None = None) -> str:
     """A digest of the code that calls of a strategy run, or of all strategies; comments, docstrings
     and layout aside. Every Python from 3.10 on gives the same.
     """
-    trees = {file: _code(file) for file in _files(package)}
-    files = sorted(trees if strategy is None else _imported(package, trees, strategy))
+    codes = {file: _code(file.read_text()) for file in _files(package)}
+    files = sorted(codes if strategy is None else _imported(package, codes, strategy))
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.relative_to(package)} {_text(trees[file])}\n".encode())
+        digest.update(f"{file.relative_to(package)} {codes[file].text}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -99,14 +100,22 @@ def _files(package: Path) -> list[Path]:
     return [file for file in found if file.stem not in NOT_RUN]
 
 
-def _code(file: Path) -> ast.Module:
-    """The file without comments, docstrings and layout."""
-    tree = ast.parse(file.read_text())
+class _Code(NamedTuple):
+    """A file without comments, docstrings and layout, and the names of modules that it imports."""
+
+    text: str
+    imported: frozenset[str]
+
+
+@cache  # every strategy asks for nearly all files, and parsing them takes a second
+def _code(source: str) -> _Code:
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and _is_docstring(body[0]):
             del body[0]
-    return tree
+    names = frozenset(name for node in ast.walk(tree) for name in _modules(node))
+    return _Code(_text(tree), names)
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -129,17 +138,16 @@ def _text(node: object) -> str:
     return ascii(node)
 
 
-def _imported(package: Path, trees: Mapping[Path, ast.Module], strategy: str) -> set[Path]:
-    """The files among `trees` that the strategy's own file imports, directly or not, and itself."""
+def _imported(package: Path, codes: Mapping[Path, _Code], strategy: str) -> set[Path]:
+    """The files among `codes` that the strategy's own file imports, directly or not, and itself."""
     found: set[Path] = set()
-    left = {package / "overlap" / f"{strategy}.py"} & trees.keys()
+    left = {package / "overlap" / f"{strategy}.py"} & codes.keys()
     while left:
         file = left.pop()
         found.add(file)
-        names = {name for node in ast.walk(trees[file]) for name in _modules(node)}
-        paths = (package.joinpath(*name.split(".")[1:]) for name in names)
+        paths = (package.joinpath(*name.split(".")[1:]) for name in codes[file].imported)
         files = {one for path in paths for one in (path.with_suffix(".py"), path / "__init__.py")}
-        left |= (files & trees.keys()) - found
+        left |= (files & codes.keys()) - found
     return found
 
 
