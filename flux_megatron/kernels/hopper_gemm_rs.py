@@ -260,6 +260,6 @@ def gemm_rs(
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
             pad, status, waits, counters, partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm, gathering.epoch if gathering else 0),
+        (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch),
     )  # fmt: skip
     return y

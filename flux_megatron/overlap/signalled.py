@@ -51,8 +51,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def default_plan(problem: Problem) -> Plan:
-    """Bands of the same size, as far as tiles allow."""
-    return _plan(problem, GROUPS, COMM_SMS)
+    """Bands of the same size, as far as tiles allow. A library's GEMM leaves no SM to anybody."""
+    return _plan(problem, GROUPS, 0 if problem.spec.gathers else COMM_SMS)
 
 
 def candidates(problem: Problem) -> list[Plan]:

@@ -152,7 +152,10 @@ class _Prediction(NamedTuple):
         """Bands of rows are sent while later ones, and in a backward wgrad, are computed."""
         given = (self.problem, self.plan, self.hardware, self.constants)
         if self.problem.spec.gathers:
-            return gather_model(*given).finish_us(self.plan.group_rows) + self.wgrad_us()
+            # no gain without a measurement: beside a library's full grid collectives find no SM,
+            # and the model was 5 to 60 % short (2 x H200, 2026-11-23, signalled_bands.jsonl)
+            in_bands = gather_model(*given).finish_us(self.plan.group_rows) + self.wgrad_us()
+            return max(self._sequential_us(), in_bands)
         model = model_of(*given)
         computed = max(model.gemm_us, model.begin_us) + self.wgrad_us()
         return max(computed, model.finish_us(self.plan.group_rows))

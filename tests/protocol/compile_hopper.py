@@ -133,8 +133,8 @@ def gathering() -> dict[str, Configuration]:
     """GEMM+AR: the kernel of GEMM+RS whose sums go to every rank."""
     found = {}
     for layout, by_sm, tile in (
-        ("nt", False, hopper_config.TILE), ("nn", True, hopper_config.TILE),
-        ("nn", False, hopper.NARROW), ("nt", True, hopper.NARROW),
+        ("nt", False, hopper_config.TILE), ("nt", True, hopper_config.TILE),
+        ("nn", False, hopper.NARROW), ("nn", True, hopper.NARROW),
     ):  # fmt: skip
         launcher, _ = hopper_gemm_rs._launcher(
             torch.Size((WORLD_SIZE * 4096, 4096)), 5120, WORLD_SIZE, torch.bfloat16,
@@ -176,7 +176,7 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
     if not recorded:
         constexprs |= dict.fromkeys({"waits"} & {*names})
     if not configuration.name.startswith("gemm_ar"):
-        constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads"} & {*names})
+        constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
     sizes = [n for n in names if n in ("M_shard", "N", "K")]
     whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}
