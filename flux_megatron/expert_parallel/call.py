@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.expert_parallel import fused, sequential
+from flux_megatron.expert_parallel import fused, hopper, sequential
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -25,7 +25,7 @@ LAYOUTS = ("nt", "nn")
 class Strategy(Protocol):
     """How both operations overlap: a module of this folder."""
 
-    def supports(self, x: Tensor, space: Workspace) -> str | None: ...
+    def supports(self, x: Tensor, N: int, layout: str, space: Workspace) -> str | None: ...
 
     def default_plan(self, x: Tensor, N: int) -> Plan: ...
 
@@ -41,7 +41,7 @@ class Strategy(Protocol):
 
 
 # in order of preference; the last is always possible
-STRATEGIES: dict[str, Strategy] = {"fused": fused, "sequential": sequential}
+STRATEGIES: dict[str, Strategy] = {"hopper": hopper, "fused": fused, "sequential": sequential}
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,25 @@ def _choose(
 ) -> Decision:
     N = w.shape[1] if layout == "nt" else w.shape[2]
     wanted = plan.strategy if plan is not None else settings.get().strategy
-    name = "fused" if wanted == "auto" else wanted
-    reason = (
-        STRATEGIES[name].supports(x, space)
-        if name in STRATEGIES
-        else f"{name} is not built for {operation}"
-    )
+    names = ["hopper", "fused"] if wanted == "auto" else [wanted]
+    reasons = {name: _refusal(operation, name, x, N, layout, space) for name in names}
+    name = next((name for name in names if reasons[name] is None), "sequential")
+    reason = reasons[names[-1]] if name == "sequential" else None
     if reason is not None and plan is not None:
         error = f"{operation}: the plan {plan.dumps()} cannot run: {reason}"
         space.agreement.refuse(error)
         raise ValueError(error)
-    name = name if reason is None else "sequential"
     strategy = STRATEGIES[name]
     return Decision(operation, strategy, plan or strategy.default_plan(x, N), space, reason)
+
+
+def _refusal(
+    operation: str, name: str, x: Tensor, N: int, layout: str, space: Workspace
+) -> str | None:
+    """Why a strategy cannot run the call, or None."""
+    if name not in STRATEGIES:
+        return f"{name} is not built for {operation}"
+    return STRATEGIES[name].supports(x, N, layout, space)
 
 
 def _error(

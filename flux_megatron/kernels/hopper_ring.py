@@ -34,10 +34,10 @@ class OperandRing:
     LAYOUT_NN: gl.constexpr
 
     @gluon.jit
-    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded):
+    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded, w_row=0):
         """Load k-tiles `first` to `last` of the tile at (row, col), each when its stage is empty.
 
-        `loaded` counts the k-tiles of this CTA so far; gives the new count.
+        A w of layout [K, N] begins at `w_row` of its descriptor. `loaded` counts the k-tiles of this CTA so far; gives the new count.
         """
         STAGES: gl.constexpr = self.x.shape[0]
         BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -49,21 +49,21 @@ class OperandRing:
             mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(x_desc, [row, k], full, self.x.index(stage))
             if self.LAYOUT_NN:
-                tma.async_copy_global_to_shared(w_desc, [k, col], full, self.w.index(stage))
+                tma.async_copy_global_to_shared(w_desc, [w_row + k, col], full, self.w.index(stage))
             else:
                 tma.async_copy_global_to_shared(w_desc, [col, k], full, self.w.index(stage))
             loaded += 1
         return loaded
 
     @gluon.jit
-    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words):
+    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words, w_row=0):
         """`load_k_tiles` of a work tile, and the draw of the next one before the last of them;
         gives its ticket too.
         """
         lead = max(work.first, work.last - DRAW_AHEAD)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded, w_row)
         ticket = begin_draw(work_words)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded, w_row)
         return loaded, ticket
 
     @gluon.jit

@@ -27,8 +27,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flux_megatron.kernels import (
+    hopper_a2a_gemm,
     hopper_ag_gemm,
     hopper_config,
+    hopper_gemm_a2a,
     hopper_gemm_rs,
     hopper_signalled_gemm,
     launch,
@@ -48,18 +50,20 @@ _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
 _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "x_desc": ("block_m", "block_k"),
     "gathered_desc": ("block_m", "block_k"),
+    "received_desc a2a_gemm": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
-_PAYLOAD = ("x", "bias", "local_rows")
+_PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
 _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
-    "table": "*i32",
+    **dict.fromkeys(("table", "routes"), "*i32"),
+    "pointers": "*i64",
 }
 
 
@@ -125,7 +129,7 @@ def shipped() -> dict[str, Configuration]:
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)
                     found.setdefault(name, made)
-    return found | signalled()
+    return found | signalled() | experts()
 
 
 def signalled() -> dict[str, Configuration]:
@@ -141,9 +145,29 @@ def signalled() -> dict[str, Configuration]:
     return found
 
 
+def experts() -> dict[str, Configuration]:
+    """a2a_gemm, whose rows are kept for backward or not, and gemm_a2a."""
+    found = {}
+    sizes = {"N": 4096, "K": 4096, "capacity": 8192, "device": torch.device("cuda", 0)}
+    for layout, dtype in _VARIANTS:
+        common = {**sizes, "dtype": getattr(torch, dtype), "layout": layout, "comm_rows": 32}
+        for keep in (False, True):
+            kept = " kept" * keep
+            found[f"a2a_gemm {dtype} {layout} 128x256{kept}"] = hopper_a2a_gemm._launcher(
+                WORLD_SIZE, 8, tile=hopper_config.TILE, keep=keep, **common
+            )
+        found[f"gemm_a2a {dtype} {layout} 128x256"] = hopper_gemm_a2a._launcher(
+            WORLD_SIZE, 8, tile=hopper_config.TILE, **common
+        )
+    return {
+        name: Configuration(name, *name.split()[1:3], launcher) for name, launcher in found.items()
+    }
+
+
 def _type(name: str, configuration: Configuration) -> str:
     gl_dtype, short = _GL_DTYPE[configuration.dtype]
-    key = f"{name} {configuration.layout}" if name == "w_desc" else name
+    keys = (f"{name} {word}" for word in configuration.name.split())
+    key = next((key for key in keys if key in _BLOCKS), name)
     if key in _BLOCKS:
         block = [getattr(configuration.launcher._tile, side) for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)

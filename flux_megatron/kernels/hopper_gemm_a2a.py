@@ -1,0 +1,204 @@
+"""`gemm_a2a.py` for Hopper, in Gluon: the same routes and signals, at the speed of a library GEMM.
+
+    producer   draws tiles, those of remote groups first, and loads their operands
+    MMA warps  hand each finished tile to the store warp and go on with the next
+    store warp stores a tile where its rows came from, no further than the end of its group: in y,
+               or in the source rank's region, where the last tile of a signal's groups raises [Z]
+    row warps  copy rows to y that other ranks have made, after [Z] (`hopper_rows`)
+
+Tiles wait for nobody, and the row warps keep no tile waiting, so one resident CTA is enough.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flux_megatron.kernels import hopper_descriptors, launch
+from flux_megatron.kernels.expert_routes import (
+    OWN_RECV_TILES,
+    RECV_COUNT,
+    RECV_REMOTE_ROW,
+    RECV_ROW,
+    RECV_TILE,
+    RECV_TILES,
+)
+from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
+from flux_megatron.kernels.hopper_a2a_gemm import expert_config, expert_operand
+from flux_megatron.kernels.hopper_epilogue import HandedTiles, new_staging_tile
+from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
+from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_roles import multiply, produce, store
+from flux_megatron.kernels.hopper_routes import Routes, store_clipped
+from flux_megatron.kernels.hopper_rows import collect_rows
+from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_signals import Signals
+from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_tile_order import Sizes
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+
+@aggregate
+class RowsHere:
+    """Operands of the producer warp: rows of x, there from the beginning, and the matrices of all
+    experts. The `own` tiles, first in the routes, come last.
+    """
+
+    x_desc: Descriptor
+    w_desc: Descriptor
+    routes: Routes
+    sizes: Sizes
+    own: Number
+    tiles: Number
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def none_arrived(self):
+        return 0
+
+    @gluon.jit
+    def locate(self, place, grid):
+        """Of the tile at `place`, what `Routes.locate` gives."""
+        tile = place + self.own
+        if tile >= self.tiles:
+            tile -= self.tiles
+        return self.routes.locate(tile, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
+
+    @gluon.jit
+    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
+        sizes = self.sizes
+        group, _, row, n = self.locate(work.tile, grid)
+        w_row, w_col = expert_operand(
+            group % self.routes.EXPERTS, n * sizes.BLOCK_N, sizes, ring.LAYOUT_NN
+        )
+        row += uniform(self.routes.of_group(RECV_ROW, group))
+        loaded, ticket = ring.load_tile(
+            self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
+        )
+        return loaded, ticket, arrived
+
+
+@aggregate
+class ReturnedRows:
+    """Where the store warp puts tiles: in y, and in the regions of other ranks."""
+
+    y: Pointer
+    received_desc: Descriptor
+    operands: RowsHere
+    sizes: Sizes
+
+    @gluon.jit
+    def store(self, tile, grid, staging, finished):
+        sizes = self.sizes
+        routes = self.operands.routes
+        group, count, row, n = self.operands.locate(tile, grid)
+        step = group // routes.EXPERTS
+        owner = (routes.rank + step) % routes.WORLD_SIZE
+        out = self.y
+        if step != 0:
+            out = routes.region(owner, self.received_desc.dtype)
+        place = routes.of_group(RECV_REMOTE_ROW, group).to(gl.int64)
+        mbarrier.wait(staging.full, finished & 1)
+        store_clipped(
+            out + place * sizes.N, count, sizes.N, row, n * sizes.BLOCK_N, staging.tile,
+            self.received_desc,
+        )  # fmt: skip
+        complete_tma_stores()
+        mbarrier.arrive(staging.empty, count=1)
+        if step != 0:
+            routes.announce(
+                RECV_TILE, RECV_COUNT, group, owner, grid.columns, sizes.BLOCK_M
+            )  # signal [Z]
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+def hopper_gemm_a2a_kernel(
+    x_desc, w_desc, received_desc, y, routes, pointers, pad, pad_pointers, status, work_words,
+    rank, epoch, timeout_ns: gl.int64, N, K, CONFIG: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    ROWS: gl.constexpr = CONFIG.ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    sizes = Sizes(rank, N, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    signals = Signals(pad, status, None, epoch, timeout_ns)
+    routing = Routes(
+        routes, pointers, pad_pointers, signals, rank, CONFIG.WORLD_SIZE, CONFIG.EXPERTS,
+        CONFIG.PER_SIGNAL, CONFIG.BLOCK_G, CONFIG.HEADER,
+    )  # fmt: skip
+    columns = gl.cdiv(N, BLOCK_N)
+    count = gl.load(routing.word(RECV_TILES)) * columns
+    own = gl.load(routing.word(OWN_RECV_TILES)) * columns
+    ctas = gl.num_programs(0)
+    tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    exchange = new_exchange(2)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    staging = new_staging_tile(received_desc)
+    operands = RowsHere(x_desc, w_desc, routing, sizes, own, count)
+    epilogue = HandedTiles(staging, sizes, layout)
+    targets = ReturnedRows(y, received_desc, operands, sizes)
+    sums = Partials(work_words, work_words, CONFIG.PARTS_MAX, layout)  # of which there are none
+    by_id = min(ctas, count)
+    fence_async_shared()  # TMA arrives at some of the barriers
+    gl.warp_specialize(
+        [
+            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
+            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
+            (store, (targets, staging, exchange, tiles)),
+            (collect_rows, (y, received_desc, routing, N, ROWS)),
+        ],
+        [1, 1, 2],
+        [80, 80, 80],
+    )
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
+    device: torch.device, layout: str, tile: Tile, comm_rows: int,
+) -> Launcher:  # fmt: skip
+    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
+    return Launcher(
+        hopper_gemm_a2a_kernel, launch.persistent_grid(device, most), tile, (N, K),
+        CONFIG=expert_config(world_size, experts, layout, tile, comm_rows),
+    )  # fmt: skip
+
+
+def gemm_a2a(
+    x: Tensor, w: Tensor, received: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor,
+    pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int, world_size: int,
+    epoch: int, timeout_ns: int, tokens: int, layout: str, tile: Tile, comm_rows: int,
+) -> Tensor:  # fmt: skip
+    """As `gemm_a2a.gemm_a2a`, for what `hopper_gemm.refuses_experts` does not refuse. `received`
+    [capacity, N] are the rows of this rank's region.
+    """
+    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    y = x.new_empty(tokens, N)
+    run = _launcher(
+        world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile, comm_rows
+    )
+    described = hopper_descriptors.described
+    run(
+        (
+            described(x, tile.block_m, tile.block_k),
+            hopper_descriptors.described_w(w.view(-1, w.shape[2]), layout, tile),
+            described(received, tile.block_m, tile.block_n),
+            y, routes, pointers, pad, pad_pointers, status, work_words,
+        ),
+        (rank, epoch, timeout_ns),
+    )  # fmt: skip
+    return y
