@@ -3,11 +3,12 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --out experts.jsonl
     torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --device cpu  # rehearsal
 
-Verified, forward and backward: small integers, exact, new counts in every call, eager and in a
-replayed graph. Timed, in one race a problem and direction: `fused`; `nccl`, the collective with
+Verified for each strategy, forward and backward: small integers, exact, new counts in every call,
+eager and in a replayed graph. Timed, in one race a problem and direction: `hopper` and `fused`, the
+strategies; `nccl`, the collective with
 splits that are known, a sort of the rows by expert and a grouped GEMM; `nccl + sync`, which fetches
 the splits too, as forward of a training step must; the parts of `nccl`: `gemm`, `a2a`, `wgrad`; and
-those of `fused`: `own gemm`, the same call with all rows at home, and `own wgrad`. Backward gives
+ours: `own gemm`, the first strategy's call with all rows at home, and `own wgrad`. Backward gives
 dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
 tokens. Prints ms; rows have all rounds.
 """
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -29,12 +31,15 @@ from expert_verification import routed, verify
 from gpu_run import Run
 from torch import Tensor
 
-from flux_megatron.expert_parallel import ops
+from flux_megatron.expert_parallel import fused, hopper, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels import a2a_gemm
+from flux_megatron.problem import Plan
 from flux_megatron.tuning.timing import race
 
-LIMIT_S = 95
+LIMIT_S = 95  # of the script
+PHASE_S = 50  # of one verification or race, compiling included
+BEGUN_S = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,22 @@ ON_GPU = (
 )
 
 
+def plans(run: Run) -> dict[str, Plan]:
+    """The strategies, by name; the one that calls choose is the first."""
+    x = torch.empty(1, 64, device=run.device, dtype=getattr(torch, run.about.dtype))
+    found = {"fused": fused.default_plan(x, 512)}
+    if run.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        found = {"hopper": hopper.default_plan(x, 512)} | found
+    return found
+
+
+def phase(run: Run, name: str) -> None:
+    """From here on a hang is of this phase: all threads' places are printed, and the script ends."""
+    left_s = LIMIT_S - (time.monotonic() - BEGUN_S)
+    run.say(f"[{LIMIT_S - left_s:.0f} s] {name}")
+    faulthandler.dump_traceback_later(max(1.0, min(PHASE_S, left_s)), exit=True)
+
+
 @dataclass
 class Timed:
     """Operands of one problem: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
@@ -72,6 +93,7 @@ class Timed:
     model: Model
     tokens: int
     skew: float
+    others: bool = False  # other orders of tiles too
 
     def __post_init__(self) -> None:
         run, model = self.run, self.model
@@ -88,6 +110,12 @@ class Timed:
         self.x, self.dy = (self._random(self.rows, model.hidden) for _ in range(2))
         self.z, self.dh = (self._random(self.capacity, model.ffn) for _ in range(2))
         self.arrived = self._random(self.came, model.hidden)
+        self.plans = plans(run)
+        (self.first, plan), *_ = self.plans.items()
+        if self.others and self.first == "hopper":
+            for group_m in (8, 16):
+                tile = replace(plan.tile, group_m=group_m)
+                self.plans[f"hopper {group_m}"] = replace(plan, tile=tile)
 
     def _random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.run.about.dtype)
@@ -103,7 +131,12 @@ class Timed:
         x, w, group, known = self.x, self.w, self.run.group, self.known
         fetched = Baseline(self.run, self.counts, True)
         return {
-            "fused": lambda: ops.a2a_gemm(x, w, self.counts, group, capacity=self.capacity),
+            **{
+                name: lambda plan=plan: ops.a2a_gemm(
+                    x, w, self.counts, group, capacity=self.capacity, plan=plan
+                )
+                for name, plan in self.plans.items()
+            },
             "nccl": lambda: known.a2a_gemm(x, w),
             "nccl + sync": lambda: fetched.a2a_gemm(x, w),
             "gemm": lambda: grouped(self.arrived, w, known.ends),
@@ -117,7 +150,12 @@ class Timed:
         z, v, group, known = self.z, self.v, self.run.group, self.known
         fetched = Baseline(self.run, self.counts, True)
         return {
-            "fused": lambda: ops.gemm_a2a(z, v, self.counts, group, tokens=self.rows),
+            **{
+                name: lambda plan=plan: ops.gemm_a2a(
+                    z, v, self.counts, group, tokens=self.rows, plan=plan
+                )
+                for name, plan in self.plans.items()
+            },
             "nccl": lambda: known.gemm_a2a(z, v),
             "nccl + sync": lambda: fetched.gemm_a2a(z, v),
             "gemm": lambda: grouped(z[: self.came], v, known.ends),
@@ -127,10 +165,19 @@ class Timed:
 
     def a2a_gemm_backward(self) -> dict[str, Callable]:
         x, w, known = self.x.requires_grad_(), self.w.requires_grad_(), self.known
-        y, received = ops.a2a_gemm(x, w, self.counts, self.run.group, capacity=self.capacity)
+        made = {
+            name: ops.a2a_gemm(
+                x, w, self.counts, self.run.group, capacity=self.capacity, plan=plan
+            )
+            for name, plan in self.plans.items()
+        }
+        received = made[self.first][1]
         dy, plain = self.dh[: self.came], w.detach()
         return {
-            "fused": lambda: torch.autograd.grad(y, (x, w), self.dh, retain_graph=True),
+            **{
+                name: lambda y=y: torch.autograd.grad(y, (x, w), self.dh, retain_graph=True)
+                for name, (y, _) in made.items()
+            },
             "nccl": lambda: known.a2a_gemm_backward(dy, plain, self.arrived),
             "gemm": lambda: grouped(dy, plain, known.ends, "nn"),
             "wgrad": lambda: wgrad(dy, self.arrived, known.ends),
@@ -140,11 +187,17 @@ class Timed:
 
     def gemm_a2a_backward(self) -> dict[str, Callable]:
         z, v, known = self.z.requires_grad_(), self.v.requires_grad_(), self.known
-        y = ops.gemm_a2a(z, v, self.counts, self.run.group, tokens=self.rows)
+        made = {
+            name: ops.gemm_a2a(z, v, self.counts, self.run.group, tokens=self.rows, plan=plan)
+            for name, plan in self.plans.items()
+        }
         hidden, plain = z.detach()[: self.came], v.detach()
         received = known.every[:, self.run.group.rank()].contiguous()
         return {
-            "fused": lambda: torch.autograd.grad(y, (z, v), self.dy, retain_graph=True),
+            **{
+                name: lambda y=y: torch.autograd.grad(y, (z, v), self.dy, retain_graph=True)
+                for name, y in made.items()
+            },
             "nccl": lambda: known.gemm_a2a_backward(self.dy, plain, hidden),
             "gemm": lambda: grouped(self.arrived, plain, known.ends, "nn"),
             "wgrad": lambda: wgrad(self.arrived, hidden, known.ends),
@@ -153,22 +206,38 @@ class Timed:
         }
 
 
-def measure(run: Run, model: Model, tokens: int, skew: float, rounds: int) -> None:
-    for operation, calls in Timed(run, model, tokens, skew).candidates():
+def measure(
+    run: Run, model: Model, tokens: int, skew: float, rounds: int, others: bool = False
+) -> None:
+    """Race and print; `others` as in `Timed`."""
+    timed = Timed(run, model, tokens, skew, others)
+    for operation, calls in timed.candidates():
         if not run.time_left():
             run.say("no time for the others")
             return
+        phase(run, f"{model.name}, {tokens} tokens, skew {skew}: {operation}")
         found = race(calls, group=run.group, device=run.device, rounds=rounds)
         run.row(
             "expert_parallel", model=model.name, operation=operation, tokens=tokens, skew=skew,
+            plans={name: plan.dumps() for name, plan in timed.plans.items()},
             pushers=a2a_gemm.PUSHERS, times_us=found.times_us, failures=found.failures,
         )  # fmt: skip
         ms = {name: found.median_us(name) / 1e3 for name in found.times_us}
         cells = "  ".join(f"{name} {value:.3f}" for name, value in ms.items())
-        faster = ms["nccl"] / ms["fused"] if {"nccl", "fused"} <= ms.keys() else float("nan")
-        run.say(f"{model.name:10} {tokens:6} skew {skew:.2f} {operation}  {cells}  x{faster:.2f}")
+        none = float("nan")
+        faster = [ms.get(other, none) / ms.get(timed.first, none) for other in ("nccl", "fused")]
+        run.say(f"  {cells}  x{faster[0]:.2f} of nccl, x{faster[1]:.2f} of fused")
         for name, why in found.failures.items():
             run.say(f"  {name} failed: {why[:300]}")
+
+
+def exact(run: Run, shape: tuple[int, ...]) -> None:
+    """Verify every strategy; end the script if one is wrong."""
+    for name, plan in plans(run).items():
+        phase(run, f"{name} exact? N, K, experts a rank, rows, calls = {shape}")
+        if failure := run.failure(lambda plan=plan: verify(run, *shape, plan)):
+            run.say(f"{name} is wrong: {failure[:6000]}")
+            gpu_run.finish(run, 1)
 
 
 def main() -> None:
@@ -176,26 +245,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=70)
+    parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
+    parser.add_argument("--others", action="store_true", help="other orders of tiles too")
     given = parser.parse_args()
     a2a_gemm.PUSHERS = given.pushers
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "30")
+    os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "10")
     on_gpu = given.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     run = gpu_run.start(given.out, given.commit, given.seconds, dtype)
     for shape, models in ON_GPU if on_gpu else ON_CPU:
         if not run.time_left():
             break
-        if failure := run.failure(lambda shape=shape: verify(run, *shape)):
-            run.say(f"wrong: {failure[:2000]}")
-            gpu_run.finish(run, 1)
-        run.say(f"exact: N, K, experts a rank, rows, calls = {shape}")
+        exact(run, shape)
         for model in models:
             for tokens, skew in product(model.tokens, (0.0, 0.33)):
-                measure(run, model, tokens, skew, given.rounds if on_gpu else 2)
+                measure(run, model, tokens, skew, given.rounds if on_gpu else 2, given.others)
     gpu_run.finish(run)
 
 

@@ -46,7 +46,8 @@ _MODULES = (
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
     "kernels.hopper_config", "kernels.hopper_gemm", "kernels.signalled_gemm",
-    "kernels.hopper_signalled_gemm",
+    "kernels.hopper_signalled_gemm", "kernels.hopper_routes", "kernels.hopper_rows",
+    "kernels.hopper_a2a_gemm", "kernels.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency", "overlap.signalled",
@@ -76,6 +77,7 @@ class PackageCopy:
         for module in _MODULES:
             setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
         self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
+        self.hopper_experts = importlib.import_module(f"{package}.expert_parallel.hopper")
         self.hopper_kernels = HopperKernels(self)
 
 
