@@ -10,7 +10,7 @@ from torch import Tensor
 from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.fused import COMBINE, COMM_ROWS, DISPATCH
 from flux_megatron.kernels import hopper_gemm, launch
-from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.kernels.hopper_expert_config import TILE
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
@@ -37,9 +37,7 @@ def a2a_gemm(
     from flux_megatron.kernels import hopper_a2a_gemm
 
     K = x.shape[1]
-    call, routes, received = fused.begin(
-        DISPATCH, counts, x.shape[0], capacity, K, x, plan, space
-    )
+    call, routes, received = fused.begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
     rows = x.new_empty(capacity if keep else 0, K)
     with phase("a2a_gemm kernel"):
         y = hopper_a2a_gemm.a2a_gemm(

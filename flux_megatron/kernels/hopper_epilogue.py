@@ -23,7 +23,7 @@ from flux_megatron.kernels.hopper_primitives import (
     count_release_sys,
     signal_release_sys,
 )
-from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
+from flux_megatron.kernels.hopper_tile_order import rs_tile
 
 
 @aggregate
@@ -40,9 +40,14 @@ class StagingTile:
 
     @gluon.jit
     def hand_over(self, out, number):
-        """Hand tile number `number` of this CTA over, when the one before has been stored."""
+        """Hand tile number `number` of this CTA over, when the one before has been stored; `out`
+        may be its first rows alone.
+        """
         mbarrier.wait(self.empty, (number & 1) ^ 1)
-        self.tile.store(out.to(self.tile.dtype))
+        if out.shape[0] < self.tile.shape[0]:
+            self.tile.slice(0, out.shape[0]).store(out.to(self.tile.dtype))
+        else:
+            self.tile.store(out.to(self.tile.dtype))
         fence_async_shared()
         mbarrier.arrive(self.full, count=1)
 
@@ -69,35 +74,6 @@ def new_staging_tile(y_desc):
     mbarrier.init(fetched, count=1)
     mbarrier.init(added, count=1)
     return StagingTile(tile, full, empty, fetched, added)
-
-
-@aggregate
-class HandedTiles:
-    """Epilogue of the MMA warps: the store warp has it."""
-
-    staging: StagingTile
-    sizes: Sizes
-    LAYOUT: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def accumulate(self, ring, grid, work, multiplied, fetched):
-        sizes = self.sizes
-        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
-        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
-        return out, False, multiplied, fetched
-
-    @gluon.jit
-    def finish(self, out, grid, tile, behind, fetched, finished):
-        self.staging.hand_over(out, finished)
-        return fetched, finished + 1
-
-    @gluon.jit
-    def complete(self):
-        pass
 
 
 @aggregate

@@ -88,9 +88,7 @@ def refuses_bands(
     return None
 
 
-def refuses_experts(
-    device: str, dtype: torch.dtype, K: int, N: int, layout: str
-) -> str | None:
+def refuses_experts(device: str, dtype: torch.dtype, K: int, N: int, layout: str) -> str | None:
     """Why the Hopper kernels of expert parallelism cannot multiply by w of experts, or None."""
     if reason := _refused(device, str(dtype).removeprefix("torch."), K, N):
         return reason

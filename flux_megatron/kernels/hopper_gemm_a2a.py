@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flux_megatron.kernels import hopper_descriptors, launch
+from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
 from flux_megatron.kernels.expert_routes import (
     OWN_RECV_TILES,
     RECV_COUNT,
@@ -29,18 +29,21 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILES,
 )
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_a2a_gemm import expert_config, expert_operand
-from flux_megatron.kernels.hopper_epilogue import HandedTiles, new_staging_tile
+from flux_megatron.kernels.hopper_epilogue import new_staging_tile
+from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
+from flux_megatron.kernels.hopper_expert_roles import (
+    multiply_groups,
+    produce_groups,
+    store_groups,
+)
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce, store
-from flux_megatron.kernels.hopper_routes import Routes, store_clipped
+from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
 from flux_megatron.kernels.hopper_rows import collect_rows
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
-from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_split_k import WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
-from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
@@ -63,29 +66,26 @@ class RowsHere:
         return 0
 
     @gluon.jit
-    def none_arrived(self):
+    def none_awaited(self):
         return 0
 
     @gluon.jit
     def locate(self, place, grid):
-        """Of the tile at `place`, what `Routes.locate` gives."""
         tile = place + self.own
         if tile >= self.tiles:
             tile -= self.tiles
         return self.routes.locate(tile, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
 
     @gluon.jit
-    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
-        sizes = self.sizes
-        group, _, row, n = self.locate(work.tile, grid)
+    def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
         w_row, w_col = expert_operand(
-            group % self.routes.EXPERTS, n * sizes.BLOCK_N, sizes, ring.LAYOUT_NN
+            tile.group % self.routes.EXPERTS, tile.n, self.sizes, ring.LAYOUT_NN
         )
-        row += uniform(self.routes.of_group(RECV_ROW, group))
+        row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
         loaded, ticket = ring.load_tile(
             self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
         )
-        return loaded, ticket, arrived
+        return loaded, ticket, awaited
 
 
 @aggregate
@@ -98,26 +98,23 @@ class ReturnedRows:
     sizes: Sizes
 
     @gluon.jit
-    def store(self, tile, grid, staging, finished):
+    def store(self, place, grid, staging, finished):
         sizes = self.sizes
         routes = self.operands.routes
-        group, count, row, n = self.operands.locate(tile, grid)
-        step = group // routes.EXPERTS
+        tile = self.operands.locate(place, grid)
+        step = tile.group // routes.EXPERTS
         owner = (routes.rank + step) % routes.WORLD_SIZE
         out = self.y
         if step != 0:
             out = routes.region(owner, self.received_desc.dtype)
-        place = routes.of_group(RECV_REMOTE_ROW, group).to(gl.int64)
+        first = routes.of_group(RECV_REMOTE_ROW, tile.group).to(gl.int64)
         mbarrier.wait(staging.full, finished & 1)
-        store_clipped(
-            out + place * sizes.N, count, sizes.N, row, n * sizes.BLOCK_N, staging.tile,
-            self.received_desc,
-        )  # fmt: skip
+        store_clipped(out + first * sizes.N, tile, staging.tile, sizes, self.received_desc)
         complete_tma_stores()
         mbarrier.arrive(staging.empty, count=1)
         if step != 0:
             routes.announce(
-                RECV_TILE, RECV_COUNT, group, owner, grid.columns, sizes.BLOCK_M
+                RECV_TILE, RECV_COUNT, tile.group, owner, grid.columns, sizes.BLOCK_M
             )  # signal [Z]
 
 
@@ -134,6 +131,11 @@ def hopper_gemm_a2a_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
+    half: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, CONFIG.NUM_WARPS // 4],
+        instr_shape=[16, BLOCK_N * 4 // CONFIG.NUM_WARPS, 16],
+    )  # fmt: skip
+    HALVES: gl.constexpr = CONFIG.HALVES
     sizes = Sizes(rank, N, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     signals = Signals(pad, status, None, epoch, timeout_ns)
     routing = Routes(
@@ -149,16 +151,17 @@ def hopper_gemm_a2a_kernel(
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(received_desc)
     operands = RowsHere(x_desc, w_desc, routing, sizes, own, count)
-    epilogue = HandedTiles(staging, sizes, layout)
     targets = ReturnedRows(y, received_desc, operands, sizes)
-    sums = Partials(work_words, work_words, CONFIG.PARTS_MAX, layout)  # of which there are none
-    by_id = min(ctas, count)
+    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
-            (store, (targets, staging, exchange, tiles)),
+            (
+                multiply_groups,
+                (ring, staging, exchange, tiles, sizes, layout, half, HALVES, CONFIG.NUM_WARPS),
+            ),
+            (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
+            (store_groups, (targets, staging, exchange, tiles)),
             (collect_rows, (y, received_desc, routing, N, ROWS)),
         ],
         [1, 1, 2],
@@ -168,14 +171,11 @@ def hopper_gemm_a2a_kernel(
 
 @lru_cache(maxsize=256)
 def _launcher(
-    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
-    device: torch.device, layout: str, tile: Tile, comm_rows: int,
+    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    tile: Tile,
 ) -> Launcher:  # fmt: skip
-    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
-    return Launcher(
-        hopper_gemm_a2a_kernel, launch.persistent_grid(device, most), tile, (N, K),
-        CONFIG=expert_config(world_size, experts, layout, tile, comm_rows),
-    )  # fmt: skip
+    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
+    return Launcher(hopper_gemm_a2a_kernel, grid, tile, (N, K), CONFIG=config)
 
 
 def gemm_a2a(
@@ -188,9 +188,10 @@ def gemm_a2a(
     """
     experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
     y = x.new_empty(tokens, N)
-    run = _launcher(
-        world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile, comm_rows
+    config = expert_config(
+        world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES
     )
+    run = _launcher(config, N, x.shape[1], x.shape[0], x.dtype, x.device, tile)
     described = hopper_descriptors.described
     run(
         (

@@ -1,9 +1,8 @@
-"""The loops over work tiles that the Hopper kernels share: that of the producer warp, that of the MMA
-warps, and that of the store warp of expert parallelism.
+"""The loops over work tiles that AG+GEMM and GEMM+RS share: that of the producer warp, and that of
+the MMA warps.
 
-What the patterns do differently is in the methods of their `operands` (whose rows of x a tile
-needs, and when they are there), `epilogue` (what is added to a tile, and where it goes) and
-`targets` (where the store warp puts it).
+What the two patterns do differently is in the methods of their `operands` (whose rows of x a tile
+needs, and when they are there) and `epilogue` (what is added to a tile, and where it goes).
 """
 
 from __future__ import annotations
@@ -57,15 +56,3 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
             fetched, finished = epilogue.finish(out, grid, work.tile, behind, fetched, finished)
         place, phase = exchange.take(phase, NUM_WARPS)
     epilogue.complete()
-
-
-@gluon.jit
-def store(targets, staging, exchange, tiles):
-    """One warp: stores each finished tile."""
-    grid = targets.sizes.grid_here()
-    finished = 0
-    place, phase = exchange.take(0, 1)
-    while place < tiles.count:
-        targets.store(place, grid, staging, finished)
-        finished += 1
-        place, phase = exchange.take(phase, 1)

@@ -1,5 +1,5 @@
-"""The routes of expert parallelism (`expert_routes`) as the Hopper kernels read and serve them: which
-tile belongs to which group, when a group's rows have come, and who hears of them.
+"""The routes of expert parallelism (`expert_routes`) as the Hopper kernels read and serve them:
+which tile belongs to which group, when a group's rows have come, and who hears of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ from flux_megatron.kernels.hopper_primitives import (
 )
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_tile_order import tile_in_groups
+
+
+@aggregate
+class GroupTile:
+    """A GEMM tile: its group, the rows of that, and the tile's first row and its column of tiles
+    within.
+    """
+
+    group: Number
+    count: Number
+    row: Number
+    n: Number
 
 
 @aggregate
@@ -62,17 +74,15 @@ class Routes:
         GROUPS: gl.constexpr = self.WORLD_SIZE * self.EXPERTS
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         lanes = gl.arange(0, self.BLOCK_G, layout)
-        first = gl.load(
-            self.words + number * GROUPS + lanes, mask=lanes < GROUPS, other=2147483647
-        )
+        first = gl.load(self.words + number * GROUPS + lanes, mask=lanes < GROUPS, other=2147483647)
         return uniform(gl.sum((first <= tile).to(gl.int32), 0)) - 1
 
     @gluon.jit
     def locate(self, tile, columns, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr):
-        """In a partition of one warp, of a GEMM tile: its group, the rows of that, and the tile's
-        first row and its column of tiles within.
+        """A tile, in a partition of one warp.
 
-        Groups of rows of tiles are of equal height: a few rows alone would read w again.
+        Its group's rows of tiles go column by column in equal parts of at most GROUP_M: a few rows
+        alone would read all of w again.
         """
         group = self.group_at(RECV_TILE, tile // columns, 1)
         count = uniform(self.of_group(RECV_COUNT, group))
@@ -80,7 +90,7 @@ class Routes:
         rows = gl.cdiv(count, BLOCK_M)
         height = gl.cdiv(rows, gl.cdiv(rows, GROUP_M))
         m, n = tile_in_groups(within, rows, columns, height)
-        return group, count, uniform(m * BLOCK_M), uniform(n)
+        return GroupTile(group, count, uniform(m * BLOCK_M), uniform(n))
 
     @gluon.jit
     def region(self, owner, dtype: gl.constexpr):
@@ -122,14 +132,26 @@ class Routes:
 
 
 @gluon.jit
-def store_clipped(base, rows, columns, row, col, tile, tile_desc):
-    """Begin to store a tile at (row, col) of a matrix [rows, columns], no further than its end.
-
-    `tile_desc` is any descriptor of such tiles.
+def expert_operand(expert, n, sizes, LAYOUT_NN: gl.constexpr):
+    """Where column of tiles `n` of an expert's matrix lies in those of all experts: the row from
+    which its k-tiles count, and its place on the other side. "nt": [E * N, K], else [E * K, N].
     """
-    BLOCK_M: gl.constexpr = tile_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = tile_desc.block_type.shape[1]
+    col = n * sizes.BLOCK_N
+    if LAYOUT_NN:
+        w_row = expert * sizes.K
+        w_col = col
+    else:
+        w_row = 0
+        w_col = expert * sizes.N + col
+    return w_row, w_col
+
+
+@gluon.jit
+def store_clipped(base, tile, made, sizes, made_desc):
+    """Begin to store a tile `made` in its group's rows [count, N] at `base`, no further than their
+    end. `made_desc` is any descriptor of such tiles.
+    """
     desc = tma.make_tensor_descriptor(
-        base, [rows, columns], [columns, 1], [BLOCK_M, BLOCK_N], tile_desc.layout
+        base, [tile.count, sizes.N], [sizes.N, 1], [sizes.BLOCK_M, sizes.BLOCK_N], made_desc.layout
     )
-    tma.async_copy_shared_to_global(desc, [row, col], tile)
+    tma.async_copy_shared_to_global(desc, [tile.row, tile.n * sizes.BLOCK_N], made)

@@ -105,9 +105,7 @@ class TravellingRows:
             first = (routes.of_group(SEND_ROW, group) + row).to(gl.int64)
             copy_rows(self.kept + place * self.K, self.x + first * self.K, rows, self.K)
         else:
-            slot = routes.slot_of(
-                (routes.rank + step) % routes.WORLD_SIZE, group % routes.EXPERTS
-            )
+            slot = routes.slot_of((routes.rank + step) % routes.WORLD_SIZE, group % routes.EXPERTS)
             routes.await_new(-1, slot, deadline)  # wait [Y]
             source = routes.region(routes.rank, self.received_desc.dtype)
             copy_rows(self.kept + place * self.K, source + place * self.K, rows, self.K)

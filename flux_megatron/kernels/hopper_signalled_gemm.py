@@ -22,7 +22,7 @@ from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
 from flux_megatron.kernels.hopper_config import Config, common_config
-from flux_megatron.kernels.hopper_epilogue import HandedTiles, new_staging_tile
+from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
@@ -92,6 +92,35 @@ class BandRows:
             self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
+
+
+@aggregate
+class HandedTiles:
+    """Epilogue of the MMA warps: the store warp has it."""
+
+    staging: StagingTile
+    sizes: Sizes
+    LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def accumulate(self, ring, grid, work, multiplied, fetched):
+        sizes = self.sizes
+        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
+        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
+        return out, False, multiplied, fetched
+
+    @gluon.jit
+    def finish(self, out, grid, tile, behind, fetched, finished):
+        self.staging.hand_over(out, finished)
+        return fetched, finished + 1
+
+    @gluon.jit
+    def complete(self):
+        pass
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import gpu_run
 import torch
@@ -32,8 +33,9 @@ from gpu_run import Run
 from torch import Tensor
 
 from flux_megatron.expert_parallel import fused, hopper, ops
+from flux_megatron.expert_parallel import wgrad as wgrads
 from flux_megatron.expert_parallel.wgrad import weight_gradient
-from flux_megatron.kernels import a2a_gemm
+from flux_megatron.kernels import a2a_gemm, hopper_expert_config
 from flux_megatron.problem import Plan
 from flux_megatron.tuning.timing import race
 
@@ -79,10 +81,22 @@ def plans(run: Run) -> dict[str, Plan]:
 
 
 def phase(run: Run, name: str) -> None:
-    """From here on a hang is of this phase: all threads' places are printed, and the script ends."""
+    """From here on a hang is of this phase: the script ends, and prints where its threads are."""
     left_s = LIMIT_S - (time.monotonic() - BEGUN_S)
     run.say(f"[{LIMIT_S - left_s:.0f} s] {name}")
     faulthandler.dump_traceback_later(max(1.0, min(PHASE_S, left_s)), exit=True)
+
+
+def as_named(name: str, call: Callable) -> Callable:
+    """The call; that of "hopper whole" makes no tile of half a tile's rows."""
+    if name != "hopper whole":
+        return call
+
+    def whole() -> object:
+        with mock.patch.object(hopper_expert_config, "HALVES", False):
+            return call()
+
+    return whole
 
 
 @dataclass
@@ -112,10 +126,10 @@ class Timed:
         self.arrived = self._random(self.came, model.hidden)
         self.plans = plans(run)
         (self.first, plan), *_ = self.plans.items()
+        self.tried = dict(self.plans)  # forward
         if self.others and self.first == "hopper":
-            for group_m in (8, 16):
-                tile = replace(plan.tile, group_m=group_m)
-                self.plans[f"hopper {group_m}"] = replace(plan, tile=tile)
+            self.tried["hopper 8"] = replace(plan, tile=replace(plan.tile, group_m=8))
+            self.tried["hopper whole"] = plan
 
     def _random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.run.about.dtype)
@@ -132,10 +146,13 @@ class Timed:
         fetched = Baseline(self.run, self.counts, True)
         return {
             **{
-                name: lambda plan=plan: ops.a2a_gemm(
-                    x, w, self.counts, group, capacity=self.capacity, plan=plan
+                name: as_named(
+                    name,
+                    lambda plan=plan: ops.a2a_gemm(
+                        x, w, self.counts, group, capacity=self.capacity, plan=plan
+                    ),
                 )
-                for name, plan in self.plans.items()
+                for name, plan in self.tried.items()
             },
             "nccl": lambda: known.a2a_gemm(x, w),
             "nccl + sync": lambda: fetched.a2a_gemm(x, w),
@@ -151,10 +168,13 @@ class Timed:
         fetched = Baseline(self.run, self.counts, True)
         return {
             **{
-                name: lambda plan=plan: ops.gemm_a2a(
-                    z, v, self.counts, group, tokens=self.rows, plan=plan
+                name: as_named(
+                    name,
+                    lambda plan=plan: ops.gemm_a2a(
+                        z, v, self.counts, group, tokens=self.rows, plan=plan
+                    ),
                 )
-                for name, plan in self.plans.items()
+                for name, plan in self.tried.items()
             },
             "nccl": lambda: known.gemm_a2a(z, v),
             "nccl + sync": lambda: fetched.gemm_a2a(z, v),
@@ -166,9 +186,7 @@ class Timed:
     def a2a_gemm_backward(self) -> dict[str, Callable]:
         x, w, known = self.x.requires_grad_(), self.w.requires_grad_(), self.known
         made = {
-            name: ops.a2a_gemm(
-                x, w, self.counts, self.run.group, capacity=self.capacity, plan=plan
-            )
+            name: ops.a2a_gemm(x, w, self.counts, self.run.group, capacity=self.capacity, plan=plan)
             for name, plan in self.plans.items()
         }
         received = made[self.first][1]
@@ -231,12 +249,26 @@ def measure(
             run.say(f"  {name} failed: {why[:300]}")
 
 
+# what a wrong result may come from: tried without, one after another, for the report
+DOUBTS = (
+    ("as it is", None),
+    ("without half tiles", (hopper_expert_config, "HALVES", False)),
+    ("without the library's wgrad", (wgrads, "_library_groups", lambda a, b: False)),
+)
+
+
 def exact(run: Run, shape: tuple[int, ...]) -> None:
-    """Verify every strategy; end the script if one is wrong."""
+    """Verify every strategy; end the script if one is wrong, whatever it is tried without."""
     for name, plan in plans(run).items():
-        phase(run, f"{name} exact? N, K, experts a rank, rows, calls = {shape}")
-        if failure := run.failure(lambda plan=plan: verify(run, *shape, plan)):
-            run.say(f"{name} is wrong: {failure[:6000]}")
+        for doubt, without in DOUBTS:
+            phase(run, f"{name} {doubt} exact? N, K, experts a rank, rows, calls = {shape}")
+            if without is not None:
+                setattr(*without)
+            failure = run.failure(lambda plan=plan: verify(run, *shape, plan))
+            if not failure:
+                break
+            run.say(f"{name} {doubt} is wrong: {failure[:4000]}")
+        else:
             gpu_run.finish(run, 1)
 
 

@@ -77,7 +77,9 @@ class Verification:
     def step(self) -> dict[str, Tensor]:
         """Both operations, forward and backward."""
         group, counts = self.run.group, self.counts
-        hidden, _ = ops.a2a_gemm(self.x, self.w, counts, group, capacity=self.capacity, plan=self.plan)
+        hidden, _ = ops.a2a_gemm(
+            self.x, self.w, counts, group, capacity=self.capacity, plan=self.plan
+        )
         z = hidden.detach().sign().requires_grad_()
         y = ops.gemm_a2a(z, self.v, counts, group, tokens=self.rows, plan=self.plan)
         dx, dw = torch.autograd.grad(hidden, (self.x, self.w), self.dh)
@@ -98,7 +100,6 @@ class Verification:
             "dz": second[:ranks], "dv": second[ranks:],
         }  # fmt: skip
         return {name: every[self.run.group.rank()] for name, every in all_ranks.items()}
-
 
     def where(self, name: str, made: Tensor, right: Tensor) -> str:
         """What is wrong of a result, "" if nothing: whose row is the first, and what it has.

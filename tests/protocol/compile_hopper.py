@@ -30,11 +30,13 @@ from flux_megatron.kernels import (
     hopper_a2a_gemm,
     hopper_ag_gemm,
     hopper_config,
+    hopper_expert_config,
     hopper_gemm_a2a,
     hopper_gemm_rs,
     hopper_signalled_gemm,
     launch,
 )
+from flux_megatron.kernels.hopper_expert_config import expert_config
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -148,20 +150,15 @@ def signalled() -> dict[str, Configuration]:
 def experts() -> dict[str, Configuration]:
     """a2a_gemm, whose rows are kept for backward or not, and gemm_a2a."""
     found = {}
-    sizes = {"N": 4096, "K": 4096, "capacity": 8192, "device": torch.device("cuda", 0)}
+    tile = hopper_expert_config.TILE
     for layout, dtype in _VARIANTS:
-        common = {**sizes, "dtype": getattr(torch, dtype), "layout": layout, "comm_rows": 32}
-        for keep in (False, True):
-            kept = " kept" * keep
-            found[f"a2a_gemm {dtype} {layout} 128x256{kept}"] = hopper_a2a_gemm._launcher(
-                WORLD_SIZE, 8, tile=hopper_config.TILE, keep=keep, **common
-            )
-        found[f"gemm_a2a {dtype} {layout} 128x256"] = hopper_gemm_a2a._launcher(
-            WORLD_SIZE, 8, tile=hopper_config.TILE, **common
-        )
-    return {
-        name: Configuration(name, *name.split()[1:3], launcher) for name, launcher in found.items()
-    }
+        sizes = (4096, 4096, 8192, getattr(torch, dtype), torch.device("cuda", 0), tile)
+        for name, kept in (("a2a_gemm", False), ("a2a_gemm", True), ("gemm_a2a", False)):
+            config = expert_config(WORLD_SIZE, 8, layout, tile, 32, True, kept)
+            module = hopper_a2a_gemm if name == "a2a_gemm" else hopper_gemm_a2a
+            name += f" {dtype} {layout} 128x256" + " kept" * kept
+            found[name] = Configuration(name, dtype, layout, module._launcher(config, *sizes))
+    return found
 
 
 def _type(name: str, configuration: Configuration) -> str:
