@@ -1,6 +1,7 @@
 """a2a_gemm and gemm_a2a on GPUs: verified, then timed beside all-to-all and grouped GEMM.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --out experts.jsonl
+    torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --out experts.jsonl \\
+        --models mixtral --portable      # then: --models fine
     torchrun --standalone --nproc-per-node 2 tests/gpu/expert_parallel.py --device cpu  # rehearsal
 
 Verified for each strategy, forward and backward: small integers, exact, new counts in every call,
@@ -71,12 +72,12 @@ ON_GPU = (
 )
 
 
-def plans(run: Run) -> dict[str, Plan]:
-    """The strategies, by name; the one that calls choose is the first."""
+def plans(run: Run, portable: bool) -> dict[str, Plan]:
+    """By the name of their strategy: that which calls choose, then the portable one if wanted."""
     x = torch.empty(1, 64, device=run.device, dtype=getattr(torch, run.about.dtype))
     found = {"fused": fused.default_plan(x, 512)}
     if run.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
-        found = {"hopper": hopper.default_plan(x, 512)} | found
+        found = {"hopper": hopper.default_plan(x, 512)} | (found if portable else {})
     return found
 
 
@@ -107,6 +108,7 @@ class Timed:
     model: Model
     tokens: int
     skew: float
+    portable: bool = True  # the portable kernels too
     others: bool = False  # other orders of tiles too
 
     def __post_init__(self) -> None:
@@ -124,7 +126,7 @@ class Timed:
         self.x, self.dy = (self._random(self.rows, model.hidden) for _ in range(2))
         self.z, self.dh = (self._random(self.capacity, model.ffn) for _ in range(2))
         self.arrived = self._random(self.came, model.hidden)
-        self.plans = plans(run)
+        self.plans = plans(run, self.portable)
         (self.first, plan), *_ = self.plans.items()
         self.tried = dict(self.plans)  # forward
         if self.others and self.first == "hopper":
@@ -224,11 +226,9 @@ class Timed:
         }
 
 
-def measure(
-    run: Run, model: Model, tokens: int, skew: float, rounds: int, others: bool = False
-) -> None:
-    """Race and print; `others` as in `Timed`."""
-    timed = Timed(run, model, tokens, skew, others)
+def measure(run: Run, timed: Timed, rounds: int) -> None:
+    """Race and print all operations of a problem."""
+    model, tokens, skew = timed.model, timed.tokens, timed.skew
     for operation, calls in timed.candidates():
         if not run.time_left():
             run.say("no time for the others")
@@ -257,9 +257,9 @@ DOUBTS = (
 )
 
 
-def exact(run: Run, shape: tuple[int, ...]) -> None:
+def exact(run: Run, shape: tuple[int, ...], portable: bool) -> None:
     """Verify every strategy; end the script if one is wrong, whatever it is tried without."""
-    for name, plan in plans(run).items():
+    for name, plan in plans(run, portable).items():
         for doubt, without in DOUBTS:
             phase(run, f"{name} {doubt} exact? N, K, experts a rank, rows, calls = {shape}")
             if without is not None:
@@ -280,21 +280,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pushers", type=int, default=a2a_gemm.PUSHERS)
+    parser.add_argument("--models", default="", help="only those whose names begin so")
+    parser.add_argument("--portable", action="store_true", help="the portable kernels too")
     parser.add_argument("--others", action="store_true", help="other orders of tiles too")
     given = parser.parse_args()
     a2a_gemm.PUSHERS = given.pushers
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "10")
+    os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "30")
     on_gpu = given.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     run = gpu_run.start(given.out, given.commit, given.seconds, dtype)
-    for shape, models in ON_GPU if on_gpu else ON_CPU:
-        if not run.time_left():
-            break
-        exact(run, shape)
+    for shape, all_models in ON_GPU if on_gpu else ON_CPU:
+        models = [model for model in all_models if model.name.startswith(given.models)]
+        if not models or not run.time_left():
+            continue
+        exact(run, shape, given.portable)
         for model in models:
             for tokens, skew in product(model.tokens, (0.0, 0.33)):
-                measure(run, model, tokens, skew, given.rounds if on_gpu else 2, given.others)
+                timed = Timed(run, model, tokens, skew, given.portable, given.others)
+                measure(run, timed, given.rounds if on_gpu else 2)
     gpu_run.finish(run)
 
 

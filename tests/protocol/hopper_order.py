@@ -5,6 +5,7 @@
 | producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
 | store (`signalled`) | 1 | tiles are in memory before they are counted |
+| rows (experts) | 2 | rows are stored before they are counted; copies come after their signal |
 | MMA | 8 | stages and staging tile are handed over when all threads are done with them |
 | MMA | 8 | split-K partials are counted when they are in memory |
 
@@ -95,6 +96,39 @@ def check_counted(ptx: Ptx) -> None:
     """RS by SMs: all CTAs' tiles are in memory before the signal [B]."""
     store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
     check_count(store, barrier)
+
+
+def rows_partition(ptx: Ptx) -> tuple[Ptx, str]:
+    """The partition of two warps, which move rows."""
+    found = [part for part, warps in ptx.partitions() if warps == 2]
+    assert len(found) == 1, f"{len(found)} partitions of 2 warps, 1 expected"
+    return found[0], barrier_of(2)
+
+
+def check_pushed(ptx: Ptx) -> None:
+    """a2a_gemm: rows are in memory before they are counted, and counted before the signal [Y]."""
+    rows, barrier = rows_partition(without_record(ptx) if rows_wait(ptx) else ptx)
+    check_release(rows, barrier)
+    check_count(rows, barrier)
+
+
+def rows_wait(ptx: Ptx) -> bool:
+    return bool(rows_partition(ptx)[0].find(ACQUIRE))
+
+
+def check_collected(ptx: Ptx) -> None:
+    """gemm_a2a: rows of other ranks are copied after their signal [Z], and the wait ends."""
+    rows, barrier = rows_partition(ptx)
+    check_acquire(rows, barrier)
+    check_bounded(rows)
+    check_gives_up(rows)
+
+
+def check_tiles_await_nobody(ptx: Ptx) -> None:
+    """gemm_a2a: only the row warps await anything in memory."""
+    for part, warps in ptx.partitions():
+        if warps != 2:
+            check_awaits_nobody(part)
 
 
 def check_partials(ptx: Ptx) -> None:
