@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
 from flux_megatron.kernels.expert_routes import (
-    OWN_RECV_TILES,
     RECV_ROW,
     RECV_TILES,
     SEND_ROW,
@@ -147,7 +146,6 @@ def hopper_a2a_gemm_kernel(
     )  # fmt: skip
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
-    own = gl.load(routing.word(OWN_RECV_TILES)) * columns
     ctas = gl.num_programs(0)
     tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
     exchange = new_exchange(2)
@@ -158,7 +156,7 @@ def hopper_a2a_gemm_kernel(
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
     )
-    scheduler = TileScheduler(tiles, work_words, min(ctas, own))  # local tiles wait for nobody
+    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [

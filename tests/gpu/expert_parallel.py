@@ -6,11 +6,11 @@
 
 Verified for each strategy, forward and backward: small integers, exact, new counts in every call,
 eager and in a replayed graph. Timed, in one race a problem and direction: `hopper` and `fused`, the
-strategies; `nccl`, the collective with
-splits that are known, a sort of the rows by expert and a grouped GEMM; `nccl + sync`, which fetches
-the splits too, as forward of a training step must; the parts of `nccl`: `gemm`, `a2a`, `wgrad`; and
-ours: `own gemm`, the first strategy's call with all rows at home, and `own wgrad`. Backward gives
-dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
+strategies, `hopper 8` with groups of 8 rows of tiles, `hopper whole` without half tiles; `nccl`,
+the collective with splits that are known, a sort of the rows by expert and a grouped GEMM;
+`nccl + sync`, which fetches the splits too, as forward of a training step must; the parts of
+`nccl`: `gemm`, `a2a`, `wgrad`; and ours: `own gemm`, the first strategy's call with all rows at
+home, and `own wgrad`. Backward gives dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
 tokens. Prints ms; rows have all rounds.
 """
 
