@@ -10,8 +10,8 @@ strategies, `hopper 8` with groups of 8 rows of tiles, `hopper whole` without ha
 the collective with splits that are known, a sort of the rows by expert and a grouped GEMM;
 `nccl + sync`, which fetches the splits too, as forward of a training step must; the parts of
 `nccl`: `gemm`, `a2a`, `wgrad`; and ours: `own gemm`, the first strategy's call with all rows at
-home, and `own wgrad`. Backward gives dx and dw. Counts are those of a uniform router, and of one whose first expert gets a third of all
-tokens. Prints ms; rows have all rounds.
+home, and `own wgrad`. Backward gives dx and dw. Counts are those of a uniform router, and of one
+whose first expert gets a third of all tokens. Prints ms; rows have all rounds.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ TINY = (Model("tiny", 32, 48, 4, 2, (24,)),)
 # what is verified, as arguments of `verify`, before the models that use the same kernels
 ON_CPU = (((24, 16, 3, 40, 5), TINY),)
 ON_GPU = (
-    ((1040, 512, 4, 700, 12), (Model("mixtral", 4096, 14336, 8, 2, (4096, 8192)),)),
+    ((1088, 512, 4, 700, 12), (Model("mixtral", 4096, 14336, 8, 2, (4096, 8192)),)),
     (
-        (528, 512, 32, 1500, 12),
+        (576, 512, 32, 1500, 12),
         (
             Model("fine 2048", 2048, 2048, 64, 8, (4096,)),
             Model("fine 7168", 7168, 2048, 64, 8, (4096,)),
