@@ -217,7 +217,7 @@ BAD = [
     ({"capacity": 5}, "6 rows and capacity 5 given"),
     ({"layout": "nn"}, "equal K expected for layout 'nn'"),
     ({"w": torch.ones(8, 4)}, "one for each expert expected"),
-    ({"plan": Plan("hopper")}, "strategy 'hopper' given"),
+    ({"plan": Plan("pipelined")}, "strategy 'pipelined' given"),
 ]
 
 
