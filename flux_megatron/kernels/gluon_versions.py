@@ -1,9 +1,10 @@
 """What versions of Triton spell differently in Gluon. No other file asks which version it is.
 
-| | 3.6 | 3.7 | 3.8 |
-| --- | --- | --- | --- |
-| the barrier of all threads | `gl.thread_barrier` | `gl.barrier` | `gl.barrier` |
-| the constructor of an aggregate | to be written | to be written | made of its fields |
+| | 3.6 | 3.7 | 3.8 | 3.9 |
+| --- | --- | --- | --- | --- |
+| the barrier of all threads | `gl.thread_barrier` | `gl.barrier` | | |
+| the constructor of an aggregate | to be written | to be written | made of its fields | |
+| a TMA load, a TMA store | `async_copy_...` | | `async_load`, `async_store` | no other |
 
 Triton 3.5 lacks `warpgroup_mma_init`: there the Hopper kernels cannot be imported.
 """
@@ -17,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 # Types of fields. A number that is always 1 is a constexpr: Triton specialises it.
 Number = gl.tensor | gl.constexpr

@@ -19,7 +19,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flux_megatron.kernels import hopper_config, hopper_descriptors
-from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, Shared, aggregate
+from flux_megatron.kernels.gluon_versions import (
+    Descriptor,
+    Number,
+    Pointer,
+    Shared,
+    aggregate,
+    tma_store,
+)
 from flux_megatron.kernels.hopper_config import TILE, Config, common_config
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
@@ -114,7 +121,7 @@ class StoredTiles:
         self.y_buf.store(out.to(self.y_desc.dtype))
         fence_async_shared()
         row = source * sizes.M_shard + m * sizes.BLOCK_M
-        tma.async_copy_shared_to_global(self.y_desc, [row, col], self.y_buf)
+        tma_store(self.y_desc, [row, col], self.y_buf)
         return fetched, finished
 
     @gluon.jit

@@ -15,6 +15,8 @@ from flux_megatron.kernels.gluon_versions import (
     Shared,
     aggregate,
     barrier,
+    tma_load,
+    tma_store,
 )
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
@@ -96,9 +98,7 @@ class TileTargets:
         """Fetch the tile at `place` of the receive buffer, and wait until it has been added."""
         BLOCK_M: gl.constexpr = self.received_desc.block_type.shape[0]
         mbarrier.expect(staging.fetched, self.received_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            self.received_desc, [place * BLOCK_M, 0], staging.fetched, staging.tile
-        )
+        tma_load(self.received_desc, [place * BLOCK_M, 0], staging.fetched, staging.tile)
         mbarrier.wait(staging.added, fetched & 1)
 
     @gluon.jit
@@ -112,7 +112,7 @@ class TileTargets:
             [places * BLOCK_M, BLOCK_N], [BLOCK_N, 1], [BLOCK_M, BLOCK_N],
             self.received_desc.layout,
         )  # fmt: skip
-        tma.async_copy_shared_to_global(theirs, [place * BLOCK_M, 0], tile)
+        tma_store(theirs, [place * BLOCK_M, 0], tile)
 
     @gluon.jit
     def send(self, owner, hops, number, per_shard, tile, sizes, signals):
@@ -130,9 +130,61 @@ class TileTargets:
                 signal_release_sys(theirs, slot, signals.epoch)  # signal [B]
         else:
             row = (hops * per_shard + number) * sizes.BLOCK_M
-            tma.async_copy_shared_to_global(self.parts_desc, [row, 0], tile)
+            tma_store(self.parts_desc, [row, 0], tile)
             complete_tma_stores()
             count_release_sys(counter)  # signal [D]
+
+    @gluon.jit
+    def finish(self, m, n, number, per_shard, tile, sizes):
+        """A finished tile of the local shard."""
+        tma_store(self.y_desc, [m * sizes.BLOCK_M, n * sizes.BLOCK_N], tile)
+        tma.store_wait(pendings=0)
+
+
+@aggregate
+class GatheringTargets:
+    """Those of GEMM+AR: a finished tile of the local shard goes to every rank's gathered buffer
+    too, and the last of a communication tile signals [A] there.
+    """
+
+    scatter: TileTargets
+    tiles_comm: Number
+    gathered_pointers: Pointer
+    pad_pointers: Pointer
+    epoch: Number
+
+    @gluon.jit
+    def fetch(self, place, staging, fetched):
+        self.scatter.fetch(place, staging, fetched)
+
+    @gluon.jit
+    def send(self, owner, hops, number, per_shard, tile, sizes, signals):
+        self.scatter.send(owner, hops, number, per_shard, tile, sizes, signals)
+
+    @gluon.jit
+    def finish(self, m, n, number, per_shard, tile, sizes):
+        at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
+        y_desc = self.scatter.y_desc
+        tma_store(y_desc, at, tile)
+        shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
+        for hops in range(1, sizes.WORLD_SIZE):
+            peer = (sizes.rank + hops) % sizes.WORLD_SIZE
+            gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(y_desc.dtype))
+            theirs = tma.make_tensor_descriptor(
+                gathered + shard, [sizes.M_shard, sizes.N], [sizes.N, 1],
+                [sizes.BLOCK_M, sizes.BLOCK_N], y_desc.layout,
+            )  # fmt: skip
+            tma_store(theirs, at, tile)
+        complete_tma_stores()
+        comm_tile = number // self.tiles_comm
+        counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
+        arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
+        if count_acq_rel_gpu(counter, arrivals):
+            slot = sizes.rank * MAX_COMM_TILES + comm_tile
+            for hops in range(1, sizes.WORLD_SIZE):
+                peer = (sizes.rank + hops) % sizes.WORLD_SIZE
+                pad = gl.load(self.pad_pointers + peer).to(gl.pointer_type(gl.int32))
+                signal_release_sys(pad, slot, self.epoch)  # signal [A]
 
 
 @gluon.jit
@@ -164,9 +216,7 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
             mbarrier.wait(staging.full, finished & 1)
             finished += 1
             if owner == sizes.rank:
-                at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
-                tma.async_copy_shared_to_global(targets.y_desc, at, staging.tile)
-                tma.store_wait(pendings=0)
+                targets.finish(m, n, number, per_shard, staging.tile, sizes)
             else:
                 targets.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
             mbarrier.arrive(staging.empty, count=1)

@@ -7,7 +7,8 @@
       SMs          the tile is stored there over NVLink and counted [C]; the last of a
                    communication tile signals [B]: for small ones, where latency is all
     this kernel  in the tiles of the local shard: waits [B], fetches the other ranks' tiles while it
-                 multiplies, adds them in fp32, rounds once and stores y
+                 multiplies, adds them in fp32, rounds once and stores y; for GEMM+AR also to the
+                 gathered buffer of every rank, with a signal [A] for each communication tile
 
 `parts` and receive buffers hold whole tiles in the order in which they are made, so that a
 communication tile is contiguous whatever the order of tiles, and rows beyond the shard need no
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import (
+    GatheringTargets,
     StagingTile,
     TileTargets,
     move_tiles,
@@ -135,14 +138,15 @@ class RsConfig(Config):
 # numbers that change from call to call must not compile a kernel each
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "tiles_comm", "work_tiles", "last_wave_first", "by_id"
+        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "work_tiles",
+        "last_wave_first", "by_id",
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, partials, received_pointers,
-    pad_pointers, pad, status, waits, counters, partial_counters, work_words, rank, epoch,
-    timeout_ns: gl.int64, tiles_comm, M_shard, N, K, early_first, early_last, work_tiles,
-    last_wave_first, by_id, CONFIG: gl.constexpr,
+    pad_pointers, gathered_pointers, gather_pads, pad, status, waits, counters, partial_counters,
+    work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch, M_shard, N, K,
+    early_first, early_last, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -166,6 +170,10 @@ def hopper_gemm_rs_kernel(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
         CONFIG.BY_SM,
     )  # fmt: skip
+    if gathered_pointers is not None:
+        targets = GatheringTargets(
+            targets, tiles_comm, gathered_pointers, gather_pads, gather_epoch
+        )
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
@@ -181,7 +189,7 @@ def hopper_gemm_rs_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, split_k_shards: int, by_sm: bool, recorded: bool = False,
+    tile: Tile, split_k_shards: int, by_sm: bool, gathers: bool = False, recorded: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     M, K = x
     M_shard = M // world_size
@@ -204,13 +212,26 @@ def _launcher(
     return run, split.partials * tile.block_m * tile.block_n
 
 
+class Gathering(NamedTuple):
+    """What GEMM+AR adds: this rank's rows y [M / R, N], where the other ranks gather them, and what
+    their signals [A] announce.
+    """
+
+    y: Tensor
+    pointers: Tensor
+    pad_pointers: Tensor
+    epoch: int
+
+
 def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, received: Tensor, received_pointers: Tensor,
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
     work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
     layout: str, tile: Tile, split_k_shards: int, by_sm: bool, waits: Tensor | None = None,
+    gathering: Gathering | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N].
+    """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
+    if it is `gathering` all of them.
 
     | tensor | shape, with T tiles [B_M, B_N] a shard |
     | --- | --- |
@@ -222,11 +243,11 @@ def gemm_rs(
     so that they are sent before the last wave ends.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(x.shape[0] // world_size, N)
+    y = gathering.y if gathering else x.new_empty(x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
     run, sums = _launcher(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, split_k_shards, by_sm,
-        waits is not None,
+        gathering is not None, waits is not None,
     )  # fmt: skip
     described = hopper_descriptors.described
     run(
@@ -235,9 +256,10 @@ def gemm_rs(
             hopper_descriptors.described_w(w, layout, tile),
             described(parts, *block), described(received, *block), described(y, *block),
             x.new_empty(sums, dtype=torch.float32) if sums else x,
-            received_pointers, pad_pointers, pad, status, waits, counters, partial_counters,
-            work_words,
+            received_pointers, pad_pointers,
+            gathering and gathering.pointers, gathering and gathering.pad_pointers,
+            pad, status, waits, counters, partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm),
+        (rank, epoch, timeout_ns, tiles_comm, gathering.epoch if gathering else 0),
     )  # fmt: skip
     return y

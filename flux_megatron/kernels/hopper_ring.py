@@ -11,13 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from flux_megatron.kernels.gluon_versions import Shared, aggregate
+from flux_megatron.kernels.gluon_versions import Shared, aggregate, tma_load
 from flux_megatron.kernels.hopper_primitives import begin_draw
 
 DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile_order.jsonl)
@@ -56,11 +55,11 @@ class OperandRing:
             k = k_tile * BLOCK_K
             mbarrier.wait(self.empty.index(stage), (loaded // STAGES & 1) ^ 1)
             mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [row, k], full, self.x.index(stage))
+            tma_load(x_desc, [row, k], full, self.x.index(stage))
             if self.LAYOUT_NN:
-                tma.async_copy_global_to_shared(w_desc, [w_row + k, col], full, self.w.index(stage))
+                tma_load(w_desc, [w_row + k, col], full, self.w.index(stage))
             else:
-                tma.async_copy_global_to_shared(w_desc, [col, k], full, self.w.index(stage))
+                tma_load(w_desc, [col, k], full, self.w.index(stage))
             loaded += 1
         return loaded
 

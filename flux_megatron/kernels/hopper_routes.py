@@ -14,7 +14,7 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILE,
     WORDS,
 )
-from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate
+from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     count_acq_rel_gpu,
@@ -154,4 +154,4 @@ def store_clipped(base, tile, made, sizes, made_desc):
     desc = tma.make_tensor_descriptor(
         base, [tile.count, sizes.N], [sizes.N, 1], [sizes.BLOCK_M, sizes.BLOCK_N], made_desc.layout
     )
-    tma.async_copy_shared_to_global(desc, [tile.row, tile.n * sizes.BLOCK_N], made)
+    tma_store(desc, [tile.row, tile.n * sizes.BLOCK_N], made)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
+from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
@@ -133,7 +133,7 @@ def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
         band, _, row, col = bands.locate(place, grid)
         mbarrier.wait(staging.full, finished & 1)
         finished += 1
-        tma.async_copy_shared_to_global(out_desc, [row, col], staging.tile)
+        tma_store(out_desc, [row, col], staging.tile)
         complete_tma_stores()
         count_release_sys(counters + band)  # signal [D]
         mbarrier.arrive(staging.empty, count=1)

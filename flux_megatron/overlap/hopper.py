@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import TILE
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
+from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
@@ -30,6 +31,9 @@ from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
 NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
@@ -173,6 +177,7 @@ class Scatter:
     call: Call
     y: Tensor
     parts: Tensor | None  # what the copy engine reads, if it has a part in the call
+    tiles_comm: int
 
     def finish(self) -> Tensor:
         """y [M_shard, N]."""
@@ -186,6 +191,13 @@ class Scatter:
 
 def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
     """x @ w, tiles sent on as they are made; `finish` gives y [M_shard, N]."""
+    return _start(x, w, layout, plan, workspace)
+
+
+def _start(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    gathering: Gathering | None = None,
+) -> Scatter:  # fmt: skip
     from flux_megatron.kernels import hopper_gemm_rs
 
     engine = workspace.engine
@@ -213,17 +225,54 @@ def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
             split_k_shards=plan.split_k_shards, by_sm=by_sm,
-            waits=wait_log.next_buffer("hopper_gemm_rs", x.device),
+            waits=wait_log.next_buffer("hopper_gemm_rs", x.device), gathering=gathering,
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):
             engine.push_gated(schedule.pushes, parts.data_ptr(), call.epoch)
-    return Scatter(workspace, call, y, parts)
+    return Scatter(workspace, call, y, parts, schedule.tiles_comm)
 
 
-def start_gemm_ar(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.AllReduce:
-    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
-    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))
+@dataclass(frozen=True)
+class AllReduce:
+    """A scatter whose kernel stores its sums at every rank: what is left is to copy theirs."""
+
+    scatter: Scatter
+    call: Call
+    y: Tensor
+    tiles: int
+    tiles_comm: int
+
+    def finish(self) -> Tensor:
+        """y [M, N]."""
+        self.scatter.finish()
+        call, rank = self.call, self.call.rank
+        with phase("wait"):
+            wait_sources(
+                pad=call.pads[rank], status=call.status,
+                first_source=rank + 1, count=call.world_size - 1, world_size=call.world_size,
+                epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+                M_shard=self.tiles, comm_rows=self.tiles_comm,
+            )  # fmt: skip
+        gathered = call.view(rank, self.y.shape, self.y.dtype)
+        before = rank * self.scatter.y.shape[0]
+        behind = before + self.scatter.y.shape[0]
+        with phase("copy"):
+            for rows in (slice(before), slice(behind, None)):
+                self.y[rows].copy_(gathered[rows])
+        self.scatter.workspace.end(call)
+        return self.y
+
+
+def start_gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> AllReduce:
+    """x @ w, summed as above, each sum stored at every rank; `finish` gives y [M, N]."""
+    from flux_megatron.kernels.hopper_gemm_rs import Gathering
+
+    M, N = x.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
+    y = x.new_empty(M, N)
+    call = transfer.begin(workspace, transfer.GATHER, y.nbytes)
+    local = y.view(call.world_size, -1, N)[call.rank]
+    gathering = Gathering(local, call.pointers, call.pad_pointers, as_int32(call.epoch))
+    scatter = _start(x, w, layout, plan, workspace, gathering)
+    tiles = tiles_of_shard(len(local), N, plan.tile)
+    return AllReduce(scatter, call, y, tiles, scatter.tiles_comm)

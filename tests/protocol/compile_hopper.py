@@ -64,8 +64,8 @@ _TYPES = {
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
+    **dict.fromkeys(("gathered_pointers", "gather_pads", "pointers"), "*i64"),
     **dict.fromkeys(("table", "routes"), "*i32"),
-    "pointers": "*i64",
 }
 
 
@@ -131,7 +131,24 @@ def shipped() -> dict[str, Configuration]:
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)
                     found.setdefault(name, made)
-    return found | signalled() | experts()
+    return found | gathering() | signalled() | experts()
+
+
+def gathering() -> dict[str, Configuration]:
+    """GEMM+AR: the kernel of GEMM+RS whose sums go to every rank."""
+    found = {}
+    for layout, by_sm, tile in (
+        ("nt", False, hopper_config.TILE), ("nn", True, hopper_config.TILE),
+        ("nn", False, hopper.NARROW), ("nt", True, hopper.NARROW),
+    ):  # fmt: skip
+        launcher, _ = hopper_gemm_rs._launcher(
+            torch.Size((WORLD_SIZE * 4096, 4096)), 5120, WORLD_SIZE, torch.bfloat16,
+            torch.device("cuda", 0), layout, tile, 1, by_sm, gathers=True,
+        )  # fmt: skip
+        way = "sm" if by_sm else "copy_engine"
+        name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}{_waves(launcher)}"
+        found[name] = Configuration(name, "bfloat16", layout, launcher)
+    return found
 
 
 def signalled() -> dict[str, Configuration]:
@@ -180,6 +197,8 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
     names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
     if not recorded:
         constexprs |= dict.fromkeys({"waits"} & {*names})
+    if not configuration.name.startswith("gemm_ar"):
+        constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads"} & {*names})
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
     sizes = [n for n in names if n in ("M_shard", "N", "K")]
     whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}

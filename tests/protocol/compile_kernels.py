@@ -2,14 +2,15 @@
 
     python compile_kernels.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 
-Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, and
-the broken kernels that the checks must reject. Nothing is assembled: the checks read PTX.
+Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, those
+of one type for sm_100, and the broken kernels that the checks must reject. Nothing is assembled:
+the checks read PTX.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -32,6 +33,7 @@ from flux_megatron.overlap import fused
 from flux_megatron.problem import Pattern, Problem, Tile
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+ARCHITECTURES = {80: tuple(SHORT), 90: tuple(SHORT), 100: ("bfloat16",)}
 # What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
@@ -80,9 +82,9 @@ def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:
     return tiles | {replace(tile, tma=False) for tile in tiles}
 
 
-def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
+def shipped(architecture: int, dtypes: Iterable[str]) -> Iterator[tuple[str, Callable[[], dict]]]:
     prefix = f"sm_{architecture}"
-    for dtype in SHORT:
+    for dtype in dtypes:
         for tile in shipped_tiles(architecture, dtype):
             make = partial(compiled, architecture=architecture, dtype=dtype, tile=tile)
             shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
@@ -121,7 +123,9 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 def main(path: str) -> None:
-    work = {name: make for architecture in (80, 90) for name, make in shipped(architecture)}
+    work = {}
+    for architecture, dtypes in ARCHITECTURES.items():
+        work |= dict(shipped(architecture, dtypes))
     tile = Tile(num_warps=4, num_stages=1)
     for name, (kernel, constexprs) in BROKEN.items():
         work[name] = partial(compiled, kernel, 90, "bfloat16", tile, **constexprs)

@@ -69,14 +69,13 @@ class Gluon:
             "arrive": self._arrive, "wait": self._wait_phase,
         }  # fmt: skip
         tma = {
-            "async_copy_global_to_shared": self._copy_in,
-            "async_copy_shared_to_global": self._copy_out,
             "store_wait": self._store_wait,
             "make_tensor_descriptor": self._make_descriptor,
         }
         return {
             "gl": SimpleNamespace(**gl), "mbarrier": SimpleNamespace(**mbarrier),
-            "tma": SimpleNamespace(**tma), "fence_async_shared": nothing, "barrier": nothing,
+            "tma": SimpleNamespace(**tma), "tma_load": self._copy_in,
+            "tma_store": self._copy_out, "fence_async_shared": nothing, "barrier": nothing,
             "warpgroup_mma_init": self._mma_init, "warpgroup_mma": self._mma,
             "warpgroup_mma_wait": lambda num_outstanding, deps: deps[0].wait(num_outstanding),
             "time_ns": lambda: 0, "wait_acquire_sys": self._wait_acquire_sys,

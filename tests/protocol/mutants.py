@@ -54,6 +54,7 @@ CASES = {
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
     "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
+    "hopper ar": Case("ar", "hopper", rows=(32, 32, 48), comm_rows=0),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),

@@ -8,6 +8,7 @@ nothing and say so.
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections import defaultdict
 
@@ -75,21 +76,38 @@ class Ptx:
         """The code of each partition of a warp-specialised kernel, and its number of warps: first
         that of the workers, in their order, and last that of the warps that `num_warps` counts.
         """
-        # the jump that a worker makes by its byte; the code of a partition may have tables too
-        (load,) = self.find(r"^ld\.shared\.[bu]8")
-        dispatch = self.reach(load, {*self.find(r"^brx\.idx")}, set())
-        assert dispatch is not None, "workers are not sent anywhere"
+        (dispatch,) = self.find(r"^ld\.shared\.[bu]8")  # a worker reads its byte
         (threads,) = (int(n) for n in re.findall(r"\.reqntid (\d+)", self._head))
         # one byte a worker warp, written before the workers set out: the number of its partition
         start = self.find(r"^barrier\.sync")[0]
         stores = (re.match(r"st\.shared\.b32\s+\[global_smem\+\d+\], (\d+)", text)
                   for text in self.instructions[:start])  # fmt: skip
         of_warp = b"".join(int(store[1]).to_bytes(4, "little") for store in stores if store)
-        parts = []
-        for number, first in enumerate(self._next[dispatch]):
-            if warps := of_warp.count(number):
-                parts.append((self._reachable(first, dispatch), warps))
+        parts = [
+            (self._reachable(self._sent_to(dispatch, number), dispatch), of_warp.count(number))
+            for number in sorted({*of_warp})
+        ]
         return [*parts, (self._reachable(0, dispatch), threads // 32 - len(of_warp))]
+
+    def _sent_to(self, load: int, number: int) -> int:
+        """Where a worker goes that has loaded `number`: by a table, or by comparisons."""
+        values = {self.instructions[load].split()[1].rstrip(","): number}
+        i = load + 1
+        while True:
+            text = self.instructions[i]
+            if made := re.match(r"add\.s(\d+)\s+(\S+), (\S+), (-?\d+)$", text):
+                values[made[2]] = (values[made[3]] + int(made[4])) % 2 ** int(made[1])
+            elif asked := re.match(r"setp\.(eq|ne|lt|gt)\.[bu]\d+\s+(\S+), (\S+), (\d+)$", text):
+                values[asked[2]] = getattr(operator, asked[1])(values[asked[3]], int(asked[4]))
+            elif branch := re.match(r"(?:@(\S+)\s+)?bra\S*\s+(\S+)$", text):
+                if values.get(branch[1], True):
+                    (i,) = self._labels[branch[2]]
+                    continue
+            elif table := re.match(r"brx\.idx(?:\.uni)?\s+(\S+),\s*(\S+)", text):
+                return self._labels[self._tables[table[2]][values[table[1]]]][0]
+            else:
+                return i
+            i += 1
 
     def _reachable(self, first: int, stop: int) -> Ptx:
         part = copy.copy(self)

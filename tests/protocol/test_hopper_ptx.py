@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 from compiled_apart import compiled_by, named
+from compiler_versions import MOVED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
     check_awaited,
     check_awaits_nobody,
@@ -32,6 +33,7 @@ SHARED_BYTES_MAX = 227 * 1024
 CHECKS = {
     "ag_gemm": [check_awaited, check_only_signals_spin],
     "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
+    "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
     "a2a_gemm": [check_awaited, check_pushed],
     "gemm_a2a": [check_sent, check_counted, check_collected, check_tiles_await_nobody],
@@ -88,16 +90,17 @@ def test_shared_memory_suffices(compiled):
         assert result["shared_bytes"] <= SHARED_BYTES_MAX, name
 
 
-def complaints(log: str) -> list[str]:
+def complaints(log: str, spilled_bytes_max: int = 0) -> list[str]:
     """What the assembler says of spilled registers and of MMAs that wait for each other."""
-    spilled = re.findall(r"[1-9]\d* bytes (?:stack frame|spill stores|spill loads)", log)
+    sizes = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", log)
+    spilled = [f"{size} bytes {kind}" for size, kind in sizes if int(size) > spilled_bytes_max]
     return spilled + re.findall(r"\(C75\d\d\).*", log)
 
 
 def test_registers_suffice_and_mmas_overlap(compiled):
     for name, result in compiled.items():
-        assert "0 bytes spill stores" in result["ptxas"], name
-        assert complaints(result["ptxas"]) == [], name
+        assert "bytes spill stores" in result["ptxas"], name
+        assert complaints(result["ptxas"], SPILLED_BYTES_MAX) == [], name
         assert "wgmma.mma_async" in result["ptx"], name
 
 
@@ -116,14 +119,9 @@ def moves_in_loop(sass: str) -> int:
     raise AssertionError("the MMAs are in no loop")
 
 
-# One move a k-tile, of the number of the warp group, before the first MMA and while the last is in
-# flight: a candidate of the tuner, never a default.
-MOVED = re.compile(r"gemm_rs bfloat16 nn 128x256 copy_engine late early last")
-
-
 def test_descriptors_of_mmas_stay_in_uniform_registers(compiled):
     moved = [name for name, result in compiled.items() if moves_in_loop(result["sass"])]
-    assert [name for name in moved if not MOVED.fullmatch(name)] == []
+    assert [name for name in moved if name not in MOVED] == []
 
 
 def test_moved_descriptors_are_found(compiled):
@@ -141,28 +139,26 @@ def test_moved_descriptors_are_found(compiled):
     ],
 )
 def test_the_assembler_complains(compiled, tmp_path, changes, complaint):
-    from triton import knobs
-
     ptx = first_of(compiled, "ag_gemm", "bias", "nn", "128x256")
     for found, instead in changes.items():
         ptx, count = re.subn(found, instead, ptx)
         assert count, f"there is no {found}"
     source = tmp_path / "changed.ptx"
     source.write_text(ptx)
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a"]
+    command = [assembler(), "-v", "--gpu-name=sm_90a"]
     run = subprocess.run([*command, source, "-o", tmp_path / "it"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert any(complaint in one for one in complaints(run.stderr)), run.stderr
 
 
 WARPS, PARTITION = r"bar\.warp\.sync", r"bar\.sync"
-COMPLETE = r"cp\.async\.bulk\.wait_group 0;"
+COMPLETE = r"cp\.async\.bulk\.wait_group\s+0;"
 READ = r"cp\.async\.bulk\.wait_group\.read"
 FENCE = r"fence\.proxy\.async;"
 SHARED_FENCE = r"fence\.proxy\.async\.shared"
 CLOCK = r"mov\.u64 %rd\d+, %globaltimer"
 MMAS_DONE = r"wgmma\.wait_group"
-LEFT = r"atom\.global\.sys\.release\.add"
+LEFT = r"(atom|red)\.global\.sys\.release\.add"
 COUNT = r"atom\.global\.gpu\.acq_rel"
 
 
@@ -188,6 +184,8 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_rs sm", check_sent, FENCE, "not fenced"),
         ("gemm_rs sm", check_counted, COUNT, "not counted"),
         ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
+        ("gemm_ar copy_engine", check_sent, COMPLETE, "not complete"),
+        ("gemm_ar sm", check_counted, COUNT, "not counted"),
         ("signalled", check_sent, COMPLETE, "not complete"),
         ("signalled", check_sent, FENCE, "not fenced"),
         ("signalled", check_sent, WARPS, "no CTA barrier"),
@@ -238,13 +236,8 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "workers"),
-    [
-        ("ag_gemm", [1, 2, 1]),
-        ("gemm_rs", [1, 1, 2]),
-        ("signalled", [1, 1, 2]),
-        ("a2a_gemm", [1, 1, 2]),
-        ("gemm_a2a", [1, 1, 2]),
-    ],
+    [(name, [1, 1, 2]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
+    + [("ag_gemm", [1, 2, 1])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):
     """Workers, those that fill up the last group of four warps, and the MMA warps."""

@@ -32,6 +32,8 @@ CASES = [
     Case(*RS, K=64, ctas=5, transport="sm"),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
     Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
+    Case("ar", "hopper", 3, rows=(16, 48, 33), K=64, N=16, transport="sm", ctas=1_000),
+    Case("ar", "hopper", rows=SIX, N=16, captured=True),
     Case(*AG, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, transport="sm", captured=True),

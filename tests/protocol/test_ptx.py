@@ -7,9 +7,11 @@ instructions say, not what a GPU does with them.
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 from compiled_apart import compiled_by, named
+from compiler_versions import REPAIRED
 from ptx_order import (
     BARRIER,
     CLOCK,
@@ -26,7 +28,8 @@ from ptx_order import (
 
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
 
-SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+TENSOR_CORES = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +47,11 @@ def test_signal_follows_all_stores(compiled):
 
 def test_a_count_follows_all_stores(compiled):
     kernels = named(compiled, "signalled_gemm")
-    assert {name.split()[0] for name in kernels} == {"sm_80", "sm_90"}
+    assert {name.split()[0] for name in kernels} == {*TENSOR_CORES}
     for name, kernel in kernels.items():
         ptx = Ptx(kernel["ptx"])
         assert bool(ptx.find(TMA_STORE)) == ("tma" in name.split()), name
-        assert ("wgmma.mma_async" in kernel["ptx"]) == name.startswith("sm_90"), name
+        assert TENSOR_CORES[name.split()[0]] in kernel["ptx"], name
         check_release(ptx)
 
 
@@ -86,17 +89,20 @@ def test_recorded_waits_keep_the_order(compiled, kernel):
         assert len(recorded.find(CLOCK)) == len(plain.find(CLOCK)) + 2, name
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", TENSOR_CORES)
 def test_shared_memory_suffices(compiled, architecture):
     for name, kernel in named(compiled, architecture).items():
         assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", TENSOR_CORES)
 @pytest.mark.parametrize("kernel", ["ag_gemm", "gemm_rs"])
-def test_hopper_multiplies_by_warp_groups(compiled, kernel, dtype):
-    for name, result in named(compiled, "sm_90", kernel, dtype).items():
-        assert "wgmma.mma_async" in result["ptx"], name
+def test_each_generation_multiplies_by_its_tensor_cores(compiled, kernel, architecture):
+    """By warp groups on Hopper, and with accumulators in tensor memory on Blackwell."""
+    kernels = named(compiled, architecture, kernel)
+    for name, result in kernels.items():
+        if "float32" not in name.split():
+            assert TENSOR_CORES[architecture] in result["ptx"], name
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
@@ -136,8 +142,10 @@ def test_right_kernels_pass(compiled, kernel, checks):
     ],
 )
 def test_broken_kernels_are_rejected(compiled, kernel, check, reason):
-    with pytest.raises(Misordered, match=reason):
-        check(Ptx(compiled[kernel]["ptx"]))
+    ptx = Ptx(compiled[kernel]["ptx"])
+    rejected = pytest.raises(Misordered, match=reason)
+    with nullcontext() if kernel in REPAIRED else rejected:
+        check(ptx)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +153,10 @@ def test_broken_kernels_are_rejected(compiled, kernel, check, reason):
     [
         ("gemm_rs", check_release, BARRIER, "no CTA barrier"),
         ("gemm_rs", check_release, r"fence\.proxy\.async;", "not fenced"),
-        ("gemm_rs", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("gemm_rs", check_release, r"cp\.async\.bulk\.wait_group\s+0;", "not complete"),
         ("signalled_gemm", check_release, BARRIER, "no CTA barrier"),
         ("signalled_gemm", check_release, r"fence\.proxy\.async;", "not fenced"),
-        ("signalled_gemm", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("signalled_gemm", check_release, r"cp\.async\.bulk\.wait_group\s+0;", "not complete"),
         ("gemm_rs", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
         ("gemm_rs", check_count, BARRIER, "no CTA barrier between the count"),
         ("ag_gemm", check_acquire, BARRIER, "no CTA barrier"),
