@@ -4,9 +4,9 @@
     MMA warps  hand each finished tile to the store warp and go on with the next
     store warp stores a tile where its rows came from, no further than the end of its group: in y,
                or in the source rank's region, where the last tile of a signal's groups raises [Z]
-    row warps  copy rows to y that other ranks have made, after [Z] (`hopper_rows`)
 
-Tiles wait for nobody, and the row warps keep no tile waiting, so one resident CTA is enough.
+Tiles wait for nobody. A kernel behind this one awaits [Z] and copies to y what other ranks have
+made (`expert_collect`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
+from flux_megatron.kernels.expert_collect import expert_collect
 from flux_megatron.kernels.expert_routes import (
     OWN_RECV_TILES,
     RECV_COUNT,
@@ -39,7 +40,6 @@ from flux_megatron.kernels.hopper_expert_roles import (
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
-from flux_megatron.kernels.hopper_rows import collect_rows
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import WorkTiles
@@ -127,7 +127,6 @@ def hopper_gemm_a2a_kernel(
     BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    ROWS: gl.constexpr = CONFIG.ROWS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -162,10 +161,9 @@ def hopper_gemm_a2a_kernel(
             ),
             (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
             (store_groups, (targets, staging, exchange, tiles)),
-            (collect_rows, (y, received_desc, routing, N, ROWS)),
         ],
-        [1, 1, 2],
-        [80, 80, 80],
+        [1, 1],
+        [80, 80],
     )
 
 
@@ -201,5 +199,9 @@ def gemm_a2a(
             y, routes, pointers, pad, pad_pointers, status, work_words,
         ),
         (rank, epoch, timeout_ns),
+    )  # fmt: skip
+    expert_collect(
+        received, y, routes, pad=pad, status=status, rank=rank, world_size=world_size, epoch=epoch,
+        timeout_ns=timeout_ns, experts=experts, comm_rows=comm_rows,
     )  # fmt: skip
     return y

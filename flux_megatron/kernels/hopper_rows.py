@@ -1,5 +1,5 @@
 """Rows that travel or are copied while the tensor cores multiply: a partition of two warps in the
-Hopper kernels of expert parallelism. Rows of a group are contiguous wherever they lie.
+Hopper kernel of a2a_gemm. Rows of a group are contiguous wherever they lie.
 """
 
 from __future__ import annotations
@@ -132,23 +132,3 @@ def send_rows(moved):
         else:
             moved.keep(number - cleared, deadline)
         number = count_relaxed_gpu(draws) - 1
-
-
-@gluon.jit
-def collect_rows(y, received_desc, routes, N, ROWS: gl.constexpr):
-    """Two warps: copy what other ranks have made of this rank's rows to y, when it is there."""
-    deadline = routes.signals.deadline()
-    own = gl.load(routes.word(OWN_SEND_TILES))
-    last = gl.load(routes.word(SEND_TILES))
-    source = routes.region(routes.rank, received_desc.dtype)
-    draws = routes.word(MORE_DRAWS)
-    tile = own + count_relaxed_gpu(draws) - 1
-    while tile < last:
-        group = routes.group_at(SEND_TILE, tile, WARPS)
-        owner = (routes.rank + routes.WORLD_SIZE - group // routes.EXPERTS) % routes.WORLD_SIZE
-        row = (tile - routes.of_group(SEND_TILE, group)) * ROWS
-        place = (routes.of_group(SEND_ROW, group) + row).to(gl.int64)
-        rows = min(routes.of_group(SEND_COUNT, group) - row, ROWS)
-        routes.await_new(-1, routes.slot_of(owner, group % routes.EXPERTS), deadline)  # wait [Z]
-        copy_rows(y + place * N, source + place * N, rows, N)
-        tile = own + count_relaxed_gpu(draws) - 1

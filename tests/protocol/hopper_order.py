@@ -4,8 +4,8 @@
 | --- | --- | --- |
 | producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
-| store (`signalled`) | 1 | tiles are in memory before they are counted |
-| rows (experts) | 2 | rows are stored before they are counted; copies come after their signal |
+| store (`signalled`, gemm_a2a) | 1 | tiles are in memory before they are counted or signalled |
+| rows (a2a_gemm) | 2 | rows are stored before they are counted; copies come after their signal |
 | MMA | 8 | stages and staging tile are handed over when all threads are done with them |
 | MMA | 8 | split-K partials are counted when they are in memory |
 
@@ -116,21 +116,6 @@ def rows_wait(ptx: Ptx) -> bool:
     return bool(rows_partition(ptx)[0].find(ACQUIRE))
 
 
-def check_collected(ptx: Ptx) -> None:
-    """gemm_a2a: rows of other ranks are copied after their signal [Z], and the wait ends."""
-    rows, barrier = rows_partition(ptx)
-    check_acquire(rows, barrier)
-    check_bounded(rows)
-    check_gives_up(rows)
-
-
-def check_tiles_await_nobody(ptx: Ptx) -> None:
-    """gemm_a2a: only the row warps await anything in memory."""
-    for part, warps in ptx.partitions():
-        if warps != 2:
-            check_awaits_nobody(part)
-
-
 def check_partials(ptx: Ptx) -> None:
     """A partial is in memory before the CTA that adds it hears of it."""
     mma, barrier = partition(without_record(ptx), MMA)
@@ -149,7 +134,7 @@ def check_only_signals_spin(ptx: Ptx) -> None:
 
 
 def check_awaits_nobody(ptx: Ptx) -> None:
-    """`signalled`: nothing is awaited in memory, so no wait needs an end."""
+    """`signalled`, gemm_a2a: nothing is awaited in memory, so no wait needs an end."""
     for pattern in (CLOCK, ACQUIRE, r"ld\.volatile", r"ld\.\S*(acquire|relaxed)"):
         if ptx.find(pattern):
             raise Misordered(f"a kernel that waits for nobody has {pattern}")

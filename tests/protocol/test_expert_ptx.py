@@ -72,7 +72,7 @@ def test_tiles_are_counted_before_their_signal(compiled):
 
 
 def test_loads_follow_the_signal(compiled):
-    for name in ("a2a_gemm", "exchange_counts"):
+    for name in ("a2a_gemm", "exchange_counts", "collect"):
         for result in named(compiled, name).values():
             check_acquire(Ptx(result["ptx"]))
     plain = LOAD.replace(f"|{TMA_LOAD}", "")  # by TMA it loads x, which no signal announces
@@ -80,7 +80,7 @@ def test_loads_follow_the_signal(compiled):
         Ptx(result["ptx"]).require(ACQUIRE, plain, BARRIER, "other threads load too early")
 
 
-@pytest.mark.parametrize("kernel", WAITING)
+@pytest.mark.parametrize("kernel", [*WAITING, "collect"])
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
         check_bounded(Ptx(result["ptx"]))
@@ -88,7 +88,7 @@ def test_waits_are_bounded(compiled, kernel):
 
 
 def test_rows_travel_in_vectors(compiled):
-    for kernel in ("a2a_gemm", "gemm_a2a"):
+    for kernel in ("a2a_gemm", "gemm_a2a", "collect"):
         for name, result in named(compiled, kernel).items():
             assert re.search(VECTOR_STORE, result["ptx"]), name
             assert not re.search(r"st\.global\.b16|ld\.global\.b16", result["ptx"]), name
@@ -113,11 +113,12 @@ def test_shared_memory_suffices(compiled, architecture, most):
         ("a2a_gemm", check_release, RELEASE, "no signal is released"),
         ("a2a_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
         ("gemm_a2a", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
+        ("collect", check_acquire, BARRIER, "other threads load too early"),
         ("gemm_a2a", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
     ],
 )
 def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
-    (result,) = named(compiled, "sm_90", kernel, "nt").values()
+    result = next(iter(named(compiled, "sm_90", kernel).values()))
     ptx = without_records(result["ptx"])
     broken = re.sub(rf"({removed})[^;\n]*", "", ptx)
     assert broken != ptx, f"there is no {removed}"

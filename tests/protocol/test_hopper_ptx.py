@@ -13,7 +13,6 @@ from compiler_versions import MOVED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
     check_awaited,
     check_awaits_nobody,
-    check_collected,
     check_counted,
     check_only_signals_spin,
     check_partials,
@@ -21,7 +20,6 @@ from hopper_order import (
     check_sent,
     check_stages,
     check_staging_tile,
-    check_tiles_await_nobody,
 )
 from ptx_order import Misordered, Ptx
 
@@ -36,7 +34,7 @@ CHECKS = {
     "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
     "a2a_gemm": [check_awaited, check_pushed],
-    "gemm_a2a": [check_sent, check_counted, check_collected, check_tiles_await_nobody],
+    "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
     "sm": [check_counted],
     "early": [check_partials],
     "last": [check_partials],
@@ -202,8 +200,6 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_a2a", check_sent, FENCE, "not fenced"),
         ("gemm_a2a", check_sent, WARPS, "no CTA barrier"),
         ("gemm_a2a", check_counted, COUNT, "not counted"),
-        ("gemm_a2a", check_collected, PARTITION, "no CTA barrier"),
-        ("gemm_a2a", check_collected, CLOCK, "without a clock"),
         ("ag_gemm last", check_partials, PARTITION, "only one thread's stores"),
         ("ag_gemm last", check_partials, LEFT, "nobody hears"),
         ("gemm_rs last", check_awaited, CLOCK, "without a clock"),
