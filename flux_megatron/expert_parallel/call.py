@@ -6,6 +6,7 @@ asked once for each new kind of call; the number of a rank's rows is not among i
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,8 +101,14 @@ def _choose(
         error = f"{operation}: the plan {plan.dumps()} cannot run: {reason}"
         space.agreement.refuse(error)
         raise ValueError(error)
+    if name == "fused" and (why := reasons.get("hopper")) and _on_hopper(x):
+        warnings.warn(f"flux_megatron: {operation} runs the portable kernels: {why}", stacklevel=2)
     strategy = STRATEGIES[name]
     return Decision(operation, strategy, plan or strategy.default_plan(x, N), space, reason)
+
+
+def _on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def _refusal(

@@ -169,7 +169,7 @@ def hopper_a2a_gemm_kernel(
             (send_rows, (moved,)),
         ],
         [1, 1, 2],
-        [80, 80, 80],
+        [80, 80, 112],
     )
 
 

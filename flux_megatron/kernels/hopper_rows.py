@@ -26,7 +26,7 @@ from flux_megatron.kernels.hopper_primitives import count_relaxed_gpu
 from flux_megatron.kernels.hopper_routes import Routes
 
 WARPS = gl.constexpr(2)
-BLOCK = gl.constexpr(2 * 32 * 8 * 8)  # 8 units of 16 bytes a thread
+BLOCK = gl.constexpr(2 * 32 * 16 * 8)  # 16 units of 16 bytes a thread
 
 
 @gluon.jit

@@ -137,15 +137,28 @@ class Verification:
 def verify(
     run: Run, N: int, K: int, experts: int, most: int, calls: int, plan: Plan | None = None
 ) -> None:
-    """`AssertionError` unless calls with counts of their own are exact, captured ones too."""
-    given, graph = Verification(run, N, K, experts, most, plan), None
+    """`AssertionError` unless calls with counts of their own are exact, captured ones too.
+
+    All calls are made on the stream that is captured: where a gradient of x or w is summed autograd
+    keeps the stream of the call that it saw first, and waits for the default one break a capture.
+    """
+    on_gpu = run.device.type == "cuda"
+    stream = torch.cuda.Stream(run.device) if on_gpu else None
+    with torch.cuda.stream(stream):
+        _verify_on(stream, run, calls, Verification(run, N, K, experts, most, plan))
+    if on_gpu:
+        torch.cuda.synchronize(run.device)
+
+
+def _verify_on(stream: torch.cuda.Stream | None, run: Run, calls: int, given: Verification) -> None:
+    graph = None
     for call in range(calls):
         given.fill(call)
-        if call == 3 and run.device.type == "cuda":
+        if call == 3 and stream is not None:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # backward runs in threads of autograd
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 replayed = given.step()
         if graph is not None and call % 2:
             graph.replay()
