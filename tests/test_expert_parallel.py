@@ -4,8 +4,10 @@ counts, and refused by name on every rank where rows do not fit.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
 from flux_megatron import errors, reference
-from flux_megatron.expert_parallel import ops
+from flux_megatron.expert_parallel import call, ops
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
 from flux_megatron.problem import Plan, Tile
 
@@ -217,7 +219,7 @@ BAD = [
     ({"capacity": 5}, "6 rows and capacity 5 given"),
     ({"layout": "nn"}, "equal K expected for layout 'nn'"),
     ({"w": torch.ones(8, 4)}, "one for each expert expected"),
-    ({"plan": Plan("hopper")}, "strategy 'hopper' given"),
+    ({"plan": Plan("pipelined")}, "strategy 'pipelined' given"),
 ]
 
 
@@ -260,6 +262,22 @@ def test_a_strategy_that_is_not_built_falls_back_and_is_reported():
     environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
     for reasons in on_device(fallen_back, 2, environment=environment):
         assert reasons == ["pipelined is not built for a2a_gemm"]
+
+
+@pytest.mark.parametrize("on_hopper", [True, False])
+def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
+    refused = {"hopper": "K 12 is odd", "fused": None}
+    x, w = torch.ones(6, 4), torch.ones(3, 8, 4)
+    with (
+        mock.patch.object(call, "_refusal", lambda operation, name, *_: refused[name]),
+        mock.patch.object(call, "_on_hopper", return_value=on_hopper),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        decision = call._choose("a2a_gemm", x, w, "nt", None, mock.Mock())
+    assert (decision.plan.strategy, decision.fallback) == ("fused", None)
+    whys = ["flux_megatron: a2a_gemm runs the portable kernels: K 12 is odd"]
+    assert [str(one.message) for one in said] == whys * on_hopper
 
 
 def test_operators_have_the_shapes_of_their_results():

@@ -6,6 +6,7 @@ asked once for each new kind of call; the number of a rank's rows is not among i
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.expert_parallel import fused, sequential, signalled
+from flux_megatron.expert_parallel import fused, hopper, sequential, signalled
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -25,7 +26,7 @@ LAYOUTS = ("nt", "nn")
 class Strategy(Protocol):
     """How both operations overlap: a module of this folder."""
 
-    def supports(self, x: Tensor, space: Workspace) -> str | None: ...
+    def supports(self, x: Tensor, N: int, layout: str, space: Workspace) -> str | None: ...
 
     def default_plan(self, x: Tensor, N: int) -> Plan: ...
 
@@ -42,7 +43,7 @@ class Strategy(Protocol):
 
 # in order of preference; the last is always possible
 STRATEGIES: dict[str, Strategy] = {
-    "fused": fused, "signalled": signalled, "sequential": sequential,
+    "hopper": hopper, "fused": fused, "signalled": signalled, "sequential": sequential,
 }  # fmt: skip
 
 
@@ -95,23 +96,30 @@ def _choose(
     N = w.shape[1] if layout == "nt" else w.shape[2]
     wanted = plan.strategy if plan is not None else settings.get().strategy
     names = [*STRATEGIES][:-1] if wanted == "auto" else [wanted]
-    reasons = {name: _refusal(operation, name, x, space) for name in names}
-    reason = [*reasons.values()][-1]  # of the one that needs least
+    reasons = {name: _refusal(operation, name, x, N, layout, space) for name in names}
+    name = next((name for name in names if reasons[name] is None), "sequential")
+    reason = reasons[names[-1]] if name == "sequential" else None  # of the one that needs least
     if reason is not None and plan is not None:
         error = f"{operation}: the plan {plan.dumps()} cannot run: {reason}"
         space.agreement.refuse(error)
         raise ValueError(error)
-    possible = [name for name in names if reasons[name] is None]
-    strategy = STRATEGIES[possible[0] if possible else "sequential"]
-    plan = plan or strategy.default_plan(x, N)
-    return Decision(operation, strategy, plan, space, None if possible else reason)
+    if name == "fused" and (why := reasons.get("hopper")) and _on_hopper(x):
+        warnings.warn(f"flux_megatron: {operation} runs the portable kernels: {why}", stacklevel=2)
+    strategy = STRATEGIES[name]
+    return Decision(operation, strategy, plan or strategy.default_plan(x, N), space, reason)
 
 
-def _refusal(operation: str, name: str, x: Tensor, space: Workspace) -> str | None:
-    """Why the strategy cannot run the call, or None."""
+def _on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def _refusal(
+    operation: str, name: str, x: Tensor, N: int, layout: str, space: Workspace
+) -> str | None:
+    """Why a strategy cannot run the call, or None."""
     if name not in STRATEGIES:
         return f"{name} is not built for {operation}"
-    return STRATEGIES[name].supports(x, space)
+    return STRATEGIES[name].supports(x, N, layout, space)
 
 
 def _error(

@@ -26,7 +26,7 @@ DISPATCH, COMBINE = "dispatch", "combine"
 COMM_ROWS = 32  # of a push or a copy
 
 
-def supports(x: Tensor, space: Workspace) -> str | None:
+def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
     """Why this strategy cannot run the call, or None."""
     dtype = str(x.dtype).removeprefix("torch.")
     return space.unavailable or launch.supports_tensors(dtype, x.device.type)
@@ -49,15 +49,15 @@ def a2a_gemm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
     K = x.shape[1]
-    call, routes, received = _begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
+    call, routes, received = begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
     with phase("a2a_gemm kernel"):
         y = a2a_gemm_kernels.a2a_gemm(
-            x, w, routes, **_about(call), capacity=capacity, layout=layout, tile=plan.tile,
+            x, w, routes, **about(call), capacity=capacity, layout=layout, tile=plan.tile,
             comm_rows=plan.comm_rows, keep=keep,
         )  # fmt: skip
     rows = x.new_empty(capacity if keep else 0, K)
     if keep:
-        rows.copy_(_received(call, counts, rows))
+        rows.copy_(received_rows(call, counts, x, capacity, K))
     space.end(call)
     return y, received, rows
 
@@ -67,17 +67,17 @@ def gemm_a2a(
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
     N = w.shape[1] if layout == "nt" else w.shape[2]
-    call, routes, _ = _begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
+    call, routes, _ = begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
     with phase("gemm_a2a kernel"):
         y = gemm_a2a_kernels.gemm_a2a(
-            x, w, routes, **_about(call), tokens=tokens, layout=layout, tile=plan.tile,
+            x, w, routes, **about(call), tokens=tokens, layout=layout, tile=plan.tile,
             comm_rows=plan.comm_rows,
         )  # fmt: skip
     space.end(call)
     return y
 
 
-def _begin(
+def begin(
     channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, plan: Plan,
     space: Workspace,
 ) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
@@ -86,17 +86,18 @@ def _begin(
     """
     header = header_bytes(*counts.shape)
     call = transfer.begin(space, channel, header + capacity * columns * x.element_size())
-    about = _about(call)
-    del about["world_size"]
+    known = about(call)
+    del known["world_size"]
     with phase("exchange of counts"):
         routes, received = exchange_counts(
-            counts, **about, rows=rows, capacity=capacity, block_m=plan.tile.block_m,
+            counts, **known, rows=rows, capacity=capacity, block_m=plan.tile.block_m,
             comm_rows=plan.comm_rows,
         )  # fmt: skip
     return call, routes, received
 
 
-def _about(call: Call) -> dict:
+def about(call: Call) -> dict:
+    """What every kernel of a call is told."""
     return {
         "pointers": call.pointers,
         "pad": call.pads[call.rank],
@@ -109,8 +110,9 @@ def _about(call: Call) -> dict:
     }
 
 
-def _received(call: Call, counts: Tensor, like: Tensor) -> Tensor:
-    """The rows of this rank's region."""
+def received_rows(call: Call, counts: Tensor, x: Tensor, capacity: int, columns: int) -> Tensor:
+    """The rows [capacity, columns] of this rank's region."""
     header = header_bytes(*counts.shape)
-    region = call.view(call.rank, (header + like.nbytes,), torch.uint8)
-    return region[header:].view(like.dtype).view(like.shape)
+    size_bytes = capacity * columns * x.element_size()
+    region = call.view(call.rank, (header + size_bytes,), torch.uint8)
+    return region[header:].view(x.dtype).view(capacity, columns)

@@ -15,7 +15,7 @@ from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 
 
-def supports(x: Tensor, space: Workspace) -> str | None:
+def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
     """Why this strategy cannot run the call: never."""
     return None
 

@@ -29,7 +29,7 @@ BANDS = 4
 COMM_SMS = 16
 
 
-def supports(x: Tensor, space: Workspace) -> str | None:
+def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
     """Why this strategy cannot run the call, or None."""
     return launch.supports_tensors(str(x.dtype).removeprefix("torch."), x.device.type)
 

@@ -40,12 +40,12 @@ from flux_megatron.symm import signals
 # fields of a group: its first tile among all groups', its first row here and at the other rank
 RECV_TILE, RECV_ROW, RECV_COUNT, RECV_REMOTE_ROW = (tl.constexpr(n) for n in range(4))
 SEND_TILE, SEND_ROW, SEND_COUNT, SEND_REMOTE_ROW = (tl.constexpr(n) for n in range(4, 8))
-_FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(8)
 # words behind the fields: two work counters, sums over all groups, and those of this rank's own
 DRAWS, MORE_DRAWS, RECV_TILES, RECV_ROWS, SEND_TILES, OWN_RECV_TILES, OWN_SEND_TILES = (
     tl.constexpr(n) for n in range(7)
 )
-_WORDS = tl.constexpr(8)
+WORDS = tl.constexpr(8)
 _CAPACITY = tl.constexpr(signals.REFUSED_CAPACITY)
 _COUNTS = tl.constexpr(signals.REFUSED_COUNTS)
 
@@ -64,7 +64,7 @@ def new_routes(counts: Tensor) -> Tensor:
     """Memory for the routes of one call."""
     world_size, experts = counts.shape
     arrivals = world_size * cdiv(experts, experts_per_signal(experts))
-    words = _FIELDS.value * world_size * experts + _WORDS.value + arrivals
+    words = FIELDS.value * world_size * experts + WORDS.value + arrivals
     return counts.new_empty(words)
 
 
@@ -77,7 +77,7 @@ def field(routes, number: tl.constexpr, groups):
 @triton.jit
 def word(routes, number: tl.constexpr, groups):
     """The address of a word."""
-    return routes + _FIELDS * groups + number
+    return routes + FIELDS * groups + number
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def announce_group(
     last = step * EXPERTS + tl.minimum(number * PER_SIGNAL + PER_SIGNAL, EXPERTS) - 1
     end = tl.load(tiles + last) + tl.cdiv(tl.load(counts + last), BLOCK)
     arrivals = (end - tl.load(tiles + first)) * per_group
-    arrived = word(routes, _WORDS, groups) + step * signals_each + number
+    arrived = word(routes, WORDS, groups) + step * signals_each + number
     if count_acq_rel_gpu(arrived, arrivals):
         pad = tl.load(pad_pointers + owner).to(routes.dtype)
         signal_release_sys(pad, rank * MAX_COMM_TILES + 1 + number, epoch)  # signal [Y] [Z]
@@ -253,7 +253,7 @@ def exchange_counts_kernel(
     tl.store(word(routes, RECV_ROWS, groups), recv_rows)
     tl.store(word(routes, SEND_TILES, groups), send_tiles)
     arrived = tl.arange(0, BLOCK_G)
-    tl.store(word(routes, _WORDS, groups) + arrived, 0, mask=arrived < ARRIVALS)
+    tl.store(word(routes, WORDS, groups) + arrived, 0, mask=arrived < ARRIVALS)
 
 
 @lru_cache(maxsize=256)

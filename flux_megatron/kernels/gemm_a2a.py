@@ -58,7 +58,7 @@ COPY_COLUMNS = 512
 
 
 @triton.jit
-def _collect(
+def collect(
     y, routes, received, pad, status, work_tile, rank, epoch, deadline, N,
     WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -129,7 +129,7 @@ def gemm_a2a_kernel(
                     tiles_n, BLOCK_M, EXPERTS, WORLD_SIZE, PER_SIGNAL,
                 )  # signal [Z]  # fmt: skip
         else:
-            _collect(
+            collect(
                 y, routes, received, pad, status, tile - tiles, rank, epoch, deadline, N,
                 WORLD_SIZE, EXPERTS, PER_SIGNAL, ROWS, COLUMNS, BLOCK_G,
             )  # fmt: skip

@@ -42,9 +42,14 @@ class StagingTile:
 
     @gluon.jit
     def hand_over(self, out, number):
-        """Hand tile number `number` of this CTA over, when the one before has been stored."""
+        """Hand tile number `number` of this CTA over, when the one before has been stored; `out`
+        may be its first rows alone.
+        """
         mbarrier.wait(self.empty, (number & 1) ^ 1)
-        self.tile.store(out.to(self.tile.dtype))
+        if out.shape[0] < self.tile.shape[0]:
+            self.tile.slice(0, out.shape[0]).store(out.to(self.tile.dtype))
+        else:
+            self.tile.store(out.to(self.tile.dtype))
         fence_async_shared()
         mbarrier.arrive(self.full, count=1)
 

@@ -34,7 +34,9 @@ _DTYPES = ("bfloat16", "float16")
 def _gluon_unavailable() -> str | None:
     try:
         from flux_megatron.kernels import (  # noqa: F401
+            hopper_a2a_gemm,
             hopper_ag_gemm,
+            hopper_gemm_a2a,
             hopper_gemm_rs,
             hopper_signalled_gemm,
         )
@@ -83,6 +85,15 @@ def refuses_bands(
     for band in bands[:-1] if shards == 1 else bands:
         if band.rows % TILE.block_m:
             return f"a band of {band.rows} rows is not a multiple of {TILE.block_m} rows"
+    return None
+
+
+def refuses_experts(device: str, dtype: torch.dtype, K: int, N: int, layout: str) -> str | None:
+    """Why the Hopper kernels of expert parallelism cannot multiply by w of experts, or None."""
+    if reason := _refused(device, str(dtype).removeprefix("torch."), K, N):
+        return reason
+    if layout == "nn" and K % TILE.block_k:  # a k-tile would reach into the next expert
+        return f"K {K} of layout 'nn' is not a multiple of {TILE.block_k}"
     return None
 
 

@@ -24,19 +24,28 @@ DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile
 
 @aggregate
 class OperandRing:
-    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and w, and their full and empty barriers."""
+    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and w, and their full and empty barriers; the first
+    ROWS rows of x are multiplied.
+    """
 
     x: Shared
     w: Shared
     full: Shared
     empty: Shared
     LAYOUT_NN: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
-    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded):
+    def of_rows(self, rows: gl.constexpr):
+        """The same ring, of tiles with so many rows."""
+        return OperandRing(self.x, self.w, self.full, self.empty, self.LAYOUT_NN, rows)
+
+    @gluon.jit
+    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded, w_row=0):
         """Load k-tiles `first` to `last` of the tile at (row, col), each when its stage is empty.
 
-        `loaded` counts the k-tiles of this CTA so far; gives the new count.
+        A w of layout [K, N] begins at `w_row` of its descriptor. `loaded` counts the k-tiles of
+        this CTA so far; gives the new count.
         """
         STAGES: gl.constexpr = self.x.shape[0]
         BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -48,21 +57,21 @@ class OperandRing:
             mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             tma_load(x_desc, [row, k], full, self.x.index(stage))
             if self.LAYOUT_NN:
-                tma_load(w_desc, [k, col], full, self.w.index(stage))
+                tma_load(w_desc, [w_row + k, col], full, self.w.index(stage))
             else:
                 tma_load(w_desc, [col, k], full, self.w.index(stage))
             loaded += 1
         return loaded
 
     @gluon.jit
-    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words):
+    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words, w_row=0):
         """`load_k_tiles` of a work tile, and the draw of the next one before the last of them;
         gives its ticket too.
         """
         lead = max(work.first, work.last - DRAW_AHEAD)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded, w_row)
         ticket = begin_draw(work_words)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded, w_row)
         return loaded, ticket
 
     @gluon.jit
@@ -89,11 +98,14 @@ class OperandRing:
         STAGES: gl.constexpr = self.x.shape[0]
         stage = multiplied % STAGES
         mbarrier.wait(self.full.index(stage), multiplied // STAGES & 1)
+        x_buf = self.x.index(stage)
+        if self.x.shape[1] > self.ROWS:
+            x_buf = x_buf.slice(0, self.ROWS)
         w_buf = self.w.index(stage)
         if self.LAYOUT_NN:
-            acc = warpgroup_mma(self.x.index(stage), w_buf, acc, is_async=True)
+            acc = warpgroup_mma(x_buf, w_buf, acc, is_async=True)
         else:
-            acc = warpgroup_mma(self.x.index(stage), w_buf.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(x_buf, w_buf.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         before = (multiplied + STAGES - 1) % STAGES
         mbarrier.arrive(self.empty.index(before), count=1, pred=not first)
@@ -111,4 +123,4 @@ def new_ring(x_desc, w_desc, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    return OperandRing(x, w, full, empty, LAYOUT_NN)
+    return OperandRing(x, w, full, empty, LAYOUT_NN, x_desc.block_type.shape[0])

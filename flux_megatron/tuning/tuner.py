@@ -64,10 +64,10 @@ def candidates(
 
 def variants(problem: Problem, name: str, facts: Hardware | None) -> list[Plan]:
     """A strategy's plans; those of `signalled` have the wave groups that are predicted to be best,
-    where there are facts: the best first.
+    where there are facts: the best first. Gathered bands are not predicted well enough.
     """
     plans = registry.candidates(problem, name)
-    if name != "signalled" or facts is None:
+    if name != "signalled" or facts is None or problem.spec.gathers:
         return plans
     return [*dict.fromkeys([*best_plans(problem, plans[0], facts), plans[0]])]
 

@@ -24,7 +24,7 @@ def _measured(rank: int, rows: list) -> list[dict]:
     run = _run()
     run.row = lambda table, **values: rows.append(values)
     expert_parallel.verify(run, 24, 16, 3, 20, 3)
-    expert_parallel.measure(run, expert_parallel.TINY[0], 8, 0.33, rounds=2)
+    expert_parallel.measure(run, expert_parallel.Timed(run, expert_parallel.TINY[0], 8, 0.33), 2)
     return rows
 
 

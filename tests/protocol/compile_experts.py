@@ -16,6 +16,7 @@ from forked_work import write_results
 from triton.backends.nvidia.compiler import CUDABackend
 
 from flux_megatron.kernels.a2a_gemm import a2a_gemm_kernel
+from flux_megatron.kernels.expert_collect import expert_collect_kernel
 from flux_megatron.kernels.expert_routes import exchange_counts_kernel
 from flux_megatron.kernels.expert_wgrad import expert_wgrad_kernel
 from flux_megatron.kernels.gemm_a2a import gemm_a2a_kernel
@@ -56,6 +57,8 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
             f"sm_{architecture} signalled_experts{name}",
             partial(make, signalled_experts_kernel, **gemm),
         )
+    collected = {**_ROUTES, "PER_SIGNAL": 1, "ROWS": 32, "COLUMNS": 512, "BLOCK_G": 32}
+    yield f"sm_{architecture} collect", partial(make, expert_collect_kernel, **collected)
     exchange = {"BLOCK_M": 128, **_ROUTES, "BLOCK_R": 4, "BLOCK_E": 8, "BLOCK_G": 32, "ROWS": 32}
     yield (
         f"sm_{architecture} exchange_counts",

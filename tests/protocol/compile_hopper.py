@@ -27,12 +27,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flux_megatron.kernels import (
+    hopper_a2a_gemm,
     hopper_ag_gemm,
     hopper_config,
+    hopper_expert_config,
+    hopper_gemm_a2a,
     hopper_gemm_rs,
     hopper_signalled_gemm,
     launch,
 )
+from flux_megatron.kernels.hopper_expert_config import expert_config
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -48,19 +52,20 @@ _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
 _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "x_desc": ("block_m", "block_k"),
     "gathered_desc": ("block_m", "block_k"),
+    "received_desc a2a_gemm": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
-_PAYLOAD = ("x", "bias", "local_rows")
+_PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
 _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
-    **dict.fromkeys(("gathered_pointers", "gather_pads"), "*i64"),
-    "table": "*i32",
+    **dict.fromkeys(("gathered_pointers", "gather_pads", "pointers"), "*i64"),
+    **dict.fromkeys(("table", "routes"), "*i32"),
 }
 
 
@@ -126,7 +131,7 @@ def shipped() -> dict[str, Configuration]:
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)
                     found.setdefault(name, made)
-    return found | gathering() | signalled()
+    return found | gathering() | signalled() | experts()
 
 
 def gathering() -> dict[str, Configuration]:
@@ -159,9 +164,26 @@ def signalled() -> dict[str, Configuration]:
     return found
 
 
+def experts() -> dict[str, Configuration]:
+    """a2a_gemm, whose rows are kept for backward or not, and gemm_a2a."""
+    found = {}
+    tile = hopper_expert_config.TILE
+    for layout, dtype in _VARIANTS:
+        sizes = (4096, 4096, 8192, getattr(torch, dtype), torch.device("cuda", 0), tile)
+        for name, kept in (("a2a_gemm", False), ("a2a_gemm", True), ("gemm_a2a", False)):
+            if kept and (layout, dtype) != ("nt", "bfloat16"):
+                continue  # it touches nothing that the layout does
+            config = expert_config(WORLD_SIZE, 8, layout, tile, 32, True, kept)
+            module = hopper_a2a_gemm if name == "a2a_gemm" else hopper_gemm_a2a
+            name += f" {dtype} {layout} 128x256" + " kept" * kept
+            found[name] = Configuration(name, dtype, layout, module._launcher(config, *sizes))
+    return found
+
+
 def _type(name: str, configuration: Configuration) -> str:
     gl_dtype, short = _GL_DTYPE[configuration.dtype]
-    key = f"{name} {configuration.layout}" if name == "w_desc" else name
+    keys = (f"{name} {word}" for word in configuration.name.split())
+    key = next((key for key in keys if key in _BLOCKS), name)
     if key in _BLOCKS:
         block = [getattr(configuration.launcher._tile, side) for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)

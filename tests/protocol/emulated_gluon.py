@@ -62,6 +62,7 @@ class Gluon:
             "max": lambda tensor, axis: tensor.amax(axis).item(),
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "arange": lambda first, last, layout: torch.arange(first, last),
+            "multiple_of": lambda value, number: value,
         }  # fmt: skip
         mbarrier = {
             "MBarrierLayout": MBarrierLayout, "init": self._init, "expect": self._expect,

@@ -70,6 +70,9 @@ class Shared:
     def index(self, stage: int) -> Shared:
         return Shared(self.memory[stage])
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.memory[start : start + length])
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 

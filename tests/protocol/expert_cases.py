@@ -35,6 +35,7 @@ class ExpertCase:
     captured: bool = False  # two calls of three are replays of a graph
     tma: bool = False
     slots: int = 64  # of a rank, so that few experts share signals
+    hopper: bool = False  # the Hopper kernels, in Gluon
 
     def __str__(self) -> str:
         sizes = f"W={self.world_size} {self.experts} experts, up to {self.most} rows"
@@ -43,6 +44,7 @@ class ExpertCase:
             f"{self.host} {sizes} {self.layout}"
             + " captured" * self.captured
             + " tma" * self.tma
+            + " hopper" * self.hopper
             + shared
         )
 
@@ -125,8 +127,9 @@ class Host:
     def __init__(self, case: ExpertCase, operands: Operands, machine: Machine, rank: int) -> None:
         self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
         self.space = machine.workspaces[rank]
-        self.fused = machine.package.experts
-        problem = machine.package.problem
+        package = machine.package
+        self.strategy = package.hopper_experts if case.hopper else package.experts
+        problem = package.problem
         tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
         self.plan = problem.Plan("fused", COMM_ROWS, tile)
         self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)
@@ -160,12 +163,12 @@ class Host:
         results = {}
         w, layout = self.operands.w[self.rank], self.case.layout
         if self.case.host != "combine":
-            y, received, rows = self.fused.a2a_gemm(
+            y, received, rows = self.strategy.a2a_gemm(
                 x, w, self.counts, self.operands.capacity, layout, keep, self.plan, self.space
             )
             results |= {"y": y, "received": received} | ({"rows": rows} if keep else {})
         if self.case.host != "dispatch":
-            results["back"] = self.fused.gemm_a2a(
+            results["back"] = self.strategy.gemm_a2a(
                 z, w, self.counts, len(x), layout, self.plan, self.space
             )
         return results

@@ -4,7 +4,8 @@
 | --- | --- | --- |
 | producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
-| store (`signalled`) | 1 | tiles are in memory before they are counted |
+| store (`signalled`, gemm_a2a) | 1 | tiles are in memory before they are counted or signalled |
+| rows (a2a_gemm) | 2 | rows are stored before they are counted; copies come after their signal |
 | MMA | 8 | stages and staging tile are handed over when all threads are done with them |
 | MMA | 8 | split-K partials are counted when they are in memory |
 
@@ -97,6 +98,24 @@ def check_counted(ptx: Ptx) -> None:
     check_count(store, barrier)
 
 
+def rows_partition(ptx: Ptx) -> tuple[Ptx, str]:
+    """The partition of two warps, which move rows."""
+    found = [part for part, warps in ptx.partitions() if warps == 2]
+    assert len(found) == 1, f"{len(found)} partitions of 2 warps, 1 expected"
+    return found[0], barrier_of(2)
+
+
+def check_pushed(ptx: Ptx) -> None:
+    """a2a_gemm: rows are in memory before they are counted, and counted before the signal [Y]."""
+    rows, barrier = rows_partition(without_record(ptx) if rows_wait(ptx) else ptx)
+    check_release(rows, barrier)
+    check_count(rows, barrier)
+
+
+def rows_wait(ptx: Ptx) -> bool:
+    return bool(rows_partition(ptx)[0].find(ACQUIRE))
+
+
 def check_partials(ptx: Ptx) -> None:
     """A partial is in memory before the CTA that adds it hears of it."""
     mma, barrier = partition(without_record(ptx), MMA)
@@ -115,7 +134,7 @@ def check_only_signals_spin(ptx: Ptx) -> None:
 
 
 def check_awaits_nobody(ptx: Ptx) -> None:
-    """`signalled`: nothing is awaited in memory, so no wait needs an end."""
+    """`signalled`, gemm_a2a: nothing is awaited in memory, so no wait needs an end."""
     for pattern in (CLOCK, ACQUIRE, r"ld\.volatile", r"ld\.\S*(acquire|relaxed)"):
         if ptx.find(pattern):
             raise Misordered(f"a kernel that waits for nobody has {pattern}")

@@ -72,6 +72,13 @@ CASES = {
     "back": ExpertCase("combine"),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
+    "hopper a2a": ExpertCase("dispatch", hopper=True),
+    "hopper a2a, experts that share a signal": ExpertCase(
+        "dispatch", experts=4, most=9, slots=3, hopper=True
+    ),
+    "hopper a2a, nn": ExpertCase("dispatch", most=9, layout="nn", hopper=True),
+    "hopper back": ExpertCase("combine", hopper=True),
+    "hopper back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12, hopper=True),
     "two shots": Case("ar", rows=(9, 9, 9), N=16),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),

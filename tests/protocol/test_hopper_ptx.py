@@ -16,6 +16,7 @@ from hopper_order import (
     check_counted,
     check_only_signals_spin,
     check_partials,
+    check_pushed,
     check_sent,
     check_stages,
     check_staging_tile,
@@ -32,6 +33,8 @@ CHECKS = {
     "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
     "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
+    "a2a_gemm": [check_awaited, check_pushed],
+    "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
     "sm": [check_counted],
     "early": [check_partials],
     "last": [check_partials],
@@ -186,6 +189,17 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("signalled", check_sent, WARPS, "no CTA barrier"),
         ("signalled", check_sent, LEFT, "no signal is released"),
         ("signalled", check_staging_tile, COMPLETE, "given back while TMA reads"),
+        ("a2a_gemm", check_awaited, WARPS, "no CTA barrier"),
+        ("a2a_gemm", check_awaited, FENCE, "not fenced"),
+        ("a2a_gemm", check_awaited, CLOCK, "without a clock"),
+        ("a2a_gemm", check_pushed, PARTITION, "no CTA barrier"),
+        ("a2a_gemm", check_pushed, COUNT, "not counted"),
+        ("a2a_gemm", check_staging_tile, SHARED_FENCE, "stores what is not fenced"),
+        ("a2a_gemm", check_staging_tile, COMPLETE, "given back while TMA reads"),
+        ("gemm_a2a", check_sent, COMPLETE, "not complete"),
+        ("gemm_a2a", check_sent, FENCE, "not fenced"),
+        ("gemm_a2a", check_sent, WARPS, "no CTA barrier"),
+        ("gemm_a2a", check_counted, COUNT, "not counted"),
         ("ag_gemm last", check_partials, PARTITION, "only one thread's stores"),
         ("ag_gemm last", check_partials, LEFT, "nobody hears"),
         ("gemm_rs last", check_awaited, CLOCK, "without a clock"),
@@ -218,7 +232,8 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "workers"),
-    [(name, [1, 1, 2]) for name in ("gemm_rs", "gemm_ar", "signalled")] + [("ag_gemm", [1, 2, 1])],
+    [(name, [1, 1, 2]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
+    + [("ag_gemm", [1, 2, 1])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):
     """Workers, those that fill up the last group of four warps, and the MMA warps."""

@@ -37,13 +37,15 @@ _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.a2a_gemm",
+    "kernels.a2a_gemm", "kernels.expert_collect",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
     "kernels.hopper_config", "kernels.hopper_gemm", "kernels.signalled_gemm",
-    "kernels.hopper_signalled_gemm",
+    "kernels.hopper_signalled_gemm", "kernels.hopper_routes", "kernels.hopper_rows",
+    "kernels.hopper_expert_roles",
+    "kernels.hopper_a2a_gemm", "kernels.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency", "overlap.signalled",
@@ -73,6 +75,7 @@ class PackageCopy:
         for module in _MODULES:
             setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
         self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
+        self.hopper_experts = importlib.import_module(f"{package}.expert_parallel.hopper")
         self.hopper_kernels = HopperKernels(self)
 
 

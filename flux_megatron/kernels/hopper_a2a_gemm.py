@@ -1,0 +1,214 @@
+"""`a2a_gemm.py` for Hopper, in Gluon: the same routes and signals, at the speed of a library GEMM.
+
+    producer   draws tiles, those of local groups first, and loads their operands: rows of x, or
+               rows that have come, after [Y]
+    MMA warps  hand each finished tile to the store warp and go on with the next
+    store warp stores a tile in y, no further than the end of its group
+    row warps  push rows to other ranks and signal [Y]; then set the rest of y to 0 and copy rows
+               that backward needs (`hopper_rows`)
+
+Pushes wait for nobody and no tile makes them wait, so one resident CTA is enough.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
+from flux_megatron.kernels.expert_routes import (
+    RECV_ROW,
+    RECV_TILES,
+    SEND_ROW,
+)
+from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
+from flux_megatron.kernels.hopper_epilogue import new_staging_tile
+from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
+from flux_megatron.kernels.hopper_expert_roles import (
+    multiply_groups,
+    produce_groups,
+    store_groups,
+)
+from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
+from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
+from flux_megatron.kernels.hopper_rows import TravellingRows, send_rows
+from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_signals import Signals
+from flux_megatron.kernels.hopper_split_k import WorkTiles
+from flux_megatron.kernels.hopper_tile_order import Sizes
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+
+@aggregate
+class RoutedRows:
+    """Operands of the producer warp: x of this rank, rows of others when they have come, and the
+    matrices of all experts, one below the other.
+    """
+
+    x_desc: Descriptor
+    received_desc: Descriptor
+    w_desc: Descriptor
+    routes: Routes
+    sizes: Sizes
+
+    @gluon.jit
+    def deadline(self):
+        return self.routes.signals.deadline()
+
+    @gluon.jit
+    def none_awaited(self):
+        return self.routes.signals.epoch * 0 - 1  # no slot
+
+    @gluon.jit
+    def locate(self, place, grid):
+        return self.routes.locate(place, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
+
+    @gluon.jit
+    def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
+        routes = self.routes
+        step = tile.group // routes.EXPERTS
+        expert = tile.group % routes.EXPERTS
+        w_row, w_col = expert_operand(expert, tile.n, self.sizes, ring.LAYOUT_NN)
+        if step == 0:
+            first = uniform(routes.of_group(SEND_ROW, tile.group))
+            loaded, ticket = ring.load_tile(
+                self.x_desc,
+                self.w_desc,
+                first + tile.row,
+                w_col,
+                work,
+                loaded,
+                scheduler.words,
+                w_row,
+            )
+        else:
+            slot = routes.slot_of((routes.rank + step) % routes.WORLD_SIZE, expert)
+            awaited = routes.await_new(awaited, slot, deadline)  # wait [Y]
+            first = uniform(routes.of_group(RECV_ROW, tile.group))
+            loaded, ticket = ring.load_tile(
+                self.received_desc, self.w_desc, first + tile.row, w_col, work, loaded,
+                scheduler.words, w_row,
+            )  # fmt: skip
+        return loaded, ticket, awaited
+
+
+@aggregate
+class StoredGroups:
+    """Where the store warp puts tiles: in y [capacity, N], a group's behind the one before."""
+
+    y: Pointer
+    y_desc: Descriptor
+    routes: Routes
+    sizes: Sizes
+
+    @gluon.jit
+    def store(self, place, grid, staging, finished):
+        sizes = self.sizes
+        tile = self.routes.locate(place, grid.columns, sizes.GROUP_M, sizes.BLOCK_M)
+        first = self.routes.of_group(RECV_ROW, tile.group).to(gl.int64)
+        mbarrier.wait(staging.full, finished & 1)
+        store_clipped(self.y + first * sizes.N, tile, staging.tile, sizes, self.y_desc)
+        complete_tma_stores()
+        mbarrier.arrive(staging.empty, count=1)
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity"])
+def hopper_a2a_gemm_kernel(
+    x_desc, received_desc, w_desc, y_desc, x, y, kept, routes, pointers, pad, pad_pointers, status,
+    work_words, rank, epoch, timeout_ns: gl.int64, capacity, N, K, CONFIG: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    half: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, CONFIG.NUM_WARPS // 4],
+        instr_shape=[16, BLOCK_N * 4 // CONFIG.NUM_WARPS, 16],
+    )  # fmt: skip
+    HALVES: gl.constexpr = CONFIG.HALVES
+    sizes = Sizes(
+        rank, capacity, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    signals = Signals(pad, status, None, epoch, timeout_ns)
+    routing = Routes(
+        routes, pointers, pad_pointers, signals, rank, CONFIG.WORLD_SIZE, CONFIG.EXPERTS,
+        CONFIG.PER_SIGNAL, CONFIG.BLOCK_G, CONFIG.HEADER,
+    )  # fmt: skip
+    columns = gl.cdiv(N, BLOCK_N)
+    count = gl.load(routing.word(RECV_TILES)) * columns
+    ctas = gl.num_programs(0)
+    tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    exchange = new_exchange(2)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    staging = new_staging_tile(y_desc)
+    operands = RoutedRows(x_desc, received_desc, w_desc, routing, sizes)
+    targets = StoredGroups(y, y_desc, routing, sizes)
+    moved = TravellingRows(
+        x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
+    )
+    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
+    fence_async_shared()  # TMA arrives at some of the barriers
+    gl.warp_specialize(
+        [
+            (
+                multiply_groups,
+                (ring, staging, exchange, tiles, sizes, layout, half, HALVES, CONFIG.NUM_WARPS),
+            ),
+            (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
+            (store_groups, (targets, staging, exchange, tiles)),
+            (send_rows, (moved,)),
+        ],
+        [1, 1, 2],
+        [80, 80, 80],
+    )
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    tile: Tile,
+) -> Launcher:  # fmt: skip
+    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
+    return Launcher(hopper_a2a_gemm_kernel, grid, tile, (N, K), CONFIG=config)
+
+
+def a2a_gemm(
+    x: Tensor, received: Tensor, w: Tensor, kept: Tensor, routes: Tensor, *, pointers: Tensor,
+    pad: Tensor, pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int,
+    world_size: int, epoch: int, timeout_ns: int, layout: str, tile: Tile, comm_rows: int,
+) -> Tensor:  # fmt: skip
+    """As `a2a_gemm.a2a_gemm`, for what `hopper_gemm.refuses_experts` does not refuse.
+
+    `received` [capacity, K] are the rows of this rank's region. The rows that came are copied to
+    `kept`, unless it is empty: [capacity, K] or [0, K].
+    """
+    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    capacity, K = received.shape
+    y = x.new_empty(capacity, N)
+    config = expert_config(
+        world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES, len(kept) > 0
+    )
+    run = _launcher(config, N, K, capacity, x.dtype, x.device, tile)
+    described = hopper_descriptors.described
+    run(
+        (
+            described(x if len(x) else received, tile.block_m, tile.block_k),
+            described(received, tile.block_m, tile.block_k),
+            hopper_descriptors.described_w(w.view(-1, w.shape[2]), layout, tile),
+            described(y, tile.block_m, tile.block_n),
+            x, y, kept if len(kept) else y, routes, pointers, pad, pad_pointers, status,
+            work_words,
+        ),
+        (rank, epoch, timeout_ns, capacity),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,207 @@
+"""`gemm_a2a.py` for Hopper, in Gluon: the same routes and signals, at the speed of a library GEMM.
+
+    producer   draws tiles, those of remote groups first, and loads their operands
+    MMA warps  hand each finished tile to the store warp and go on with the next
+    store warp stores a tile where its rows came from, no further than the end of its group: in y,
+               or in the source rank's region, where the last tile of a signal's groups raises [Z]
+
+Tiles wait for nobody. A kernel behind this one awaits [Z] and copies to y what other ranks have
+made (`expert_collect`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
+from flux_megatron.kernels.expert_collect import expert_collect
+from flux_megatron.kernels.expert_routes import (
+    OWN_RECV_TILES,
+    RECV_COUNT,
+    RECV_REMOTE_ROW,
+    RECV_ROW,
+    RECV_TILE,
+    RECV_TILES,
+)
+from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
+from flux_megatron.kernels.hopper_epilogue import new_staging_tile
+from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
+from flux_megatron.kernels.hopper_expert_roles import (
+    multiply_groups,
+    produce_groups,
+    store_groups,
+)
+from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
+from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
+from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_signals import Signals
+from flux_megatron.kernels.hopper_split_k import WorkTiles
+from flux_megatron.kernels.hopper_tile_order import Sizes
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+
+@aggregate
+class RowsHere:
+    """Operands of the producer warp: rows of x, there from the beginning, and the matrices of all
+    experts. The `own` tiles, first in the routes, come last.
+    """
+
+    x_desc: Descriptor
+    w_desc: Descriptor
+    routes: Routes
+    sizes: Sizes
+    own: Number
+    tiles: Number
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def none_awaited(self):
+        return 0
+
+    @gluon.jit
+    def locate(self, place, grid):
+        tile = place + self.own
+        if tile >= self.tiles:
+            tile -= self.tiles
+        return self.routes.locate(tile, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
+
+    @gluon.jit
+    def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
+        w_row, w_col = expert_operand(
+            tile.group % self.routes.EXPERTS, tile.n, self.sizes, ring.LAYOUT_NN
+        )
+        row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
+        loaded, ticket = ring.load_tile(
+            self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
+        )
+        return loaded, ticket, awaited
+
+
+@aggregate
+class ReturnedRows:
+    """Where the store warp puts tiles: in y, and in the regions of other ranks."""
+
+    y: Pointer
+    received_desc: Descriptor
+    operands: RowsHere
+    sizes: Sizes
+
+    @gluon.jit
+    def store(self, place, grid, staging, finished):
+        sizes = self.sizes
+        routes = self.operands.routes
+        tile = self.operands.locate(place, grid)
+        step = tile.group // routes.EXPERTS
+        owner = (routes.rank + step) % routes.WORLD_SIZE
+        out = self.y
+        if step != 0:
+            out = routes.region(owner, self.received_desc.dtype)
+        first = routes.of_group(RECV_REMOTE_ROW, tile.group).to(gl.int64)
+        mbarrier.wait(staging.full, finished & 1)
+        store_clipped(out + first * sizes.N, tile, staging.tile, sizes, self.received_desc)
+        complete_tma_stores()
+        mbarrier.arrive(staging.empty, count=1)
+        if step != 0:
+            routes.announce(
+                RECV_TILE, RECV_COUNT, tile.group, owner, grid.columns, sizes.BLOCK_M
+            )  # signal [Z]
+
+
+# numbers that change from call to call must not compile a kernel each
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+def hopper_gemm_a2a_kernel(
+    x_desc, w_desc, received_desc, y, routes, pointers, pad, pad_pointers, status, work_words,
+    rank, epoch, timeout_ns: gl.int64, N, K, CONFIG: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    half: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, CONFIG.NUM_WARPS // 4],
+        instr_shape=[16, BLOCK_N * 4 // CONFIG.NUM_WARPS, 16],
+    )  # fmt: skip
+    HALVES: gl.constexpr = CONFIG.HALVES
+    sizes = Sizes(rank, N, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    signals = Signals(pad, status, None, epoch, timeout_ns)
+    routing = Routes(
+        routes, pointers, pad_pointers, signals, rank, CONFIG.WORLD_SIZE, CONFIG.EXPERTS,
+        CONFIG.PER_SIGNAL, CONFIG.BLOCK_G, CONFIG.HEADER,
+    )  # fmt: skip
+    columns = gl.cdiv(N, BLOCK_N)
+    count = gl.load(routing.word(RECV_TILES)) * columns
+    own = gl.load(routing.word(OWN_RECV_TILES)) * columns
+    ctas = gl.num_programs(0)
+    tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    exchange = new_exchange(2)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    staging = new_staging_tile(received_desc)
+    operands = RowsHere(x_desc, w_desc, routing, sizes, own, count)
+    targets = ReturnedRows(y, received_desc, operands, sizes)
+    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
+    fence_async_shared()  # TMA arrives at some of the barriers
+    gl.warp_specialize(
+        [
+            (
+                multiply_groups,
+                (ring, staging, exchange, tiles, sizes, layout, half, HALVES, CONFIG.NUM_WARPS),
+            ),
+            (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
+            (store_groups, (targets, staging, exchange, tiles)),
+        ],
+        [1, 1],
+        [80, 80],
+    )
+
+
+@lru_cache(maxsize=256)
+def _launcher(
+    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
+    tile: Tile,
+) -> Launcher:  # fmt: skip
+    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
+    return Launcher(hopper_gemm_a2a_kernel, grid, tile, (N, K), CONFIG=config)
+
+
+def gemm_a2a(
+    x: Tensor, w: Tensor, received: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor,
+    pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int, world_size: int,
+    epoch: int, timeout_ns: int, tokens: int, layout: str, tile: Tile, comm_rows: int,
+) -> Tensor:  # fmt: skip
+    """As `gemm_a2a.gemm_a2a`, for what `hopper_gemm.refuses_experts` does not refuse. `received`
+    [capacity, N] are the rows of this rank's region.
+    """
+    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    y = x.new_empty(tokens, N)
+    config = expert_config(
+        world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES
+    )
+    run = _launcher(config, N, x.shape[1], x.shape[0], x.dtype, x.device, tile)
+    described = hopper_descriptors.described
+    run(
+        (
+            described(x, tile.block_m, tile.block_k),
+            hopper_descriptors.described_w(w.view(-1, w.shape[2]), layout, tile),
+            described(received, tile.block_m, tile.block_n),
+            y, routes, pointers, pad, pad_pointers, status, work_words,
+        ),
+        (rank, epoch, timeout_ns),
+    )  # fmt: skip
+    expert_collect(
+        received, y, routes, pad=pad, status=status, rank=rank, world_size=world_size, epoch=epoch,
+        timeout_ns=timeout_ns, experts=experts, comm_rows=comm_rows,
+    )  # fmt: skip
+    return y
