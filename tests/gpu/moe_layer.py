@@ -164,8 +164,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "30")
     on_gpu = given.device == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    run = gpu_run.start(given.out, given.commit, given.seconds, dtype)
+    run = gpu_run.start(given.out, given.commit, given.seconds)
     with contextlib.nullcontext() if on_gpu else without_compiler():
         import moe_arms
     moe_arms.start(run)
