@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flux_megatron.embedding.operation import STRATEGIES as OF_BAGS
 from flux_megatron.expert_parallel.call import STRATEGIES as OF_EXPERTS
-from flux_megatron.kernels import launch
+from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.patterns import Pattern
@@ -59,6 +59,7 @@ def lines(world_size: int) -> Iterator[Line]:
             yield _line(str(pattern), name, _can(forward, name), backward)
     kernels = launch.supports_tensors("bfloat16", device) or WORKS
     own = {"fused": kernels, "signalled": kernels, "sequential": WORKS}
+    own["hopper"] = hopper_gemm.refuses_experts(device, torch.bfloat16, SIZE, SIZE, "nt") or WORKS
     for operation, table, reason in (
         ("a2a_gemm", OF_EXPERTS, ON_DEVICE), ("gemm_a2a", OF_EXPERTS, ON_DEVICE),
         ("embedding_a2a", OF_BAGS, NO_GEMM),

@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine_spec_provider
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models import backends
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -86,6 +88,8 @@ class FluxExperts(SequentialMLP):
 
     def _activated(self, hidden: Tensor) -> Tensor:
         if self.config.gated_linear_unit:
+            if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
+                return bias_swiglu_impl(hidden, None)
             gate, linear = hidden.chunk(2, -1)
             return self.config.activation_func(gate) * linear
         return self.config.activation_func(hidden)

@@ -116,7 +116,8 @@ def test_without_sequence_parallelism_rows_are_all_reduced():
         arms[arm] = {piece.name: piece for piece in layer.pieces(one)}
     all_reduce = 2 * collective_us(A100, one.tokens * one.model.hidden * 2, 8)
     assert arms["megatron"]["fc2"].forward_exposed_us == pytest.approx(all_reduce)
-    assert 0 < arms["flux"]["fc2"].forward_exposed_us < 0.7 * all_reduce
+    # `pipelined` exposes the gather, half of it, and the copy of y out of the gathered buffer
+    assert 0 < arms["flux"]["fc2"].forward_exposed_us < 0.8 * all_reduce
     for pieces in arms.values():
         assert pieces["fc2"].backward_exposed_us == 0
         assert pieces["fc1"].forward_exposed_us == 0
