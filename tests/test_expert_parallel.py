@@ -153,7 +153,9 @@ def calls(rank: int, name: str, layouts: Sequence[str], routings: Sequence) -> d
 @pytest.mark.parametrize("name", PLANS)
 def test_exact(name):
     for counted in on_device(calls, 2, name, ("nt", "nn"), ROUTINGS):
-        assert counted == {"sequential" if name == "sequential" else "fused": 2 * len(ROUTINGS)}
+        chosen = {"sequential": {"sequential"}, "fused": {"hopper", "fused"}}.get(name, {"fused"})
+        assert {*counted} <= chosen
+        assert sum(counted.values()) == 2 * len(ROUTINGS)
 
 
 @pytest.mark.parametrize("name", ["sequential", "small tiles"])
@@ -266,7 +268,7 @@ def test_a_strategy_that_is_not_built_falls_back_and_is_reported():
 
 @pytest.mark.parametrize("on_hopper", [True, False])
 def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
-    refused = {"hopper": "K 12 is odd", "fused": None}
+    refused = {"hopper": "K 12 is odd", "fused": None, "signalled": None}
     x, w = torch.ones(6, 4), torch.ones(3, 8, 4)
     with (
         mock.patch.object(call, "_refusal", lambda operation, name, *_: refused[name]),
