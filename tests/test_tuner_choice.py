@@ -327,3 +327,18 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
     assert chosen == "fused", "pipelined was not measured beside others"
     measured = (LAYER, cheap), (replace(beside, M=4096), cheap | {"sequential": 0.01})
     assert modelled(tmp_path / "both", beside, *measured) == "sequential"
+
+
+def test_an_estimate_alone_is_careful(tmp_path):
+    """No bands where kernels reach peers; no kernels where NCCL hides behind wgrad."""
+    plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
+    scatter = replace(LAYER, pattern=Pattern.GEMM_RS)
+    assert [plan.strategy for plan in choice._safe(scatter, plans, "1")] == ["sequential", "hopper"]
+    between_nodes = [PLAIN, plans[2]]
+    assert choice._safe(scatter, between_nodes, "1") == between_nodes
+    backward = replace(LAYER, pattern=Pattern.GEMM_AR, layout="nn")
+    assert choice._safe(backward, plans, "1") == [PLAIN]
+    assert choice._safe(backward, plans, "unset") == plans[:2]
+    assert modelled(tmp_path, backward) == "sequential"
+    done = dict.fromkeys(("sequential", "fused", "pipelined"), 1.0) | {"hopper": 0.5}
+    assert modelled(tmp_path, backward, (replace(backward, M=4096), done)) == "hopper"
