@@ -165,7 +165,8 @@ def test_a_gather_has_bands_of_its_own():
             times = [model.finish_us(choose(model, ends)) for choose in (best, exhaustive)]
             assert times[0] == pytest.approx(times[1])
             assert model.finish_us(plan.group_rows) <= times[1]
-            assert predict_us(asked, plan, facts) == model.finish_us(plan.group_rows)
-    hidden = predict_us(asked, plans[0], facts)
-    assert hidden < predict_us(asked, replace(plans[0], group_rows=()), facts)
-    assert hidden < predict_us(asked, Plan("sequential"), facts)
+            in_turn = predict_us(asked, Plan("sequential"), facts)
+            # collectives find no SM beside a library's GEMM: the model alone promises nothing
+            assert predict_us(asked, plan, facts) == max(in_turn, times[1])
+    model = gather_model(asked, plans[0], facts)
+    assert model.finish_us(plans[0].group_rows) < min(model.finish_us(()), in_turn)
