@@ -73,7 +73,7 @@ class SignalledHost(Host):
 
     def __init__(self, *about: object) -> None:
         super().__init__(*about)
-        self.fused = strategy_of(self.machine.package)
+        self.strategy = strategy_of(self.machine.package)
         tile = self.plan.tile
         self.plan = self.machine.package.problem.Plan(
             "signalled", tile=tile, splits=self.case.bands, comm_sms=4
