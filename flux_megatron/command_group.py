@@ -31,7 +31,9 @@ class CommandGroup(TyperGroup):
         self.command = cmd_name
         return super().get_command(ctx, cmd_name)
 
-    def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(  # type: ignore[override]  # typer gives names
+        self, args: Any = None, *, standalone_mode: bool = True, **options: Any
+    ) -> Any:
         options |= {"args": args, "standalone_mode": False}  # it raises: nothing is printed
         try:
             status = super().main(**options)
