@@ -52,7 +52,7 @@ def doctor(context: typer.Context) -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Option(help="YAML file, such as configs/train/demo.yaml")],
+    config: Annotated[Path, typer.Option(help="YAML file, or demo or h200, which we ship")],
     out: Annotated[Path | None, typer.Option(help="Folder of this run; default out/CONFIG")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
@@ -148,7 +148,7 @@ def run(
 
 @app.command()
 def tune(
-    config: Annotated[Path | None, typer.Option(help="YAML file of a training run")] = None,
+    config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the suite")] = 4,
     M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",
