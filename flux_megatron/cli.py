@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron import command_errors
 from flux_megatron import doctor as plain_doctor
 from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
@@ -66,6 +67,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT")] = False,
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
+    command_errors.require("train", "megatron.core", "numpy", "psutil")
     from flux_megatron.train import config as configs
 
     try:

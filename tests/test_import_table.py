@@ -92,7 +92,9 @@ TABLE = {
         "torch megatron matplotlib numpy pydantic rich",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
-    "generate": room("overlap.report symm.step train", "torch megatron pydantic rich typer"),
+    "generate": room(
+        "command_errors overlap.report symm.step train", "torch megatron pydantic rich typer"
+    ),
 }
 BELOW = frozenset(TABLE)
 TABLE |= {
@@ -121,15 +123,8 @@ AT_IMPORT = {
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE
-        | {
-            "command_group",
-            "doctor",
-            "generate.commands",
-            "launch.commands",
-            "patching",
-            "results.commands",
-        }
-        | {"simulate.commands"},
+        | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
+        | {"patching", "results.commands", "simulate.commands"},
         frozenset({"rich", "typer"}),
     ),
 }

@@ -19,10 +19,10 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 
 
-def build(out: Path, target: str) -> Path:
-    """The `target`, wheel or sdist, of this checkout, by hatchling as it is installed here."""
+def build(out: Path, target: str, source: Path = ROOT) -> Path:
+    """The `target`, wheel or sdist, of a source tree, by hatchling as it is installed here."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (file,) = out.glob("*.whl" if target == "wheel" else "*.tar.gz")
     return file
