@@ -12,10 +12,11 @@ import re
 import subprocess
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from wheel_environment import ROOT, build, environment, requirements
+from wheel_environment import ROOT, build, environment, link, needed, requirements
 
 from flux_megatron import command_errors
 from flux_megatron.cli import app
@@ -25,15 +26,17 @@ pytest.importorskip("hatchling", reason="builds the wheel: pip install -e '.[dev
 EMPTY = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 CALL = """
 import sys
+import time
+begun_s = time.process_time()
 import flux_megatron
+assert time.process_time() - begun_s < 0.3
 assert not {"torch", "triton"} & sys.modules.keys(), "the package itself loads neither"
 import torch
 import torch.distributed as dist
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-x, w = torch.full((2, 4), rank + 1.0), torch.ones(3, 4)
-y = flux_megatron.all_gather_gemm(x, w, dist.group.WORLD)
-assert y.tolist() == [[4.0] * 3] * 2 + [[8.0] * 3] * 2, y
+rank, store = int(sys.argv[1]), f"file://{sys.argv[2]}"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+x, w = torch.full((1, 4), rank + 1.0), torch.ones(3, 4)
+assert flux_megatron.all_gather_gemm(x, w, dist.group.WORLD).tolist() == [[4.0] * 3, [8.0] * 3]
 print(flux_megatron.report())
 dist.destroy_process_group()
 """
@@ -51,16 +54,19 @@ def core(wheel, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launch(wheel, tmp_path_factory):
-    """The same with the extra that most commands need."""
-    return environment(tmp_path_factory.mktemp("launch") / "venv", wheel, "launch")
+def extra(wheel, tmp_path_factory):
+    """What the extra `launch` brings, for PYTHONPATH: it is what most commands need."""
+    folder = tmp_path_factory.mktemp("extra")
+    link(needed(requirements(wheel, "launch")).values(), folder)
+    return str(folder)
 
 
-def ran(folder: Path, *command: object, code: int = 0) -> str:
-    """Stdout, or stderr where the command fails, of a command that sees nothing but its venv."""
+def ran(folder: Path, *command: object, path: str = "", code: int = 0) -> str:
+    """Stdout, or stderr for status 2, of a command that sees its venv and `path` alone."""
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=EMPTY, capture_output=True, text=True, timeout=100
-    )
+        list(map(str, command)), cwd=folder, env=EMPTY | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code == 2 else done.stdout
 
@@ -104,16 +110,9 @@ def test_the_core_alone_has_doctor(core, tmp_path):
 def test_the_core_alone_computes_on_the_cpu(core, tmp_path):
     """Without overlap, as numpy, in which Triton's interpreter is written, is no requirement."""
     command = [core / "python", "-W", "ignore", "-c", CALL]
-    ranks = [
-        subprocess.Popen(
-            [*map(str, command), str(rank), str(tmp_path / "store")], cwd=tmp_path, env=EMPTY,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        shown, said = rank.communicate(timeout=100)
-        assert rank.returncode == 0, said
-        assert "CPU tensors need numpy" in shown
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(ran, tmp_path, *command, r, tmp_path / "store") for r in range(2)]
+    assert all("CPU tensors need numpy" in rank.result() for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +124,20 @@ def test_the_core_alone_computes_on_the_cpu(core, tmp_path):
         ("simulate node/small_h200", "small_h200"),
     ],
 )
-def test_commands_work_outside_a_checkout(launch, tmp_path, words, text):
-    assert text in ran(tmp_path, launch / "flux-megatron", *words.split())
+def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
+    assert text in ran(tmp_path, core / "flux-megatron", *words.split(), path=extra)
 
 
-def test_patterns_works_outside_a_checkout(launch, tmp_path):
-    assert "ag_gemm" in ran(tmp_path, launch / "python", "-m", "flux_megatron", "patterns")
+def test_patterns_works_outside_a_checkout(core, extra, tmp_path):
+    command = [core / "python", "-m", "flux_megatron", "patterns"]
+    assert "ag_gemm" in ran(tmp_path, *command, path=extra)
 
 
-def test_train_names_all_that_it_lacks(launch, tmp_path):
+def test_train_names_all_that_it_lacks(core, extra, tmp_path):
     line = "flux-megatron train: megatron.core, psutil not installed: pip install "
     line += "'flux-megatron[train]'\n"
-    assert ran(tmp_path, launch / "flux-megatron", "train", "--config", "demo", code=2) == line
+    command = [core / "flux-megatron", "train", "--config", "demo"]
+    assert ran(tmp_path, *command, path=extra, code=2) == line
 
 
 def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):

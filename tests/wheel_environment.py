@@ -74,15 +74,14 @@ def link(packages: Iterable[metadata.Distribution], folder: Path) -> None:
                 target.symlink_to(source)
 
 
-def environment(folder: Path, wheel: Path, extra: str = "") -> Path:
-    """A venv with the wheel and one of its extras, or none; its folder of commands."""
+def environment(folder: Path, wheel: Path) -> Path:
+    """A venv with the wheel and what it requires without extras; its folder of commands."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     (site,) = folder.glob("lib/python*/site-packages")
-    link(needed(requirements(wheel, extra)).values(), site)
+    link(needed(requirements(wheel)).values(), site)
     commands = folder / "bin"
     command = [sys.executable, "-m", "pip", "--python", str(commands / "python"), "install"]
     command += ["--no-index", "--no-cache-dir", "--no-compile", "--disable-pip-version-check"]
-    command += [f"flux-megatron[{extra}] @ {wheel.as_uri()}" if extra else str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return commands
