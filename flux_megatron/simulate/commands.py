@@ -47,7 +47,7 @@ def simulate(
     docs/simulator.md has the model and how to read the output.
     """
     from flux_megatron.launch.experiment import parse_override
-    from flux_megatron.perf import step, timeline
+    from flux_megatron.perf import timeline
     from flux_megatron.simulate import dlrm_tables, predictions, study, tables
 
     try:
@@ -72,8 +72,7 @@ def simulate(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         file = out / f"{found.experiment.name.replace('/', '_')}.png"
-        costs = {arm: step.costs(workload) for arm, workload in found.workloads.items()}
-        timeline.draw(costs, file, found.experiment.name)
+        timeline.draw(found.workloads, file, tables.title(found))
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
 
 

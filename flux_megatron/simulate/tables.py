@@ -21,7 +21,7 @@ KINDS = {"tensor": ("tp",), "pipeline": ("pp", "bubble"), "data": ("dp",)}
 
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
-    yield _title(found)
+    yield title(found)
     yield _arms(found)
     if found.alternatives:
         yield "\nOther values of what is assumed, one at a time"
@@ -173,7 +173,8 @@ def _plain_step(step: Step) -> dict[str, Any]:
     return values
 
 
-def _title(found: Predictions) -> str:
+def title(found: Predictions) -> str:
+    """The experiment, its GPUs and how they are split."""
     workload = next(iter(found.workloads.values()))
     parallel = workload.parallel
     return (

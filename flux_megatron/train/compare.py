@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flux_megatron.train import curves as pictures
 from flux_megatron.train import launcher, run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
 
@@ -63,7 +64,9 @@ def conclude(out: Path, stock_arms: tuple[str, ...]) -> int:
     result |= counts
     result["passed"] = result["losses_agree"] and counts["silent"] == 0
     run_folder.write_json(out / "compare.json", result)
-    run_folder.plot_losses(out / "compare.png", curves)
+    title = summary.get("run", "")  # a finished run of before 0.2 has none
+    of = "any step" if len(stock_arms) == 1 else "the mean"
+    pictures.draw_compared(out / "compare.png", curves, result["tolerance"], of, title)
     console = Console()
     console.print(_table(result))
     console.print(f"curves: {out / 'compare.png'}", soft_wrap=True)

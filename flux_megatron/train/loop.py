@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.symm.step import confirm_step
-from flux_megatron.train import checkpoint, run_folder
+from flux_megatron.train import checkpoint, curves, run_folder
 from flux_megatron.train.config import TrainConfig
 from flux_megatron.train.data import microbatches
 from flux_megatron.train.display import StepDisplay, summary_table
@@ -138,6 +138,7 @@ class Loop:
             eligible = per_rank * dist.get_world_size()
         summary = {
             "layers": self.config.layers,
+            "run": _title(self.config, self.device),
             "first_step": first,
             "last_step": self.step,
             "final_loss": rows[-1]["loss"],
@@ -147,8 +148,20 @@ class Loop:
             **counts,
         }
         run_folder.write_json(self.out / "summary.json", summary)
-        run_folder.plot_losses(self.out / "loss.png", {self.config.layers: rows})
+        curves.draw(self.out / "loss.png", rows, f"{self.config.layers} layers: {summary['run']}")
         console.print(summary_table(f"{self.config.layers} layers", summary))
+
+
+def _title(config: TrainConfig, device: torch.device) -> str:
+    """The model and the machine, for a picture."""
+    model, ranks = config.model, dist.get_world_size()
+    machine = f"{ranks} ranks on a CPU, kernels interpreted"
+    if device.type == "cuda":
+        machine = f"{ranks} x {torch.cuda.get_device_name(device)}"
+    return (
+        f"GPT of {model.num_layers} layers, hidden {model.hidden}, TP {config.parallel.tp}, "
+        f"{config.train.dtype}, {machine}"
+    )
 
 
 def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:

@@ -117,19 +117,3 @@ def keep_metrics(out: Path, step: int) -> None:
 def append_metrics(out: Path, row: dict[str, Any]) -> None:
     with (out / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps(row) + "\n")
-
-
-def plot_losses(file: Path, curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Loss over steps, one line per named run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per byte)")
-    styles = ("-", "--", ":", "-.")
-    for index, (name, rows) in enumerate(curves.items()):
-        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        axes.plot(steps, losses, styles[index % len(styles)], label=name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(str(file))
