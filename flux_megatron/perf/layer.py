@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import attention, linear, moe_layer
+from flux_megatron.perf import attention, linear, moe_layer, userbuffers
 from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
 from flux_megatron.perf.hardware import in_training
 from flux_megatron.perf.operator_cost import collective_us
@@ -38,8 +38,8 @@ class Piece:
 
 def pieces(workload: Workload) -> list[Piece]:
     """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
-    fc2; then norms, the layer's two with its two residual adds. Experts stand in place of fc1 and
-    fc2.
+    fc2; then norms, the layer's two with its two residual adds; of arm te what userbuffers add.
+    Experts stand in place of fc1 and fc2.
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
@@ -59,6 +59,7 @@ def pieces(workload: Workload) -> list[Piece]:
         _activation(workload),
         mlp[-1],
         _norms(workload),
+        *_userbuffers(workload),
     ]
 
 
@@ -92,6 +93,14 @@ def _norms(workload: Workload) -> Piece:
     """
     elements = _rows(workload) * workload.model.hidden
     return _passes(workload, "norms", elements, 10, 12, kernels=4)
+
+
+def _userbuffers(workload: Workload) -> list[Piece]:
+    """Half of it in either direction."""
+    if workload.arm != "te" or workload.parallel.tp == 1:
+        return []
+    half_us = userbuffers.added_us(workload) / 2
+    return [Piece(userbuffers.NAME, half_us, half_us)]
 
 
 def _passes(
