@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
+from flux_megatron.symm import objects
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import CallLog
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
@@ -190,8 +191,7 @@ def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
 
 def _why_unavailable(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot have symmetric memory, or None. Collective."""
-    places: list[tuple[str, str]] = [("", "")] * group.size()
-    dist.all_gather_object(places, (device.type, socket.gethostname()), group=group)
+    places = objects.all_gather((device.type, socket.gethostname()), group)
     devices, hosts = ({place[i] for place in places} for i in (0, 1))
     if len(devices) > 1:
         listed = ", ".join(f"rank {r}: {place[0]}" for r, place in enumerate(places))
