@@ -9,22 +9,45 @@ from typing import Annotated, Any
 
 import typer
 
-from flux_megatron.doctor import doctor
+from flux_megatron import doctor as plain_doctor
+from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
 from flux_megatron.results.commands import results
 from flux_megatron.simulate.commands import simulate
+from flux_megatron.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
-for command in (launch, results, simulate, doctor, generate):
+for command in (launch, results, simulate, generate):
     app.command()(command)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it, end")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")] = False,
+) -> None:
     """Tensor-parallel layers for Megatron that hide communication behind GEMMs."""
+
+
+# its own parser reads the arguments: it also runs where typer is not installed
+AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=AS_THEY_ARE)
+def doctor(context: typer.Context) -> None:
+    """Say what this machine has of what a training run needs; fails if none could start."""
+    raise typer.Exit(plain_doctor.main(context.args))
 
 
 @app.command()
@@ -380,4 +403,4 @@ def reliability(
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="flux-megatron")

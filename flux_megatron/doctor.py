@@ -14,17 +14,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+from flux_megatron.command_errors import Parser
 
 OLDEST_TORCH = (2, 9)
-COLOURS = {"ok": typer.colors.GREEN, "note": typer.colors.YELLOW, "missing": typer.colors.RED}
+COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 # apex builds this beside itself; the package `apex` on PyPI is another project
 APEX = "fused_weight_gradient_mlp_cuda"
 
@@ -48,28 +48,33 @@ class Wanted:
     packages: tuple[str, ...] = ()
 
 
-def doctor(
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs that this node must have; 0: it runs on the CPU")
-    ] = None,
-    megatron_lm: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The checkout that is to run")
-    ] = None,
-    need: Annotated[
-        list[str] | None, typer.Option(help="transformer_engine or apex: must be there")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is missing")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
-) -> None:
-    """Say what this machine has of what a training run needs; fails if none could start."""
-    findings = examine(Wanted(gpus, megatron_lm, tuple(need or ())))
-    shown = [f for f in findings if f.status == "missing" or not quiet]
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
+def parser() -> Parser:
+    """Python's own: this command runs where only the core is installed."""
+    parser = Parser(
+        prog="flux-megatron doctor", allow_abbrev=False,
+        description="Say what this machine has of what a training run needs; "
+        "fails if none could start.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--gpus", type=int, help="GPUs that this node must have; 0: it runs on the CPU")
+    add("--megatron-lm", type=Path, metavar="DIR", help="The checkout that is to run")
+    add("--need", action="append", default=[], help="transformer_engine or apex: must be there")
+    add("--quiet", action="store_true", help="Only what is missing")
+    add("--json", action="store_true", help="For programs")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    given = parser().parse_args(arguments)
+    findings = examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need)))
+    shown = [f for f in findings if f.status == "missing" or not given.quiet]
+    if given.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
     else:
         for finding in shown:
-            typer.echo(_line(finding))
-    raise typer.Exit(1 if any(finding.status == "missing" for finding in findings) else 0)
+            print(_line(finding))
+    return 1 if any(finding.status == "missing" for finding in findings) else 0
 
 
 def examine(wanted: Wanted) -> list[Finding]:
@@ -85,7 +90,9 @@ def examine(wanted: Wanted) -> list[Finding]:
 
 
 def _line(finding: Finding) -> str:
-    status = typer.style(f"{finding.status:8}", fg=COLOURS[finding.status])
+    status = f"{finding.status:8}"
+    if sys.stdout.isatty():
+        status = f"\033[{COLOURS[finding.status]}m{status}\033[0m"
     remedy = f"; {finding.remedy}" if finding.remedy else ""
     return f"{status}{finding.subject:22}{finding.text}{remedy}"
 
@@ -316,4 +323,4 @@ PROBES: tuple[Callable[[Wanted], Any], ...] = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    typer.run(doctor)
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from flux_megatron import doctor as module
 from flux_megatron import settings
@@ -22,14 +22,13 @@ from flux_megatron.tuning import choice, environment
 from flux_megatron.tuning.environment import Environment
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
-app = typer.Typer()
-app.command()(module.doctor)
-
 
 def run(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == code, done.output
-    return done.output
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = module.main(arguments)
+    assert status == code, output.getvalue()
+    return output.getvalue()
 
 
 def found(subject: str, wanted: Wanted = Wanted()) -> Finding:  # noqa: B008, it is frozen
@@ -46,8 +45,7 @@ def test_this_machine_can_run_the_tests():
 
 def test_missing_torch_is_said_and_stops_a_run():
     blocked = "; ".join(f"sys.modules[{m!r}] = None" for m in ("torch", "triton", "numpy"))
-    code = f"import sys; {blocked}; import typer; from flux_megatron import doctor; "
-    code += "typer.run(doctor.doctor)"
+    code = f"import sys; {blocked}; from flux_megatron import doctor; sys.exit(doctor.main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "--json"], capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
