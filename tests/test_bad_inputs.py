@@ -212,7 +212,7 @@ def a_new_call_and_a_known_one(rank: int, late: int) -> tuple[str, float]:
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_new_call_beside_a_known_one_is_reported_to_every_rank(late):
     answers = on_device(a_new_call_and_a_known_one, 3, late, environment=FUSED)
-    for rank, (said, seconds) in enumerate(answers):
+    for said, seconds in answers:
         assert "rank 1 asks: ag_gemm M=27 N=15 K=4" in said
         assert "ag_gemm M=18 N=15 K=4" in said, "what the others call"
         assert seconds < 2
