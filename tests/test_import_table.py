@@ -89,7 +89,7 @@ TABLE = {
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
         "config_files errors settings ops nn integration overlap.report symm.step",
-        "torch megatron matplotlib numpy pydantic rich",
+        "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "generate": room("overlap.report symm.step train", "torch megatron pydantic rich typer"),
@@ -128,6 +128,7 @@ AT_IMPORT = {
             "launch.commands",
             "patching",
             "results.commands",
+            "train.commands",
         }
         | {"simulate.commands"},
         frozenset({"rich", "typer"}),

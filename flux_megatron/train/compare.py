@@ -44,12 +44,16 @@ def compare(config: TrainConfig, out: Path, resume: bool) -> int:
             "of two has one order, so stock Megatron shows no spread to measure against. "
             "Use float32 or more ranks."
         )
-    run_folder.refuse_used(out, resume)
+    if not resume:
+        run_folder.refuse_used(out, resume)
+    else:
+        run_folder.refuse_used(out / "flux", resume)  # the first arm
     stock_arms = STOCK_ARMS if low_precision else STOCK_ARMS[:1]
     data = config.data.model_copy(update={"cache": config.data.cache or out / "cache"})
     for arm in ("flux", *stock_arms):
         run = config.model_copy(update={"layers": arm, "data": data})
-        code = launcher.train(run, out / arm, resume)
+        begun = (out / arm / run_folder.CONFIG).is_file()
+        code = launcher.train(run, out / arm, resume and begun)
         if code:
             return code
     return conclude(out, stock_arms)
