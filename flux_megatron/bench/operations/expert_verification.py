@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flux_megatron
 from flux_megatron import reference
 from flux_megatron.bench.table_run import Run
 from flux_megatron.expert_parallel import ops
 from flux_megatron.problem import Plan
+from flux_megatron.symm.step import synchronize
 
 ASK_HOST = ("signalled", "sequential")  # for counts, so their calls cannot be captured
 
@@ -169,7 +169,7 @@ def _verify_on(stream: torch.cuda.Stream | None, run: Run, calls: int, given: Ve
             made, how = replayed, "replayed"
         else:
             made, how = given.step(), "eager"
-        flux_megatron.synchronize()
+        synchronize()
         found = [given.where(name, made[name], right) for name, right in given.expected().items()]
         every: list = [None] * run.group.size()
         dist.all_gather_object(every, [text for text in found if text], group=run.group)
