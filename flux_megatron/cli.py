@@ -215,7 +215,7 @@ def bench_operations(
     nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
-    """Time gemv_all_reduce and embedding_all_to_all beside their unfused baselines."""
+    """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
     from flux_megatron.bench import launch
     from flux_megatron.bench.operations import NAMES
     from flux_megatron.bench.operations.worker import OperationOptions

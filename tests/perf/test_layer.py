@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flux_megatron.perf import layer, userbuffers
+from flux_megatron.perf.all_reduce import all_reduce_us
 from flux_megatron.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
-from flux_megatron.perf.operator_cost import collective_us
 from flux_megatron.perf.rows import cell, load, of_layer
 from flux_megatron.perf.workload import Cluster, Link, Model, Parallel, Training, Workload
 
@@ -115,7 +115,7 @@ def test_without_sequence_parallelism_rows_are_all_reduced():
         one = workload(arm)
         one = replace(one, parallel=replace(one.parallel, sequence_parallel=False))
         arms[arm] = {piece.name: piece for piece in layer.pieces(one)}
-    all_reduce = 2 * collective_us(A100, one.tokens * one.model.hidden * 2, 8)
+    all_reduce = all_reduce_us(A100, one.tokens * one.model.hidden * 2, 8)
     assert arms["megatron"]["fc2"].forward_exposed_us == pytest.approx(all_reduce)
     # `pipelined` exposes the gather, half of it, and the copy of y out of the gathered buffer
     assert 0 < arms["flux"]["fc2"].forward_exposed_us < 0.8 * all_reduce
