@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     """
 
     save_gathered = False
+    unknown_arguments: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = kwargs["config"]
@@ -49,7 +51,8 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
         # megatron-core's constructor refuses fusion without apex, which is not needed here
         super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
         self.config = config
-        self.unknown_arguments = seams.unknown_arguments(ColumnParallelLinear, kwargs)
+        if unknown := seams.unknown_arguments(ColumnParallelLinear, kwargs):
+            self.unknown_arguments = unknown
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         # in every layer, so that pipeline stages without an LM head refuse too, and do not wait
         if config.defer_embedding_wgrad_compute and not stock._grad_accum_fusion_available:
@@ -101,10 +104,13 @@ class FluxRowParallelLinear(RowParallelLinear):
     communication.
     """
 
+    unknown_arguments: Mapping[str, Any] = {}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_config(kwargs["config"])
         super().__init__(*args, **kwargs)
-        self.unknown_arguments = seams.unknown_arguments(RowParallelLinear, kwargs)
+        if unknown := seams.unknown_arguments(RowParallelLinear, kwargs):
+            self.unknown_arguments = unknown
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
@@ -179,7 +185,7 @@ def _for_megatron(options: dict[str, Any]) -> dict[str, Any]:
 
 def _left_to_megatron(layer: Any, input: Tensor, options: dict[str, Any]) -> str | None:
     """Why this call is megatron-core's to compute, or None."""
-    for name, value in (options | layer.unknown_arguments).items():
+    for name, value in {**options, **layer.unknown_arguments}.items():
         if name not in _UNDERSTOOD and value != _OFF.get(name):
             return f"{name}={value} is computed by megatron-core"
     if torch.is_autocast_enabled(input.device.type):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from megatron.core.tokenizers import MegatronTokenizerBase
+try:
+    from megatron.core.tokenizers import MegatronTokenizerBase
+except ModuleNotFoundError:  # megatron-core 0.14
+    from megatron.core.datasets.megatron_tokenizer import (
+        MegatronTokenizer as MegatronTokenizerBase,
+    )
 
 from flux_megatron.train.config import BYTE_VOCAB
 
