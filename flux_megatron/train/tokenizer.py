@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-try:
-    from megatron.core.tokenizers import MegatronTokenizerBase
-except ModuleNotFoundError:  # megatron-core 0.14
-    from megatron.core.datasets.megatron_tokenizer import (
-        MegatronTokenizer as MegatronTokenizerBase,
-    )
+from megatron.core.tokenizers import MegatronTokenizerBase
 
 from flux_megatron.train.config import BYTE_VOCAB
 
