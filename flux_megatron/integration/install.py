@@ -15,7 +15,14 @@ from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
-from flux_megatron.integration import beside, experts, explicit_specs, metrics, requirements
+from flux_megatron.integration import (
+    beside,
+    checkpoint_arguments,
+    experts,
+    explicit_specs,
+    metrics,
+    requirements,
+)
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
@@ -47,6 +54,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     if options is None:
         return
     requirements.check(args, known)
+    checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
     if options.experts and args.moe_token_dispatcher_type != "alltoall":
         given = args.moe_token_dispatcher_type

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flux_megatron import settings
-from flux_megatron.train import checkpoint_files, run_folder, text_files
+from flux_megatron.train import checkpoint_files, megatron_version, run_folder, text_files
 from flux_megatron.train.config import ConfigError, TrainConfig
 from flux_megatron.train.rank_processes import RankFailure, RankProcesses
 
@@ -65,6 +65,7 @@ def wait_bound_s() -> float:
 
 def placement(config: TrainConfig) -> tuple[int, bool]:
     """How many ranks, and whether on GPUs: on all of them if they suffice for `tp`, else on CPU."""
+    megatron_version.check()
     parallel = config.parallel
     gpus = 0 if parallel.device == "cpu" else gpu_count()
     needed = parallel.world_size or parallel.tp
