@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import experts, gpt_block_spec, install
+from flux_megatron.integration import expert_layers, experts, gpt_block_spec, install
 from flux_megatron.integration.flags import add_flux_arguments, options_from
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
@@ -127,7 +127,7 @@ def installed(rank: int) -> None:
     options = options_from(parser.parse_args(["--flux-overlap", "--flux-experts"]))
     install.install(options)
     assert moe_layer.MoEAlltoAllTokenDispatcher is experts.FluxTokenDispatcher
-    assert backends.SequentialMLP is experts.FluxExperts
+    assert backends.SequentialMLP is expert_layers.FluxExperts
 
 
 def test_the_flag_puts_them_in_place():
