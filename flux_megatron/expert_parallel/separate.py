@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.expert_parallel import ops
-from flux_megatron.expert_parallel.wgrad import weight_gradient
+from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights, as_one, stacked
 from flux_megatron.overlap.report import note_copy
 
@@ -50,6 +50,26 @@ def plain_wgrad(
 ) -> Sequence[Tensor]:
     """The gradients themselves, views of one tensor."""
     return weight_gradient(dy, x, received).unbind(0)
+
+
+def add_weight_gradients(into: Sequence[Tensor], dy: Tensor, x: Tensor, received: Tensor) -> None:
+    """Add each expert's gradient to its own of `into` [N, K], where these lie if that can be."""
+    if view := as_one(into):
+        add_weight_gradient(view, dy, x, received)
+        return
+    sizes = f"{len(into)} of {list(into[0].shape)}"
+    note_copy("weight gradients of experts", f"{sizes} do not lie one distance apart")
+    torch._foreach_add_(list(into), list(weight_gradient(dy, x, received)))
+
+
+def in_one_storage(parameters: Sequence[Tensor]) -> None:
+    """Move the parameters' data to one storage, in their order, unless they lie so already."""
+    if as_one(parameters):
+        return
+    storage = parameters[0].data.new_empty(len(parameters), *parameters[0].shape)
+    for parameter, own in zip(parameters, storage, strict=True):
+        own.copy_(parameter.data)
+        parameter.data = own
 
 
 class _Options(NamedTuple):

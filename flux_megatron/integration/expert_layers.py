@@ -127,7 +127,6 @@ if hasattr(stock, "GroupedMLP"):
 
         def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
             experts, hidden_size = self.num_local_experts, self.config.hidden_size
-            expert_parameters.await_gathered([self])
             first = self.weight1.view(experts, hidden_size, -1)
             second = self.weight2.view(experts, -1, hidden_size)
             hidden, _ = ops.a2a_gemm(

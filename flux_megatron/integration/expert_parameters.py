@@ -11,25 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
+from flux_megatron.expert_parallel import separate
 from flux_megatron.integration.main_grad import placeholder_gradient
-from flux_megatron.kernels.expert_weights import as_one
-from flux_megatron.overlap.report import note_copy
 
 
 def place(parameters: Sequence[Any]) -> None:
     """Give the parameters [N, K] of a linear, one an expert, one storage in their order.
 
-    Those that lie one distance apart stay where they are, as do those with a main_grad: a buffer of
-    Megatron's may hold them.
+    Those with a main_grad stay where they are: a buffer of Megatron's may hold them.
     """
-    first = parameters[0]
-    if first.is_meta or hasattr(first, "main_grad") or as_one(parameters):
-        return
-    storage = first.data.new_empty(len(parameters), *first.shape)
-    for parameter, own in zip(parameters, storage, strict=True):
-        own.copy_(parameter.data)
-        parameter.data = own
+    if not (parameters[0].is_meta or hasattr(parameters[0], "main_grad")):
+        separate.in_one_storage(parameters)
 
 
 def await_gathered(linears: Sequence[torch.nn.Module]) -> None:
@@ -47,8 +39,8 @@ def into_main_grads(
 ) -> Sequence[Tensor | None]:
     """Add the weight gradients to the main_grads, as `gradient_accumulation_fusion` asks for.
 
-    Where these lie one distance apart, nothing is copied: DistributedDataParallel's buffer has them
-    in reverse. Gives what autograd gets instead of gradients. `RuntimeError` without main_grads.
+    DistributedDataParallel's buffer has these in reverse. Gives what autograd gets instead of
+    gradients. `RuntimeError` without main_grads.
     """
     main_grads: list[Any] = [getattr(parameter, "main_grad", None) for parameter in parameters]
     if any(main_grad is None for main_grad in main_grads):
@@ -56,12 +48,7 @@ def into_main_grads(
             "gradient_accumulation_fusion: a weight of the experts has no main_grad, one from "
             "Megatron's DistributedDataParallel expected"
         )
-    if into := as_one(main_grads):
-        add_weight_gradient(into, dy, x, received)
-    else:
-        sizes = f"{len(main_grads)} of {list(main_grads[0].shape)}"
-        note_copy("weight gradients of experts", f"{sizes} do not lie one distance apart")
-        torch._foreach_add_(main_grads, list(weight_gradient(dy, x, received)))
+    separate.add_weight_gradients(main_grads, dy, x, received)
     return _placeholders(parameters, x.dtype)
 
 
