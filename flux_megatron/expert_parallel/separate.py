@@ -88,7 +88,7 @@ def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
         f"{len(parameters)} of {list(first.shape)} do not lie one distance apart in one storage: "
         f"{size_bytes / 2**20:.1f} MiB a forward"
     )
-    if size_bytes > SLOW_BYTES_PER_ROW * rows:
+    if size_bytes > SLOW_BYTES_PER_ROW * rows > 0:
         reason += ", which takes longer than experts within the all-to-all gain"
     note_copy("weights of experts", reason)
     return stacked(parameters)

@@ -86,13 +86,17 @@ class _Separate(_Forward):
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         expert_parameters.await_gathered(self._linears())
         first, second = (self._parameters_of(name) for name in LINEARS)
-        # those of Megatron's FSDP take gradients from autograd
-        fused = self.config.gradient_accumulation_fusion and not hasattr(first[0], "__fsdp_param__")
-        wgrad = expert_parameters.into_main_grads if fused else None
+        wgrad = expert_parameters.into_main_grads if self._fuses_wgrad(first + second) else None
         group = self.ep_group
         hidden = separate.a2a_gemm(x, first, counts, group, capacity=capacity, wgrad=wgrad)
         hidden = self._activated(hidden)
         return separate.gemm_a2a(hidden, second, counts, group, tokens=len(x), wgrad=wgrad)
+
+    def _fuses_wgrad(self, parameters: list[Any]) -> bool:
+        """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""
+        return self.config.gradient_accumulation_fusion and all(
+            one.requires_grad and not hasattr(one, "__fsdp_param__") for one in parameters
+        )
 
 
 class FluxExperts(_Separate, stock.SequentialMLP):

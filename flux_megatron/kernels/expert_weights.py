@@ -6,7 +6,6 @@ copies them. An optimizer's buffer has them in reverse, with other parameters be
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -58,14 +57,14 @@ def as_one(tensors: Sequence[Tensor]) -> ExpertWeights | None:
     autograd; None unless they lie one distance of whole rows apart.
     """
     first = tensors[0].detach()
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = [*map(Tensor.data_ptr, tensors)]
     size_bytes, row_bytes = first.nbytes, first.shape[1] * first.itemsize
     distance = addresses[1] - addresses[0] if len(tensors) > 1 else size_bytes
     if abs(distance) < size_bytes or distance % row_bytes:
         return None
-    if any(there - here != distance for here, there in itertools.pairwise(addresses)):
+    if addresses != [addresses[0] + number * distance for number in range(len(tensors))]:
         return None
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if not all(map(Tensor.is_contiguous, tensors)):
         return None
     lowest = tensors[-1].detach() if distance < 0 else first
     size, strides = (len(tensors), *first.shape), (abs(distance) // first.itemsize, *first.stride())
