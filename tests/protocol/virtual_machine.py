@@ -37,7 +37,7 @@ _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.a2a_gemm", "kernels.expert_collect",
+    "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
