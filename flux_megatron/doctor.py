@@ -310,9 +310,8 @@ def _kernels(wanted: Wanted) -> Iterator[Finding]:
 
 def _untested(library: Library, version: str) -> Iterator[Finding]:
     if text := library.untested(version):
-        yield Finding(
-            f"version of {library.distribution}", "note", text, "please report how it runs"
-        )
+        subject = f"version of {library.distribution}"
+        yield Finding(subject, "note", text, "run the tests before a long job")
 
 
 def _version(distribution: str) -> str | None:

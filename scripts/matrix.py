@@ -176,8 +176,8 @@ def table(rows: list[dict]) -> str:
     """The last row of each name, in the order of the matrix."""
     last = {row["name"]: row for row in rows}
     lines = [
-        "| row | Python | torch | Triton | megatron-core | tests | Hopper kernels | portable kernels "
-        "compiled for |",
+        "| row | Python | torch | Triton | megatron-core | fast suite | Hopper kernels | "
+        "portable kernels compile for |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in [row.name for row in MATRIX if row.name in last]:
