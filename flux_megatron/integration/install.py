@@ -38,6 +38,9 @@ from flux_megatron.integration.provider import (
 from flux_megatron.integration.selection import provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
+from flux_megatron.versions.library import warn_of_untested
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
 
 _logged: set[str] = set()
 _output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
@@ -76,6 +79,7 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
     local one. `spec` is the module that `--spec` names.
     """
+    warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)

@@ -27,6 +27,9 @@ from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
+from flux_megatron.versions.library import warn_of_untested
+from flux_megatron.versions.torch import TORCH
+from flux_megatron.versions.triton import TRITON
 
 
 def capturing(device: torch.device) -> bool:
@@ -222,6 +225,7 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
     found = _workspaces.get(group.group_name)
     if found is None or found.group is not group:  # a later group may have the same name
+        warn_of_untested(TORCH, TRITON)
         status = _statuses.setdefault(device, Status(device))
         found = _workspaces[group.group_name] = Workspace(group, device, status)
     return found
