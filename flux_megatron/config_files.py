@@ -43,9 +43,11 @@ def read(file: Path) -> dict[str, Any]:
     `ValueError` for all else, without the file's name.
     """
     try:
-        raw = yaml.load(file.read_text(), _Loader)
+        raw = yaml.load(file.read_text("utf-8"), _Loader)
     except OSError as error:
         raise ValueError(str(error.strerror)) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a text file: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {error}") from None
     if raw is None:
@@ -63,7 +65,7 @@ def parse_override(text: str, example: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} given, key=value expected, such as {example}")
     try:
         return key, yaml.load(value, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a day that no month has
         raise ValueError(f"{key}: not YAML: {value!r}") from None
 
 
