@@ -22,8 +22,8 @@ from flux_megatron.overlap.report import note_copy
 # dy, x, received), both [capacity, ...] and sorted by expert.
 Wgrad = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], "Sequence[Tensor | None]"]
 
-# A copy takes longer than the layer gains: 24 to 25 ns a row without it, and 4.0 TB/s read and
-# written by the copy, in both models of docs/results/h200x2/moe_layer.jsonl (2026-11-23).
+# A copy takes longer than the layer gains in forward: 23 to 24 ns a row without it, and 4.0 to 4.2
+# TB/s read and written by the copy, in the models of docs/results/h200x2/moe_layer.jsonl.
 SLOW_BYTES_PER_ROW = 48 * 1024
 
 
