@@ -26,7 +26,7 @@ E, N, K = 3, 4, 8
 
 def apart(rows: int, reverse: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """E matrices, `rows` rows apart, of one storage that begins with other things; NaN between."""
-    storage = torch.full((2 + E * rows, K), float("nan"), dtype=dtype)
+    storage = torch.full((2 + 2 * E * rows, K), float("nan"), dtype=dtype)
     found = [storage[2 + e * rows :][:N].copy_(torch.full((N, K), e)) for e in range(E)]
     return found[::-1] if reverse else found
 
