@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ E, N, K = 3, 4, 8
 
 def apart(rows: int, reverse: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """E matrices, `rows` rows apart, of one storage that begins with other things; NaN between."""
-    storage = torch.full((2 + E * rows, K), float("nan"), dtype=dtype)
+    storage = torch.full((2 + 2 * E * rows, K), float("nan"), dtype=dtype)
     found = [storage[2 + e * rows :][:N].copy_(torch.full((N, K), e)) for e in range(E)]
     return found[::-1] if reverse else found
 
@@ -147,8 +148,13 @@ def with_parameters(rank: int, scattered: bool) -> list[str]:
     got = (hidden, y, x.grad, *(torch.stack([one.grad for one in some]) for some in (w, v)))
     for one, right in zip(got, expected(given, "nt"), strict=True):
         assert_exact(one, right[rank])
+    with torch.no_grad():
+        kept = mock.Mock(wraps=ops._a2a_gemm)
+        with mock.patch.object(ops, "_a2a_gemm", kept):
+            separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
+        assert kept.call_args.args[7] is False, "rows are kept though nothing is differentiated"
     copies = flux_megatron.report().copies
-    assert set(copies.values()) <= {2}, "both calls are counted"
+    assert [*copies.values()] == ([3, 2] if scattered else []), "all calls are counted"
     return [str(one.message) for one in said if "copied" in str(one.message)]
 
 

@@ -64,14 +64,9 @@ def a2a_gemm(
 
 
 def gemm_a2a(
-    x: Tensor,
-    w: ExpertWeights,
-    counts: Tensor,
-    tokens: int,
-    layout: str,
-    plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, tokens: int, layout: str, plan: Plan,
     space: Workspace,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y [tokens, N], in the order in which the tokens were sent."""
     N = w.matrices.shape[1 if layout == "nt" else 2]
     call, routes, _ = begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)

@@ -51,14 +51,9 @@ def a2a_gemm(
 
 
 def gemm_a2a(
-    x: Tensor,
-    w: ExpertWeights,
-    counts: Tensor,
-    tokens: int,
-    layout: str,
-    plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, tokens: int, layout: str, plan: Plan,
     space: Workspace,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y [tokens, N], in the order in which the tokens were sent."""
     if not launch.has_whole_units(x, w.matrices):
         return fused.gemm_a2a(x, w, counts, tokens, layout, plan, space)

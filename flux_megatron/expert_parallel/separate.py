@@ -22,8 +22,8 @@ from flux_megatron.overlap.report import note_copy
 # dy, x, received), both [capacity, ...] and sorted by expert.
 Wgrad = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], "Sequence[Tensor | None]"]
 
-# A copy takes longer than the layer gains: 24 to 25 ns a row without it, and 4.0 TB/s read and
-# written by the copy, in both models of docs/results/h200x2/moe_layer.jsonl (2026-11-23).
+# A copy takes longer than the layer gains in forward: 23 to 24 ns a row without it, and 4.0 to 4.2
+# TB/s read and written by the copy, in the models of docs/results/h200x2/moe_layer.jsonl.
 SLOW_BYTES_PER_ROW = 48 * 1024
 
 
@@ -32,7 +32,8 @@ def a2a_gemm(
     wgrad: Wgrad | None = None,
 ) -> Tensor:  # fmt: skip
     """y of `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
-    options = _Options(group.group_name, capacity, wgrad or plain_wgrad)
+    keep = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    options = _Options(group.group_name, capacity, wgrad or plain_wgrad, keep)
     return _A2aGemm.apply(x, counts, options, *parameters)
 
 
@@ -76,6 +77,7 @@ class _Options(NamedTuple):
     group: str
     rows: int  # the capacity, or the tokens that come back
     wgrad: Wgrad
+    keep: bool = False  # the rows that come, for dw
 
 
 def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
@@ -98,9 +100,8 @@ class _A2aGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
         w = _whole(parameters, len(x))
-        keep = any(ctx.needs_input_grad[3:])
         y, received, rows = ops._a2a_gemm(
-            x, w.matrices, counts, options.rows, options.group, "nt", "", keep, w.reverse
+            x, w.matrices, counts, options.rows, options.group, "nt", "", options.keep, w.reverse
         )
         ctx.save_for_backward(w.matrices, counts, received, rows)
         ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
@@ -114,7 +115,7 @@ class _A2aGemm(torch.autograd.Function):
         dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
         if ctx.needs_input_grad[0]:
             dx = ops._gemm_a2a(dy, w, counts, ctx.tokens, ctx.options.group, "nn", "", ctx.reverse)
-        if any(ctx.needs_input_grad[3:]):
+        if ctx.options.keep:
             dws = ctx.options.wgrad(ctx.parameters, dy, rows, received)
         return dx, None, None, *dws
 

@@ -41,14 +41,9 @@ def default_plan(x: Tensor, N: int) -> Plan:
 
 
 def gemm_a2a(
-    x: Tensor,
-    w: ExpertWeights,
-    counts: Tensor,
-    tokens: int,
-    layout: str,
-    plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, tokens: int, layout: str, plan: Plan,
     space: Workspace,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y [tokens, N], in the order in which the tokens were sent."""
     every = all_counts(counts, tokens, x.shape[0], space)
     call = _begin(every, w, layout, plan, space)

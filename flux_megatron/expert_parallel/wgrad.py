@@ -23,7 +23,7 @@ def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
     if _by_kernel(a):
         if _library_groups(a, b):
             return functional.grouped_mm(a.t(), b, offs=_ends(received))
-        return expert_wgrad(a, b, _ends(received)).matrices
+        return expert_wgrad(a, b, _ends(received))
     return torch.stack([left.t() @ right for left, right in _rows(a, b, received)])
 
 

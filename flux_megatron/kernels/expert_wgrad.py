@@ -72,17 +72,15 @@ def _launcher(
     return Launcher(expert_wgrad_kernel, (grid,), tile, (M, N), ADD=add)
 
 
-def expert_wgrad(
-    a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None = None
-) -> ExpertWeights:
+def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None = None) -> Tensor:
     """dw [E, M, N], of each expert a^T b over its rows of a [rows, M] and b [rows, N].
 
     `ends` int32 [E], on the device: where each expert's rows end. 0 for one without rows. Sums are
-    fp32, added to `into` where that is given, in its own dtype; else they make a new tensor.
+    fp32, added to `into` where that is given, in its dtype and order; else they make a new tensor.
     """
     M, N = a.shape[1], b.shape[1]
     dw = into or ExpertWeights(a.new_empty(len(ends), M, N))
     found = dw.matrices
     run = _launcher(len(ends), M, N, a.dtype, found.dtype, a.device, into is not None)
     run((a, b, ends, found), (dw.first, dw.pitch))
-    return dw
+    return found

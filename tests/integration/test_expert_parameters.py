@@ -23,13 +23,13 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe import experts as megatron_experts
 from ranks import run_ranks
-from test_experts import CASES, STEPS, VOCAB, build, ours, stock
+from test_experts import CASES, VOCAB, build, ours, stock
 
 import flux_megatron
 from flux_megatron.integration import expert_layers, expert_parameters
 from flux_megatron.kernels.expert_weights import as_one
 
-SEQUENCE, MICROBATCHES = 8, 2
+SEQUENCE, STEPS, MICROBATCHES = 8, 2, 2
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FUSION = {"gradient_accumulation_fusion": True}
@@ -94,8 +94,8 @@ def trained(model: Any, ddp_options: dict) -> tuple[list[float], dict[str, torch
     return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tuple[list[str], ...]:
-    """Where weights and gradients lie; losses and parameters are stock's."""
+def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tuple[Any, ...]:
+    """What ran, and where weights and gradients lie; losses and parameters are stock's."""
     sbs.start(1, expert_model_parallel_size=2)
     with experts_of(kind, False):
         right, right_parameters = trained(build(SEQUENCE, **CASES[case]), ddp)
@@ -116,24 +116,27 @@ def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tupl
         )
     report = flux_megatron.report()
     assert not report.copies, report
-    assert report.overlapped == report.total > 0
     places = built, lies(model, lambda one: one.data), lies(model, lambda one: one.main_grad)
     sbs.stop()
-    return places
+    return {strategy for _, strategy in report.calls}, *places
 
 
 @pytest.mark.parametrize(
-    ("kind", "case", "ddp", "more", "world_size"),
+    ("kind", "case", "ddp", "more", "world_size", "strategy"),
     [
-        ("sequential", "two a token", {}, FUSION, 2),
-        ("sequential", "swiglu, empty experts", ZERO, FUSION, 2),
-        ("sequential", "two a token", OVERLAP, FUSION, 4),
-        ("grouped", "swiglu, empty experts", {}, {}, 2),
-        ("grouped", "two a token", ZERO, FUSION, 2),
+        ("sequential", "two a token", {}, FUSION, 2, "sequential"),
+        ("sequential", "swiglu, empty experts", ZERO, FUSION, 2, "fused"),
+        ("sequential", "two a token", OVERLAP, FUSION, 4, "sequential"),
+        ("grouped", "swiglu, empty experts", {}, {}, 2, "sequential"),
+        ("grouped", "two a token", ZERO, FUSION, 2, "sequential"),
     ],
 )
-def test_training_copies_nothing(kind, case, ddp, more, world_size):
-    for built, weights, gradients in run_ranks(beside_stock, world_size, kind, case, ddp, more):
+def test_training_copies_nothing(kind, case, ddp, more, world_size, strategy):
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for calls, built, weights, gradients in run_ranks(
+        beside_stock, world_size, kind, case, ddp, more, environment=environment
+    ):
+        assert calls == {strategy}
         # two layers of two linears
         assert built == ["in order"] * 4
         assert weights == (["reverse"] * 4 if ddp else built)
