@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux_megatron.perf import attention, linear, moe_layer
-from flux_megatron.perf.all_reduce import all_reduce_us
 from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
 from flux_megatron.perf.hardware import in_training
 from flux_megatron.perf.operator_cost import collective_us
@@ -126,8 +125,8 @@ def embedding(workload: Workload) -> Piece:
     """
     rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
     table = padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
-    one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
-    exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
+    one = _collective_us(workload, rows)
+    exchange = (one, one) if workload.parallel.sequence_parallel else (2 * one, 0.0)
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
     forward, backward = (
         _memory_us(workload, 2 * rows),
@@ -150,7 +149,7 @@ def head(workload: Workload) -> Piece:
     logits = workload.tokens * vocab // workload.parallel.tp
     loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
     # maximum, target's logit and sum of every token are all-reduced
-    reduced = 3 * _all_reduce_us(workload, 4 * workload.tokens)
+    reduced = 3 * 2 * _collective_us(workload, 4 * workload.tokens)
     return Piece(
         "head",
         logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
@@ -164,12 +163,6 @@ def _collective_us(workload: Workload, size_bytes: int) -> float:
     """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
     tp = workload.parallel.tp
     return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
-
-
-def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
-    """An all-reduce over the tensor-parallel ranks; nothing on one."""
-    tp = workload.parallel.tp
-    return all_reduce_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:
