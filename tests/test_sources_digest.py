@@ -71,7 +71,9 @@ def test_every_strategy_runs_its_kernels_and_no_strategy_what_counts_or_chooses(
     assert "symm/channel.py" in runs("sequential")
     everything = runs("hopper") | runs("fused") | runs("pipelined") | runs("sequential")
     assert not {Path(name).stem for name in everything} & environment.NOT_RUN
-    assert "kernels/expert_routes.py" in runs("fused", "expert_parallel") - everything
+    experts = runs("fused", "expert_parallel")
+    assert {"kernels/gemm_a2a.py", "expert_parallel/fused.py"} <= experts
+    assert "expert_parallel/fused.py" not in everything
 
 
 ALONE = """
