@@ -136,6 +136,39 @@ def tune(
     tuning.tune(problems, again, out, name)
 
 
+@app.command("tune-experts")
+def tune_experts(
+    hidden: Annotated[int, typer.Option(help="Width of a token")],
+    ffn: Annotated[int, typer.Option(help="Width of an expert")],
+    experts: Annotated[int, typer.Option(help="Of all ranks")],
+    topk: Annotated[int, typer.Option(help="Experts of a token")],
+    tokens: Annotated[int, typer.Option(help="Of a micro-batch, on each rank")],
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks")] = 2,
+    gated: Annotated[bool, typer.Option("--gated", help="The first GEMM is twice as wide")] = False,
+    dtype: Annotated[str, typer.Option(help="Data type")] = "bfloat16",
+    connections: Annotated[
+        int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
+    ] = 1,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
+) -> None:
+    """Measure which strategy is the fastest for a model's experts, and keep it for later runs."""
+    from flux_megatron.bench import tune as tuning
+    from flux_megatron.bench import tune_experts as of_experts
+    from flux_megatron.train import launcher
+
+    device = "cuda" if launcher.gpu_count() >= ep else "cpu"
+    try:
+        problems = of_experts.problems(
+            hidden, ffn, experts, topk, tokens, ep, dtype, device, gated
+        )  # fmt: skip
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if "RANK" not in os.environ:
+        raise typer.Exit(tuning.start_ranks(ep, device == "cuda", connections, sys.argv[1:]))
+    of_experts.run(problems, again)
+
+
 bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
 

@@ -53,9 +53,9 @@ def batch_of(lines: list[str], tables: slice, samples: slice, rows: int) -> tupl
 class DLRM(nn.Module):
     """Whole MLPs on every rank, each table on one. Gives the logits of this rank's samples."""
 
-    def __init__(self, rows: int, D: int, strategy: str) -> None:
+    def __init__(self, rows: int, D: int, strategy: str, sparse: bool) -> None:
         super().__init__()
-        self.bags = ShardedEmbeddingBag(TABLES, rows, D, strategy=strategy)
+        self.bags = ShardedEmbeddingBag(TABLES, rows, D, strategy=strategy, sparse=sparse)
         self.bottom = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, D))
         width = D + TABLES * (TABLES + 1) // 2
         self.top = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -69,10 +69,12 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, pairs], 1)).squeeze(1)
 
 
-def train(lines, strategy, device, *, steps=20, batch=64, rows=1000, D=16, lr=0.1) -> list[float]:
+def train(
+    lines, strategy, device, *, steps=20, batch=64, rows=1000, D=16, lr=0.1, sparse=False
+) -> list[float]:
     """The loss of every step. All ranks read the same lines and begin with the same numbers."""
     torch.manual_seed(0)
-    model = DLRM(rows, D, strategy).to(device)
+    model = DLRM(rows, D, strategy, sparse).to(device)
     shared = [*model.bottom.parameters(), *model.top.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr)
     each, stream, losses = batch // dist.get_world_size(), cycle(lines), []
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--data", type=open, help="a file in Criteo's format; else generated")
     for name, value in (("steps", 20), ("batch", 64), ("rows", 1000), ("D", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--sparse", action="store_true", help="sparse gradients of the tables")
     options = vars(parser.parse_args())
     data, count = options.pop("data"), options["steps"] * options["batch"]
     lines = [*islice(data, count)] if data else generated(count)

@@ -121,6 +121,36 @@ def test_exact(world_size, strategy):
         assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
 
 
+def sparse(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+    for case in cases:
+        weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(0)[rank])
+        weight.requires_grad_()
+        given = {"tables": case.tables, "mode": case.mode, "strategy": strategy}
+        y = operate(weight, indices, offsets, dist.group.WORLD, **given, sparse=True)
+        y.backward(dy)
+        expected_y, expected_dw = case.expected(case.operands(0), rank)
+        assert_exact(y.detach(), expected_y, f"{case}")
+        dw = weight.grad
+        assert (dw.layout, dw._nnz()) == (torch.sparse_coo, len(indices))
+        wide = torch.sparse_coo_tensor(dw._indices(), dw._values().float(), dw.shape)
+        assert_exact(wide.to_dense().to(weight.dtype), expected_dw, f"{case} gradient")
+        torch.optim.SGD([weight], 1.0).step()
+        if case.dtype == torch.float32:
+            assert_exact(weight.detach().cpu(), case.operands(0)[rank][0] - expected_dw, "a step")
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["fused", "sequential"])
+def test_sparse_gradients_are_exact(world_size, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == world_size]
+    for counted in on_device(sparse, world_size, cases, strategy):
+        backward = {("embedding_a2a", "sequential"): len(cases)}
+        both = {("embedding_a2a", "sequential"): 2 * len(cases)}
+        forward = {("embedding_a2a", "fused"): len(cases)}
+        assert counted == (both if strategy == "sequential" else forward | backward)
+
+
 def in_pieces(rank: int) -> None:
     """Slices of two samples and chunks of four entries, which nobody asks for by the operator."""
     case = Case((2, 3), samples=7, longest=16, hot=True, rows=5)

@@ -253,16 +253,17 @@ def test_wrong_arguments_are_refused():
     on_device(all_wrong, 2)
 
 
-def other_capacity(rank: int) -> str:
+def other_capacity(rank: int, plan: Plan | None) -> str:
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(errors.ProblemMismatch) as caught:
-        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank)
+        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank, plan=plan)
     return str(caught.value)
 
 
-def test_disagreement_of_ranks_is_reported():
-    for reported in on_device(other_capacity, 2):
+@pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
+def test_disagreement_of_ranks_is_reported(plan):
+    for reported in on_device(other_capacity, 2, plan):
         assert "capacity 16" in reported
         assert "capacity 17" in reported
 

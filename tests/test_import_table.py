@@ -76,7 +76,7 @@ TABLE = {
         "torch",
     ),
     # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
-    "expert_parallel": room("errors problem settings symm kernels overlap versions", "torch"),
+    "expert_parallel": room("errors problem settings symm kernels overlap tuning versions", "torch"),
     "ops": room("errors problem overlap dispatch", "torch"),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),

@@ -58,11 +58,11 @@ def test_an_edit_makes_stale_what_runs_it(package, file, text, stale):
 
 
 def test_every_strategy_runs_its_kernels_and_no_strategy_what_counts_or_chooses():
-    files = environment._files(PACKAGE)
+    files = environment._files(PACKAGE, "expert_parallel")
     codes = {file: environment._code(file.read_text()) for file in files}
 
-    def runs(strategy: str) -> set[str]:
-        found = environment._imported(PACKAGE, codes, strategy)
+    def runs(strategy: str, room: str = "overlap") -> set[str]:
+        found = environment._imported(PACKAGE, codes, PACKAGE / room / f"{strategy}.py")
         return {str(file.relative_to(PACKAGE)) for file in found}
 
     assert "kernels/hopper_ag_gemm.py" in runs("hopper")
@@ -71,6 +71,9 @@ def test_every_strategy_runs_its_kernels_and_no_strategy_what_counts_or_chooses(
     assert "symm/channel.py" in runs("sequential")
     everything = runs("hopper") | runs("fused") | runs("pipelined") | runs("sequential")
     assert not {Path(name).stem for name in everything} & environment.NOT_RUN
+    experts = runs("fused", "expert_parallel")
+    assert {"kernels/gemm_a2a.py", "expert_parallel/fused.py"} <= experts
+    assert "expert_parallel/fused.py" not in everything
 
 
 ALONE = """

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from flux_megatron import settings
 from flux_megatron.bench import suites
+from flux_megatron.expert_parallel.plans import ExpertEntry
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf import hardware
@@ -105,7 +106,7 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
     Rank 0 shows tables, writes the user's cache and, if given, a file in the folder `out`, called
     after `name`. `again` measures what is known too.
     """
-    device = _join(problems[0].device)
+    device = join(problems[0].device)
     group = dist.group.WORLD
     assert group is not None, "joined above"
     try:
@@ -119,7 +120,8 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
         dist.destroy_process_group()
 
 
-def _join(device_type: str) -> torch.device:
+def join(device_type: str) -> torch.device:
+    """Become a rank of torchrun's job; the device of this rank."""
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -152,7 +154,7 @@ def _tune_all(
             if not known:
                 choice.keep(entry, folder, device)
             entries.append(entry)
-            console.print(_table(entry, known))
+            console.print(table(entry, known))
     return entries
 
 
@@ -198,7 +200,7 @@ def _display(total: int) -> Iterator[tuple[Console, Advance]]:
         yield progress.console, advance
 
 
-def _table(entry: Entry, known: bool) -> Table:
+def table(entry: Entry | ExpertEntry, known: bool) -> Table:
     """The plans of a problem from the fastest to those that failed; the winner in bold."""
     note = "known" if known else f"{entry.rounds} rounds"
     title = f"{entry.problem} ({note}, noise {entry.noise_us:.1f} us)"

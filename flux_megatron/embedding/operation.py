@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.embedding import fused_bags, sequential_bags
+from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
@@ -30,7 +30,7 @@ STRATEGIES: dict[str, ModuleType] = {"fused": fused_bags, "sequential": sequenti
 def embedding_all_to_all(
     weight: Tensor, indices: Tensor, offsets: Tensor, group: ProcessGroup, *,
     tables: Sequence[int] | None = None, mode: str = "sum", strategy: str = "auto",
-    validate: bool = True,
+    validate: bool = True, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     """Embedding + All-to-All (SC'24, arXiv 2305.06942): bags are pooled where their tables are, and
     sent to the ranks of their samples as soon as a slice of them is pooled.
@@ -47,7 +47,9 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     | result | [B / R, T, D]: the rank's samples of all tables, those of rank 0 first |
 
     `tables` has each rank's T_local; None: the same on all. Differentiable in weight: its gradient
-    is dense and, like the result, the same bits every time. `strategy` is "fused", "sequential" or
+    is dense and, like the result, the same bits every time. With `sparse` it is a sparse COO tensor
+    with a value for each entry, not coalesced, as of `torch.nn.EmbeddingBag(sparse=True)`; it
+    travels by one all-to-all, whatever the strategy. `strategy` is "fused", "sequential" or
     "auto": fused where it can run and there are other ranks.
 
     With `validate` the ranks compare what they were given before any of them starts: each raises
@@ -58,14 +60,14 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     if tables is None:
         tables = [weight.shape[0]] * group.size()
     return _embedding_all_to_all(
-        weight, indices, offsets, list(tables), group.group_name, mode, strategy, validate
+        weight, indices, offsets, list(tables), group.group_name, mode, strategy, validate, sparse
     )
 
 
 @torch.library.custom_op("flux_megatron::embedding_all_to_all", mutates_args=())
 def _embedding_all_to_all(
     weight: Tensor, indices: Tensor, offsets: Tensor, tables: Sequence[int], group: str, mode: str,
-    strategy: str, validate: bool,
+    strategy: str, validate: bool, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     space = workspace(group_named(group), weight.device)
     space.check()  # before a question that a rank which has failed would not answer
@@ -86,7 +88,7 @@ def _embedding_all_to_all(
 
 
 @_embedding_all_to_all.register_fake
-def _(weight, indices, offsets, tables, group, mode, strategy, validate):
+def _(weight, indices, offsets, tables, group, mode, strategy, validate, sparse=False):
     batch = (offsets.shape[0] - 1) // weight.shape[0]
     return weight.new_empty(batch // len(tables), sum(tables), weight.shape[2])
 
@@ -113,17 +115,39 @@ def _(dy, indices, offsets, rows, tables, group, mode, strategy):
     return dy.new_empty(local, rows, dy.shape[2])
 
 
+@torch.library.custom_op("flux_megatron::embedding_all_to_all_entries", mutates_args=())
+def _entry_gradients(
+    dy: Tensor, indices: Tensor, offsets: Tensor, tables: Sequence[int], group: str, mode: str
+) -> Tensor:
+    space = workspace(group_named(group), dy.device)
+    space.check()
+    samples = dy.shape[0] * len(tables)
+    bags = Bags(tuple(tables), space.group.rank(), 0, dy.shape[2], samples, mode, dy.dtype)
+    _begin(bags, "sequential", space, "sparse backward")
+    with space.guard():
+        return sparse_gradient.values(dy, indices, offsets, bags, space)
+
+
+@_entry_gradients.register_fake
+def _(dy, indices, offsets, tables, group, mode):
+    return dy.new_empty(indices.shape[0], dy.shape[2])
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, indices, offsets, *ctx.options, _ = inputs
-    ctx.rows = weight.shape[1]
+    weight, indices, offsets, *ctx.options, _, ctx.sparse = inputs
+    ctx.local, ctx.rows, _ = weight.shape
     ctx.save_for_backward(indices, offsets)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[0] and ctx.sparse:
+        (indices, offsets), (tables, group, mode, _) = ctx.saved_tensors, ctx.options
+        values = _entry_gradients(dy, indices, offsets, tables, group, mode)
+        dw = sparse_gradient.as_tensor(values, indices, offsets, ctx.local, ctx.rows)
+    elif ctx.needs_input_grad[0]:
         dw = _backward(dy, *ctx.saved_tensors, ctx.rows, *ctx.options)
-    return dw, *(None,) * 7
+    return dw, *(None,) * 8
 
 
 _embedding_all_to_all.register_autograd(_gradients, setup_context=_keep)

@@ -41,10 +41,7 @@ def forward(
 
 def backward(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Workspace) -> Tensor:
     """dy [B / R, T, D]  ->  dw [T_local, rows, D]."""
-    outgoing = [dy[:, bags.columns(rank)].contiguous() for rank in range(bags.world_size)]
-    gradients = dy.new_empty(bags.batch, bags.local, bags.D)
-    with phase("all-to-all"):
-        _exchange([*gradients.chunk(bags.world_size)], outgoing, space)
+    gradients = exchanged(dy, bags, space)
     with phase("gradient of rows"):
         lengths = offsets.diff()
         numbers = torch.arange(lengths.numel(), device=offsets.device)
@@ -55,6 +52,15 @@ def backward(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Wo
             bags.local * bags.rows, False, MODES.index(bags.mode), None,
         )  # fmt: skip
     return dw.view(bags.local, bags.rows, bags.D)
+
+
+def exchanged(dy: Tensor, bags: Bags, space: Workspace) -> Tensor:
+    """dy [B / R, T, D]  ->  the gradients of this rank's bags, [B, T_local, D]."""
+    outgoing = [dy[:, bags.columns(rank)].contiguous() for rank in range(bags.world_size)]
+    gradients = dy.new_empty(bags.batch, bags.local, bags.D)
+    with phase("all-to-all"):
+        _exchange([*gradients.chunk(bags.world_size)], outgoing, space)
+    return gradients
 
 
 def _exchange(incoming: list[Tensor], outgoing: list[Tensor], space: Workspace) -> None:

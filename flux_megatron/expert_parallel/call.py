@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.expert_parallel import fused, hopper, sequential, signalled
+from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
 from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
@@ -83,12 +83,28 @@ def decide(
     key = (operation, w.shape, w.dtype, capacity, layout, plan, wanted)
     words = f"{operation} {_sizes(w)} {layout} capacity {capacity}"
     if key not in space.decisions:
+        if plan is None and wanted.strategy == "auto" and space.world_size > 1:
+            plan = _kept(operation, x, w, capacity, layout, space)
         decision = _choose(operation, x, w, layout, plan, space)
         space.agreement.confirm(f"{words} with {decision.plan.dumps()}")
         space.decisions[key] = decision
     space.note(words)
     found: Decision = space.decisions[key]
     return found
+
+
+def _kept(
+    operation: str, x: Tensor, w: Tensor, capacity: int, layout: str, space: Workspace
+) -> Plan | None:
+    """The measured plan of the group's leader, where all that it needs is here."""
+    N, K = w.shape[1:] if layout == "nt" else (w.shape[2], w.shape[1])
+    dtype = str(x.dtype).removeprefix("torch.")
+    problem = plans.ExpertProblem(
+        operation, capacity, len(w), N, K, dtype, space.world_size, layout, x.device.type
+    )
+    plan = plans.agreed(problem, space)
+    known = plan is not None and _refusal(operation, plan.strategy, x, N, layout, space) is None
+    return plan if known else None
 
 
 def _choose(

@@ -18,13 +18,14 @@ class ShardedEmbeddingBag(Module):
     """`num_tables` tables of [rows, D], each on one rank; the first ranks have one more if need be.
 
     A call takes the bags of this rank's tables, for the samples of all ranks, and gives this rank's
-    samples of all tables: [B / R, num_tables, D]. `embedding_all_to_all` says more.
+    samples of all tables: [B / R, num_tables, D]. With `sparse` the weight's gradient is a sparse
+    tensor, for `torch.optim.SGD` and `SparseAdam`. `embedding_all_to_all` says more.
     """
 
     def __init__(
         self, num_tables: int, rows: int, D: int, *, mode: str = "sum", strategy: str = "auto",
-        validate: bool = True, group: ProcessGroup | None = None, device: Any = None,
-        dtype: torch.dtype | None = None,
+        validate: bool = True, sparse: bool = False, group: ProcessGroup | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         group = joined(group, type(self).__name__)
@@ -37,7 +38,7 @@ class ShardedEmbeddingBag(Module):
         self.tables = tuple(each + (r < more) for r in range(world_size))
         first = sum(self.tables[:rank])
         self.own_tables = slice(first, first + self.tables[rank])
-        self.mode, self.strategy, self.validate = mode, strategy, validate
+        self.mode, self.strategy, self.validate, self.sparse = mode, strategy, validate, sparse
         self.weight = Parameter(torch.empty(self.tables[rank], rows, D, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -56,7 +57,7 @@ class ShardedEmbeddingBag(Module):
         """indices [nnz], offsets [T_local * B + 1]  ->  [B / R, num_tables, D]."""
         return embedding_all_to_all(
             self.weight, indices, offsets, ops.group_named(self.group_name), tables=self.tables,
-            mode=self.mode, strategy=self.strategy, validate=self.validate,
+            mode=self.mode, strategy=self.strategy, validate=self.validate, sparse=self.sparse,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -17,7 +17,8 @@ import torch
 PACKAGE = Path(__file__).parents[1]
 # The rooms whose files run in a call, and what in them does not: the table, the counts and the
 # interpreter, which GPUs do without.
-ROOMS = ("kernels", "overlap", "symm")
+OVERLAP = "overlap"  # the room of the strategies, but of those of experts
+ROOMS = ("kernels", OVERLAP, "symm")
 NOT_RUN = {
     "interpreter", "interpreter_operators", "interpreter_types", "norm", "registry", "report",
 }  # fmt: skip
@@ -42,9 +43,9 @@ class Environment:
 
 
 @cache
-def of(device: torch.device, strategy: str | None = None) -> Environment:
-    """The environment of this process and `device`; `sources` are those of one strategy, or of all
-    if none is named.
+def of(device: torch.device, strategy: str | None = None, room: str = OVERLAP) -> Environment:
+    """The environment of this process and `device`; `sources` are those of one strategy of a room,
+    or of all if none is named.
     """
     import triton
 
@@ -57,7 +58,7 @@ def of(device: torch.device, strategy: str | None = None) -> Environment:
         torch=torch.__version__,
         triton=triton.__version__,
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or "unset",
-        sources=sources_digest(PACKAGE, strategy),
+        sources=sources_digest(PACKAGE, strategy, room),
     )
 
 
@@ -83,20 +84,22 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     return found.group() if found else "unknown"
 
 
-def sources_digest(package: Path, strategy: str | None = None) -> str:
+def sources_digest(package: Path, strategy: str | None = None, room: str = OVERLAP) -> str:
     """A digest of the code that calls of a strategy run, or of all strategies; comments, docstrings
     and layout aside. Every Python from 3.10 on gives the same.
     """
-    codes = {file: _code(file.read_text()) for file in _files(package)}
-    files = sorted(codes if strategy is None else _imported(package, codes, strategy))
+    codes = {file: _code(file.read_text()) for file in _files(package, room)}
+    own = package / room / f"{strategy}.py"
+    files = sorted(codes if strategy is None else _imported(package, codes, own))
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(package)} {codes[file].text}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _files(package: Path) -> list[Path]:
-    found = (file for room in ROOMS for file in (package / room).glob("*.py"))
+def _files(package: Path, room: str) -> list[Path]:
+    rooms = dict.fromkeys([*ROOMS, room])
+    found = (file for one in rooms for file in (package / one).glob("*.py"))
     return [file for file in found if file.stem not in NOT_RUN]
 
 
@@ -138,10 +141,10 @@ def _text(node: object) -> str:
     return ascii(node)
 
 
-def _imported(package: Path, codes: Mapping[Path, _Code], strategy: str) -> set[Path]:
-    """The files among `codes` that the strategy's own file imports, directly or not, and itself."""
+def _imported(package: Path, codes: Mapping[Path, _Code], own: Path) -> set[Path]:
+    """The files among `codes` that a strategy's own file imports, directly or not, and itself."""
     found: set[Path] = set()
-    left = {package / "overlap" / f"{strategy}.py"} & codes.keys()
+    left = {own} & codes.keys()
     while left:
         file = left.pop()
         found.add(file)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from flux_megatron.problem import Problem
 from flux_megatron.tuning.environment import PACKAGE, Environment
@@ -138,7 +139,13 @@ def read_file(file: Path) -> tuple[list[Entry], list[str]]:
     return entries, [*left_out, *notes]
 
 
-def write_file(file: Path, entries: Iterable[Entry]) -> None:
+class Dumped(Protocol):
+    """An entry, of whatever kind."""
+
+    def dumps(self) -> str: ...
+
+
+def write_file(file: Path, entries: Iterable[Dumped]) -> None:
     """Replace `file` by the entries, one a line; readers see the old file or the new one."""
     lines = ",\n".join(entry.dumps() for entry in entries)
     file.parent.mkdir(parents=True, exist_ok=True)

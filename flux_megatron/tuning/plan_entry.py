@@ -78,7 +78,7 @@ def read_entry(raw: Any, written_in: int) -> tuple[Entry, list[str]]:
         raw = migrate(raw)
     notes: list[str] = []
     raw = _readable_plans(raw, notes)
-    entry: Entry = _decode(Entry, raw, "entry", notes)
+    entry: Entry = decode(Entry, raw, "entry", notes)
     return entry, [*dict.fromkeys(notes)]
 
 
@@ -88,7 +88,7 @@ def _to_format_2(raw: dict[str, Any]) -> dict[str, Any]:
     """
     where = raw.get("environment")
     if not isinstance(where, dict) or "sources" not in where:
-        return raw  # `_decode` says so
+        return raw  # `decode` says so
     return {**raw, "environment": {**where, "sources": f"format 1: {where['sources']}"}}
 
 
@@ -112,14 +112,14 @@ def _readable_plans(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     the fastest of the others takes its place.
     """
     if not all(isinstance(raw.get(name), list) for name in ("measured", "failed")):
-        return raw  # `_decode` says so
+        return raw  # `decode` says so
     problem = raw.get("problem")
     pattern = str(problem.get("pattern")) if isinstance(problem, dict) else ""
     raw = dict(raw)
     for name in ("measured", "failed"):
         raw[name] = [one for one in raw[name] if _readable(one, pattern, notes)]
     if not _readable(raw, pattern, notes):
-        others = _decode(tuple[Measured, ...], raw["measured"], "entry.measured", [])
+        others = decode(tuple[Measured, ...], raw["measured"], "entry.measured", [])
         if not others:
             raise ValueError("entry: no plan that this version can run")
         raw["plan"] = dataclasses.asdict(min(others, key=lambda one: one.median_us).plan)
@@ -130,19 +130,19 @@ def _readable(one: Any, pattern: str, notes: list[str]) -> bool:
     """Whether this version has the strategy of its plan, and all that the plan asks for."""
     plan = one.get("plan") if isinstance(one, dict) else None
     if not isinstance(plan, dict):
-        return True  # `_decode` says what it is
+        return True  # `decode` says what it is
     strategies = next((t for p, t in registry.STRATEGIES.items() if p == pattern), {})
     name = plan.get("strategy")
     if strategies and isinstance(name, str) and name not in strategies:
         notes.append(f"plans of strategy {name!r} are left out: this version has {[*strategies]}")
         return False
     try:
-        _decode(Plan, plan, "plan", [])
+        decode(Plan, plan, "plan", [])
     except _MoreAsked as more:
         notes.append(f"plans with {more}, are left out")
         return False
     except ValueError:
-        pass  # `_decode` says it for the entry
+        pass  # `decode` says it for the entry
     return True
 
 
@@ -150,10 +150,10 @@ class _MoreAsked(ValueError):
     """A field that this version does not know has another value than its default."""
 
 
-def _decode(kind: Any, raw: Any, where: str, notes: list[str]) -> Any:
+def decode(kind: Any, raw: Any, where: str, notes: list[str]) -> Any:
     """`raw` as the type `kind`, each field of its type; `ValueError` says what is not."""
     if get_origin(kind) is tuple and isinstance(raw, (list, tuple)):
-        return tuple(_decode(get_args(kind)[0], item, f"{where}[]", notes) for item in raw)
+        return tuple(decode(get_args(kind)[0], item, f"{where}[]", notes) for item in raw)
     if dataclasses.is_dataclass(kind) and isinstance(raw, dict):
         return _decode_fields(kind, raw, where, notes)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -179,5 +179,5 @@ def _decode_fields(kind: Any, raw: dict[str, Any], where: str, notes: list[str])
         notes.append(f"field {where}.{name} is ignored: this version does not know it")
     known = hints.keys() & raw.keys()
     return kind(
-        **{name: _decode(hints[name], raw[name], f"{where}.{name}", notes) for name in known}
+        **{name: decode(hints[name], raw[name], f"{where}.{name}", notes) for name in known}
     )

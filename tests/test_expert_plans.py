@@ -1,0 +1,184 @@
+"""Measured plans of experts: what is measured, what counts as a hit, and that calls take it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import DEVICE, on_device
+from test_expert_parallel import calls, even
+from typer.testing import CliRunner
+
+import flux_megatron
+from flux_megatron.bench import tune_experts
+from flux_megatron.cli import app
+from flux_megatron.expert_parallel import fused, plans, tune
+from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
+from flux_megatron.problem import Plan
+from flux_megatron.tuning import environment, tuner
+from flux_megatron.tuning.plan_entry import Measured
+
+CPU = torch.device("cpu")
+PLAIN = Plan("sequential")
+PROBLEM = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, device="cpu")
+
+
+def entry_of(problem: ExpertProblem, plan: Plan, device: torch.device = CPU) -> ExpertEntry:
+    measured = (Measured(plan, 1.0),)
+    where = plans.here(device, plan)
+    return ExpertEntry(problem, where, plan, measured, (), 0.0, 12, "today")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
+    flux_megatron.settings.reload()
+    plans._read.cache_clear()
+    yield tmp_path
+    plans._read.cache_clear()
+    monkeypatch.undo()
+    flux_megatron.settings.reload()
+
+
+def test_exactly_this_problem_and_environment_hit(cache):
+    entry = entry_of(PROBLEM, Plan("signalled", splits=2))
+    file = plans.keep(entry, CPU)
+    plans._read.cache_clear()
+    assert plans.kept(PROBLEM, CPU) == entry
+    others = {
+        "operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17,
+        "dtype": "bfloat16", "world_size": 4, "layout": "nn", "device": "cuda",
+    }  # fmt: skip
+    assert {*others} == {*PROBLEM.__dataclass_fields__}
+    for name, value in others.items():
+        assert plans.kept(replace(PROBLEM, **{name: value}), CPU) is None, name
+    for name in environment.Environment.__dataclass_fields__:
+        raw = json.loads(file.read_text())
+        raw["entries"][0]["environment"][name] = "another"
+        file.write_text(json.dumps(raw))
+        plans._read.cache_clear()
+        assert plans.kept(PROBLEM, CPU) is None, name
+        plans.keep(entry, CPU)
+
+
+def test_the_sources_are_those_of_its_strategy():
+    digests = {name: plans.here(CPU, Plan(name)).sources for name in ("fused", "signalled")}
+    assert digests["fused"] != digests["signalled"]
+    assert digests["fused"] != environment.of(CPU, "fused").sources
+
+
+def test_what_is_measured_again_takes_the_place_and_what_cannot_be_read_is_a_miss(cache):
+    first = plans.keep(entry_of(PROBLEM, PLAIN), CPU)
+    assert plans.keep(entry_of(PROBLEM, Plan("fused")), CPU) == first
+    plans._read.cache_clear()
+    found = plans.kept(PROBLEM, CPU)
+    assert found is not None
+    assert found.plan.strategy == "fused"
+    first.write_text(first.read_text().replace('"noise_us"', '"silence_us"'))
+    plans._read.cache_clear()
+    with pytest.warns(UserWarning, match=r"left out: .*noise_us"):
+        assert plans.kept(PROBLEM, CPU) is None
+
+
+def chosen(rank: int, folder: Path, entries: list[ExpertEntry]) -> dict:
+    """What calls run that name no strategy; only rank 0 has entries."""
+    for entry in entries if rank == 0 else ():
+        plans.keep(entry, CPU)
+    calls(rank, "fused", ("nt",), (even,))  # no plan
+    return flux_megatron.report().calls
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="entries are of interpreted kernels")
+def test_calls_take_what_the_leader_has_kept(tmp_path):
+    problems = tune_problems()
+    entries = [entry_of(one, Plan("signalled", tile=fused_tile(), splits=2)) for one in problems]
+    entries[1] = entry_of(problems[1], PLAIN)
+    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
+    for counted in on_device(chosen, 2, tmp_path, entries, environment=environment):
+        assert counted == {
+            ("a2a_gemm", "signalled"): 2, ("gemm_a2a", "sequential"): 1,
+            ("gemm_a2a", "signalled"): 1,
+        }  # fmt: skip
+    environment["FLUX_MEGATRON_STRATEGY"] = "fused"  # named by the user
+    for counted in on_device(chosen, 2, tmp_path, entries, environment=environment):
+        assert counted == {("a2a_gemm", "fused"): 2, ("gemm_a2a", "fused"): 2}
+
+
+def tune_problems() -> list[ExpertProblem]:
+    """Of `calls` with `even` counts: 5 rows for each of 3 experts of 2 ranks, no spare ones."""
+    first = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, "nt", "cpu")
+    second = replace(first, operation="gemm_a2a", N=16, K=8)
+    return [
+        first, second, replace(second, layout="nn"), replace(first, layout="nn"),
+    ]  # fmt: skip
+
+
+def fused_tile():
+    return fused.default_plan(torch.empty(1, 16), 8).tile
+
+
+def measured(rank: int, problem: ExpertProblem, wrong: bool) -> tuple[ExpertEntry, list]:
+    made = fused.gemm_a2a_kernels.gemm_a2a
+
+    def spoiled(*given, **more):
+        return made(*given, **more) + (wrong and rank == 1)
+
+    with mock.patch.object(fused.gemm_a2a_kernels, "gemm_a2a", spoiled):
+        trial = tune.Trial(problem, dist.group.WORLD, CPU)
+        entry = tune.measure(problem, dist.group.WORLD, CPU, rounds=4)
+    assert entry is not None
+    return entry, trial._counts.tolist()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_all_strategies_are_measured_and_a_wrong_one_is_not(wrong):
+    problem = replace(PROBLEM, operation="gemm_a2a", capacity=29, layout="nn")
+    found = on_device(measured, 2, problem, wrong)
+    (entry, counts), (other, theirs) = found
+    assert entry == other
+    tried = {one.plan.strategy for one in entry.measured}
+    assert tried == {"sequential", "signalled"} | ({"fused"} if not wrong else set())
+    assert len(entry.measured) == (4 if wrong else 5)  # three numbers of bands
+    assert [one.plan.strategy for one in entry.failed] == ["fused"] * wrong
+    assert all("rank 1: ArithmeticError: y differs" in one.reason for one in entry.failed)
+    assert entry.plan in [one.plan for one in entry.measured]
+    came = torch.tensor([counts, theirs]).sum((0, 2))
+    assert came.tolist() == [14, 14], "half of the capacity at each rank"
+
+
+def test_the_slower_one_does_not_win(monkeypatch):
+    monkeypatch.setattr(tuner, "CHANCE", 0.0)
+    times = {PLAIN.dumps(): [9.0] * 4, tuner.AGAIN: [9.1] * 4, Plan("fused").dumps(): [9.5] * 4}
+    assert tuner.settle(times, PLAIN)[0] == PLAIN
+
+
+def test_the_problems_of_a_layer():
+    found = tune_experts.problems(4096, 14336, 8, 2, 8192, 2, "bfloat16", "cuda", gated=True)
+    assert {one.capacity for one in found} == {8192 * 2 * 2}
+    assert [(p.operation, p.layout, p.N, p.K) for p in found] == [
+        ("a2a_gemm", "nt", 28672, 4096), ("gemm_a2a", "nt", 4096, 14336),
+        ("gemm_a2a", "nn", 4096, 28672), ("a2a_gemm", "nn", 14336, 4096),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--experts", "5"], "5 experts over 2 ranks given"),
+        (["--topk", "9"], "topk 9 of 4 experts given"),
+        (["--ep", "1"], "4 experts over 1 ranks given"),
+    ],
+)
+def test_wrong_options_end_before_any_rank_is_started(options, message):
+    given = {"--hidden": "8", "--ffn": "8", "--experts": "4", "--topk": "2", "--tokens": "8"}
+    given |= dict([options])
+    words = [word for pair in given.items() for word in pair]
+    result = CliRunner().invoke(app, ["tune-experts", *words])
+    assert result.exit_code == 2
+    assert message in result.output
