@@ -39,8 +39,10 @@ def read(file: Path) -> dict[str, Any]:
         raw = yaml.load(file.read_text(), _Loader)
     except OSError as error:
         raise ValueError(str(error.strerror)) from None
+    except UnicodeDecodeError:
+        raise ValueError("not text, YAML expected") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from None
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):

@@ -11,6 +11,7 @@ PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
+CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
 ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 

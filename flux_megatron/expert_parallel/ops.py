@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.problem import Plan
+from flux_megatron.symm.groups import name_of
 
 
 def a2a_gemm(
@@ -39,7 +40,7 @@ def a2a_gemm(
     `SignalTimeout` as for `all_gather_gemm`. Differentiable in x and w.
     """
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, received, _ = _a2a_gemm(x, w, counts, capacity, group.group_name, layout, _words(plan), keep)
+    y, received, _ = _a2a_gemm(x, w, counts, capacity, name_of(group), layout, _words(plan), keep)
     return y, received
 
 
@@ -61,7 +62,7 @@ def gemm_a2a(
 
     Errors as for `a2a_gemm`. Differentiable in x and w.
     """
-    return _gemm_a2a(x, w, counts, tokens, group.group_name, layout, _words(plan))
+    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan))
 
 
 @torch.library.custom_op("flux_megatron::a2a_gemm", mutates_args=())

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+GPUS_MAX = 1 << 20  # of a sweep
+
+
 def simulate(
     name: Annotated[
         str,
@@ -46,6 +49,7 @@ def simulate(
 
     docs/simulator.md has the model and how to read the output.
     """
+    from flux_megatron import option_values
     from flux_megatron.launch.experiment import parse_override
     from flux_megatron.perf import step, timeline
     from flux_megatron.simulate import dlrm_tables, predictions, study, tables
@@ -53,6 +57,12 @@ def simulate(
     try:
         overrides = dict(map(parse_override, set_ or []))
         gpus, alternatives = _sweeps(sweep or [])
+        option_values.number("--nic-gbps", nic_gbps, unit="Gb/s")
+        option_values.number("--nic-latency-us", nic_latency_us, zero=True, unit="microseconds")
+        if json_ is not None:
+            option_values.file("--json", json_)
+        if out is not None and not study.is_study(name):
+            option_values.folder("--out", out)
         if study.is_study(name):
             if arm or gpus or nic_gbps is not None or nic_latency_us is not None or out:
                 raise ValueError(f"{name}: --set, --sweep assumed and --json expected with a study")
@@ -95,9 +105,12 @@ def _sweeps(texts: list[str]) -> tuple[list[int], bool]:
         bounds = re.fullmatch(r"gpus=(\d+)(?:\.\.(\d+))?", text)
         if text == "assumed":
             alternatives = True
-        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]):
+        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]) <= GPUS_MAX:
             first, last = int(bounds[1]), int(bounds[2] or bounds[1])
             gpus += [first << n for n in range((last // first).bit_length())]
         else:
-            raise ValueError(f"--sweep {text}: gpus=8..16384 or assumed expected")
+            raise ValueError(
+                f"--sweep {text} given, assumed or gpus=FIRST..LAST expected, such as "
+                f"gpus=8..16384; at most {GPUS_MAX}"
+            )
     return gpus, alternatives
