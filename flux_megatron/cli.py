@@ -9,23 +9,46 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron import doctor as plain_doctor
 from flux_megatron import option_values
-from flux_megatron.doctor import doctor
+from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
 from flux_megatron.results.commands import results
 from flux_megatron.simulate.commands import simulate
+from flux_megatron.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
-for command in (launch, results, simulate, doctor, generate):
+for command in (launch, results, simulate, generate):
     app.command()(command)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it, end")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")] = False,
+) -> None:
     """Tensor-parallel layers for Megatron that hide communication behind GEMMs."""
+
+
+# its own parser reads the arguments: it also runs where typer is not installed
+AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=AS_THEY_ARE)
+def doctor(context: typer.Context) -> None:
+    """Say what this machine has of what a training run needs; fails if none could start."""
+    raise typer.Exit(plain_doctor.main(context.args))
 
 
 @app.command()
@@ -119,19 +142,15 @@ def run(
         return
     from flux_megatron.bench import machine
 
-    try:
-        machine.check_device(device)
-        bootstrap.check(str(script))
-        ranks = machine.ranks(
-            device,
-            nproc_per_node,
-            "--device cpu before the script",
-            option="--nproc-per-node",
-            on_gpus=None,
-        )
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    machine.check_device(device)
+    bootstrap.check(str(script))
+    ranks = machine.ranks(
+        device,
+        nproc_per_node,
+        "--device cpu before the script",
+        option="--nproc-per-node",
+        on_gpus=None,
+    )
     typer.echo(f"starting torchrun with {ranks} ranks of {script}", err=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     torchrun += ["-m", "flux_megatron.launch", *command]
@@ -179,15 +198,11 @@ def tune(
     request = tune_request.Request(
         config, suite, tp, M, dtype, scale, sequence_parallel, beside, device
     )
-    try:
-        problems, name = request.problems()
-        if out is not None:
-            option_values.folder("--out", out)
-        if "RANK" not in os.environ:
-            raise typer.Exit(tune_request.start(problems, connections, sys.argv[1:]))
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    problems, name = request.problems()
+    if out is not None:
+        option_values.folder("--out", out)
+    if "RANK" not in os.environ:
+        raise typer.Exit(tune_request.start(problems, connections, sys.argv[1:]))
     from flux_megatron.bench import tune as tuning
 
     tuning.tune(problems, again, out, name)
@@ -243,19 +258,15 @@ def bench(
     from flux_megatron.bench import launch
     from flux_megatron.bench import options as bench_options
 
-    try:
-        option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
-        options = bench_options.parsed(
-            suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
-            candidates=candidates, out=str(out), time_limit_s=time_limit, nvls=nvls,
-            commit=commit, beside=beside, graphs=graphs,
-        )  # fmt: skip
-        option_values.file("--out", out)
-        kept = f"{out} has the rows of what is done; --suite, --pattern and --M choose the rest"
-        code = launch.start(options, kept)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
+    options = bench_options.parsed(
+        suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
+        candidates=candidates, out=str(out), time_limit_s=time_limit, nvls=nvls,
+        commit=commit, beside=beside, graphs=graphs,
+    )  # fmt: skip
+    option_values.file("--out", out)
+    kept = f"{out} has the rows of what is done; --suite, --pattern and --M choose the rest"
+    code = launch.start(options, kept)
     raise typer.Exit(code)
 
 
@@ -278,25 +289,21 @@ def bench_operations(
     from flux_megatron.bench.operations import NAMES
     from flux_megatron.bench.operations.worker import OperationOptions
 
-    try:
-        option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
-        options = OperationOptions(
-            names=tuple(names or NAMES),
-            out=str(out),
-            only=only,
-            rounds=rounds,
-            tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
-            device=device,
-            time_limit_s=time_limit,
-            nvls=nvls,
-            commit=commit,
-        )
-        option_values.file("--out", out)
-        kept = f"{out} has the rows of what is done; --only chooses the rest"
-        code = launch.start(options, kept, "flux_megatron.bench.operations.worker")
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
+    options = OperationOptions(
+        names=tuple(names or NAMES),
+        out=str(out),
+        only=only,
+        rounds=rounds,
+        tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
+        device=device,
+        time_limit_s=time_limit,
+        nvls=nvls,
+        commit=commit,
+    )
+    option_values.file("--out", out)
+    kept = f"{out} has the rows of what is done; --only chooses the rest"
+    code = launch.start(options, kept, "flux_megatron.bench.operations.worker")
     raise typer.Exit(code)
 
 
@@ -312,11 +319,7 @@ def bench_check(
     from flux_megatron.bench import check, records
     from flux_megatron.bench.operations import check as operations_check
 
-    try:
-        of_layers, of_tables = records.load_all(rows)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    of_layers, of_tables = records.load_all(rows)
     verdicts: list[check.Verdict | operations_check.Verdict] = []
     if of_layers or not of_tables:
         verdicts += check.check(of_layers, tp)
@@ -346,23 +349,19 @@ def trace(
     from flux_megatron.bench import launch, machine
     from flux_megatron.bench.trace.options import TraceOptions, sizes
 
-    try:
-        options = TraceOptions(
-            out=str(out),
-            layer=layer,
-            **sizes(layer, device, M, N, K),
-            tp=machine.ranks(device, tp, "--device cpu"),
-            strategy=strategy,
-            device=device,
-            waits=waits,
-            nvls=nvls,
-        )
-        option_values.folder("--out", out)
-        kept = f"nothing is in {out}: the same command starts again"
-        code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    options = TraceOptions(
+        out=str(out),
+        layer=layer,
+        **sizes(layer, device, M, N, K),
+        tp=machine.ranks(device, tp, "--device cpu"),
+        strategy=strategy,
+        device=device,
+        waits=waits,
+        nvls=nvls,
+    )
+    option_values.folder("--out", out)
+    kept = f"nothing is in {out}: the same command starts again"
+    code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
     raise typer.Exit(code)
 
 
@@ -373,7 +372,8 @@ def patterns(
     """Show which strategies can run which patterns on this machine, forward and backward."""
     from rich.console import Console
 
-    typer.echo("asking every strategy; torch and Triton take seconds to load", err=True)
+    if sys.stderr.isatty():
+        typer.echo("asking every strategy; torch and Triton take seconds to load", err=True)
     from flux_megatron.bench import patterns as page
 
     Console().print(page.table(tp))
@@ -387,13 +387,9 @@ def plot(
     """Draw rows, and write the page OUT.md with the plots and the tables."""
     from flux_megatron.bench import records
 
-    try:
-        loaded = records.load_layers(rows)
-        option_values.folder("--out", out)
-        option_values.file("--out", out.with_suffix(".md"))
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    loaded = records.load_layers(rows)
+    option_values.folder("--out", out)
+    option_values.file("--out", out.with_suffix(".md"))
     typer.echo(f"drawing {len(loaded)} rows", err=True)
     from flux_megatron.bench import page, plots
 
@@ -410,15 +406,11 @@ def reliability(
     """Write the page of faults, of calls beside held SMs, and of racing orders."""
     from flux_megatron.bench import reliability as page
 
-    try:
-        text = page.text(out, rows)
-        option_values.file("--out", out)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    text = page.text(out, rows)
+    option_values.file("--out", out)
     out.write_text(text)
     typer.echo(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="flux-megatron")

@@ -4,7 +4,26 @@ from __future__ import annotations
 
 
 class FluxError(Exception):
-    """Base of every error this package raises on purpose, `ValueError`s for bad arguments aside."""
+    """Base of every error this package raises on purpose, `ValueError`s for bad arguments aside.
+
+    A command ends with the message as its only line, and with `exit_status`: 2 for what it was
+    given, 1 for a run that failed.
+    """
+
+    exit_status = 2
+
+
+class BadInput(FluxError, ValueError):
+    """A command cannot work with what it was given.
+
+    The message is one line: the file or option, the value given, what is expected, the remedy.
+    """
+
+
+class RunFailed(FluxError):
+    """A run has begun and failed."""
+
+    exit_status = 1
 
 
 class ProblemMismatch(FluxError, ValueError):
@@ -20,25 +39,25 @@ class CapacityExceeded(FluxError, ValueError):
     """
 
 
-class SignalTimeout(FluxError, TimeoutError):
+class SignalTimeout(RunFailed, TimeoutError):
     """A signal of another rank did not arrive in time. Look at that rank; then restart all."""
 
 
-class GroupBroken(FluxError):
+class GroupBroken(RunFailed):
     """A rank failed in the middle of a call, so its group's buffers are undefined. The message has
     the first error of all ranks: fix that; then restart all.
     """
 
 
-class RankLost(FluxError):
+class RankLost(RunFailed):
     """A collective of the run ended without a rank, which the message names. Look at that rank;
     then restart all.
     """
 
 
-class FallbackRefused(FluxError):
+class FallbackRefused(RunFailed):
     """Strict mode: a call would have run without overlap. Fix the reason or leave strict mode."""
 
 
-class WorkspaceError(FluxError):
+class WorkspaceError(RunFailed):
     """Symmetric memory could not be allocated, or calls used it out of order."""

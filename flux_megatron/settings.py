@@ -33,7 +33,6 @@ STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled"
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"
-LM = "FLUX_MEGATRON_LM"  # the checkout of `flux-megatron launch`
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
 
@@ -98,13 +97,15 @@ def read(environment: Mapping[str, str]) -> Settings:
 
 
 def unknown(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that look like ours and are none, each with what to say of it."""
-    known = [LM, *(f"{PREFIX}{field.name.upper()}" for field in fields(Settings))]
+    """The variables that look like ours and are none, each with what to say of it. LM is the
+    checkout of `flux-megatron launch`.
+    """
+    known = ["LM", *(field.name.upper() for field in fields(Settings))]
     found = {}
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"{near[0]} expected?" if near else f"known: {', '.join(known)}"
+        if name.startswith(PREFIX) and (end := name.removeprefix(PREFIX)) not in known:
+            near = difflib.get_close_matches(end, known, n=1)
+            meant = f"{PREFIX}{near[0]} expected?" if near else f"known ends: {', '.join(known)}"
             found[name] = f"{name} is no variable of flux_megatron, it is ignored; {meant}"
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from flux_megatron import doctor as module
 from flux_megatron import settings
@@ -22,14 +22,13 @@ from flux_megatron.tuning import choice, environment
 from flux_megatron.tuning.environment import Environment
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
-app = typer.Typer()
-app.command()(module.doctor)
-
 
 def run(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == code, done.output
-    return done.output
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = module.main(arguments)
+    assert status == code, output.getvalue()
+    return output.getvalue()
 
 
 def found(subject: str, wanted: Wanted = Wanted()) -> Finding:  # noqa: B008, it is frozen
@@ -46,8 +45,7 @@ def test_this_machine_can_run_the_tests():
 
 def test_missing_torch_is_said_and_stops_a_run():
     blocked = "; ".join(f"sys.modules[{m!r}] = None" for m in ("torch", "triton", "numpy"))
-    code = f"import sys; {blocked}; import typer; from flux_megatron import doctor; "
-    code += "typer.run(doctor.doctor)"
+    code = f"import sys; {blocked}; from flux_megatron import doctor; sys.exit(doctor.main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "--json"], capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
@@ -130,6 +128,38 @@ def test_checkout_is_looked_at_in_its_place(tmp_path):
     info.write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
     finding = found("Megatron-LM", Wanted(checkout=tmp_path))
     assert (finding.status, finding.text) == ("ok", f"0.18.2 in {tmp_path}")
+
+
+SOURCES = {
+    "pretrain_gpt.py": "import json\nfrom megatron.training import (\n    pretrain,\n)",
+    "megatron/training/__init__.py": "from .training import pretrain",
+    "megatron/training/training.py": "from megatron.training.tokenizer import build",
+    "megatron/training/tokenizer/__init__.py": "from ..tokenizer import bert\n"
+    "try:\n    import one_that_is_tried\nexcept ImportError:\n    pass",
+    "megatron/training/tokenizer/bert.py": "import absent_six\ndef f():\n    import one_in_use",
+    "megatron/training/not_imported.py": "import one_of_another_script",
+}
+
+
+def test_a_package_that_the_checkout_imports_stops_a_run(tmp_path):
+    for name, text in SOURCES.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    names = {finding.subject for finding in examine(Wanted(checkout=tmp_path))}
+    assert not {name for name in names if name.startswith("one_")}
+    finding = found("absent_six", Wanted(checkout=tmp_path))
+    assert finding.status == "missing"
+    assert "not installed, megatron/training/tokenizer/bert.py of" in finding.text
+    assert finding.remedy == "pip install absent_six"
+
+
+def test_variables_that_mean_nothing(monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGIE", "fused")
+    assert found("variable").status == "note"
+    monkeypatch.delenv("FLUX_MEGATRON_STRATEGIE")
+    monkeypatch.setenv("FLUX_MEGATRON_TUNE", "eager")
+    assert found("variable").status == "missing"
 
 
 def test_what_an_arm_is_built_of_must_be_there(monkeypatch):

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from flux_megatron import settings
 from flux_megatron.bench import rank_processes
+from flux_megatron.errors import BadInput
 
 WORKER = "flux_megatron.bench.worker"
 
@@ -58,9 +59,12 @@ def run(arguments: list[str], tp: int, environment: dict[str, str], interrupted:
 
 def inherited() -> dict[str, str]:
     """This process's variables. One that looks like ours and is none is named and left out; of a
-    bad value there is a `ValueError` here, not on every rank.
+    bad value there is a `BadInput` here, not on every rank.
     """
-    settings.read(os.environ)
+    try:
+        settings.read(os.environ)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
     unknown = settings.unknown(os.environ)
     for line in unknown.values():
         print(line, file=sys.stderr)

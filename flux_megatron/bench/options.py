@@ -9,6 +9,7 @@ from typing import Any
 from flux_megatron import option_values, settings
 from flux_megatron.bench import machine, suites, targets
 from flux_megatron.bench.suites import Case
+from flux_megatron.errors import BadInput
 
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
@@ -38,13 +39,13 @@ def parsed(
     *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
     scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
 ) -> Options:  # fmt: skip
-    """The options of the command line, None for what was not given there. `ValueError` for what
+    """The options of the command line, None for what was not given there. `BadInput` for what
     this machine cannot measure.
     """
     machine.check_device(device)
     given = {"suite": suite, "pattern": pattern, "M": M, "rounds": rounds, "scale": scale}
     chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
-    asked = {
+    asked: dict[str, Any] = {
         "suites": option_values.names("--suite", chosen["suite"], suites.SUITES),
         "patterns": option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
         "Ms": option_values.numbers("--M", chosen["M"]),
@@ -97,10 +98,10 @@ class Options:
         ]
 
     def check(self) -> None:
-        """`ValueError` for what cannot be measured, before any rank is started."""
+        """`BadInput` for what cannot be measured, before any rank is started."""
         cases = self.cases()
         if not cases:
-            raise ValueError(f"no case of {self.suites} has a pattern of {self.patterns}")
+            raise BadInput(f"no case of {self.suites} has a pattern of {self.patterns}")
         if self.device == "cpu":
             sizes = ((case.M, case.N_local, case.K_local) for case in cases)
             machine.check_interpreted(sizes, f"--scale {suites.CPU_SCALE} and a smaller --M fit")

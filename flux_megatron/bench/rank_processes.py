@@ -41,7 +41,7 @@ def run(arguments: Sequence[str], world_size: int, environment: Mapping[str, str
         listener.listen()
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        ranks = []
+        ranks: list[_Rank] = []
         stack.callback(lambda: [rank.kill() for rank in ranks])
         for rank in range(world_size):
             # rank 0 speaks to the terminal; of another rank only its error is shown

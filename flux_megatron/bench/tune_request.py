@@ -59,7 +59,10 @@ class Request:
         of_suite = {"--tp": self.tp, "--M": self.M, "--dtype": self.dtype, "--scale": self.scale}
         if given := [name for name, value in of_suite.items() if value is not None]:
             raise BadInput(f"{', '.join(given)} given with --config, which has its own: --suite?")
-        run = configs.load(self.config, {})
+        try:
+            run = configs.load(self.config, {})
+        except configs.ConfigError as error:
+            raise BadInput(str(error)) from None
         on_cpu = run.parallel.device == "cpu"
         device = self.device or ("cpu" if on_cpu else "cuda")
         machine.ranks(device, run.parallel.tp, "--device cpu", option="parallel.tp")
@@ -103,11 +106,11 @@ def all_reduced(problems: Sequence[Problem]) -> list[Problem]:
 def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     """The problems of a training run: each linear layer's forward and its dual, and the LM head's.
 
-    `ValueError` if the run has none.
+    `BadInput` if the run has none.
     """
     model, tp = config.model, config.parallel.tp
     if tp == 1:
-        raise ValueError("parallel.tp=1 given: only layers over several ranks have plans")
+        raise BadInput("parallel.tp=1 given: only layers over several ranks have plans")
     fc1 = 2 * model.ffn if model.swiglu else model.ffn
     column = dict.fromkeys([3 * model.hidden, fc1, config.padded_vocab])
     row = dict.fromkeys([model.hidden, model.ffn])

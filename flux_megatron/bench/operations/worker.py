@@ -41,7 +41,7 @@ class OperationOptions:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in NAMES]:
-            raise ValueError(f"operations {unknown} given, some of {NAMES} expected")
+            raise BadInput(f"operations {unknown} given, some of {NAMES} expected")
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

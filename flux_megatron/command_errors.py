@@ -1,0 +1,57 @@
+"""What ends a command, in one line, and its exit status. No typer: the core alone can say it.
+
+A `FluxError` is what a user can mend: its message stands alone. Of a package that is missing the
+line names the extra that brings it. All else names its type, as it may be a fault of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from flux_megatron.errors import FluxError
+
+# of pyproject.toml, which tests hold this against
+EXTRAS = {
+    "jinja2": "launch",
+    "matplotlib": "launch",
+    "pydantic": "launch",
+    "rich": "launch",
+    "typer": "launch",
+    "yaml": "launch",
+    "megatron": "megatron",
+    "numpy": "train",
+    "psutil": "train",
+    "pynvml": "bench",
+}
+# commands whose extra brings more than what `launch` does
+EXTRA_OF_COMMAND = {"train": "train", "generate": "train", "run": "megatron", "bench": "bench"}
+
+
+def ending(error: BaseException, command: str = "") -> tuple[str, int]:
+    """(line for stderr, exit status): 2 for what the user can mend, 1 for a failed run."""
+    if isinstance(error, FluxError):
+        return str(error), error.exit_status
+    if isinstance(error, ModuleNotFoundError) and (line := missing(str(error.name), command)):
+        return line, 2
+    text = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    again = f"flux-megatron --debug {command}".rstrip()
+    return f"{line} (run again with --debug for the traceback: {again} ...)", 1
+
+
+def missing(module: str, command: str = "") -> str | None:
+    """Which extra brings a module, in one line; None for a module that none brings."""
+    package = module.split(".")[0]
+    if package not in EXTRAS:
+        return None
+    extra = EXTRA_OF_COMMAND.get(command, EXTRAS[package])
+    subject = f"flux-megatron {command}".rstrip()
+    return f"{subject}: {package} is not installed: pip install 'flux-megatron[{extra}]'"
+
+
+class Parser(argparse.ArgumentParser):
+    """Python's own, with the errors of typer's commands here: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -1,0 +1,72 @@
+"""How every command of the typer app ends: by its exit status, with at most one line on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from flux_megatron import command_errors
+
+# click's, or typer's own copy of it since 0.26
+ClickException: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+
+class CommandGroup(TyperGroup):
+    """The root group. Its option `debug` lets exceptions through, for their traceback."""
+
+    debug = False
+    command = ""
+
+    def invoke(self, ctx: Any) -> Any:
+        self.debug = ctx.params["debug"]
+        return super().invoke(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self.command = cmd_name
+        return super().get_command(ctx, cmd_name)
+
+    def main(  # type: ignore[override]  # typer gives names
+        self, args: Any = None, *, standalone_mode: bool = True, **options: Any
+    ) -> Any:
+        options |= {"args": args, "standalone_mode": False}  # it raises: nothing is printed
+        try:
+            status = super().main(**options)
+        except ClickException as error:
+            typer.echo(_usage(error, sys.argv[1:] if args is None else args), err=True)
+            status = error.exit_code
+        except typer.Abort:
+            status = 130
+        except Exception as error:
+            if self.debug:
+                raise
+            line, status = command_errors.ending(error, self.command)
+            typer.echo(line, err=True)
+        if standalone_mode:
+            sys.exit(status or 0)
+        return status
+
+
+def _usage(error: Any, words: Sequence[str]) -> str:
+    """What is wrong with the words of a command; without any it is the help."""
+    context, text = getattr(error, "ctx", None), " ".join(error.format_message().split())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    if (value := _given(getattr(error, "param", None), words)) and value not in text:
+        text = f"{text}, {value!r} given"
+    path = context.command_path if context is not None else "flux-megatron"
+    return f"{path}: {text} (see {path} --help)"
+
+
+def _given(option: Any, words: Sequence[str]) -> str | None:
+    """The value of an option among the words: not every version of typer shows it."""
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in getattr(option, "opts", ()):
+            return value if equals else following
+    return None

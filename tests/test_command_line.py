@@ -1,0 +1,133 @@
+"""How `flux-megatron` starts and ends: its version, its exit status, one line for every error."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from flux_megatron import __main__ as entry
+from flux_megatron import cli, command_errors, errors
+from flux_megatron.version import __version__
+
+EXTRAS = ("typer", "rich", "yaml", "pydantic", "jinja2", "matplotlib", "numpy", "psutil")
+
+
+def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `flux-megatron WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["flux-megatron", *words])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    output = capsys.readouterr()
+    return int(end.value.code or 0), output.out, output.err
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that makes `flux-megatron patterns` raise what it is given."""
+    from flux_megatron.bench import patterns
+
+    def raises(error: BaseException) -> None:
+        def table(tp: int) -> None:
+            raise error
+
+        monkeypatch.setattr(patterns, "table", table)
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (errors.BadInput("--x: 1 given, 2 expected"), 2, "--x: 1 given, 2 expected"),
+        (errors.ProblemMismatch("rank 1 has another"), 2, "rank 1 has another"),
+        (errors.SignalTimeout("rank 1 is late"), 1, "rank 1 is late"),
+        (errors.RunFailed("rank 1 failed"), 1, "rank 1 failed"),
+        (
+            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
+            2,
+            "flux-megatron patterns: yaml is not installed: pip install 'flux-megatron[launch]'",
+        ),
+        (
+            OSError(28, "No space left\non device"),
+            1,
+            "OSError: [Errno 28] No space left on device (run again with --debug for the "
+            "traceback: flux-megatron --debug patterns ...)",
+        ),
+        (
+            KeyError(),
+            1,
+            "KeyError (run again with --debug for the traceback: flux-megatron --debug patterns "
+            "...)",
+        ),
+    ],
+)
+def test_an_error_is_one_line_with_its_status(failing, monkeypatch, capsys, error, status, line):
+    failing(error)
+    assert ended(monkeypatch, capsys, "patterns") == (status, "", f"{line}\n")
+    # as other tests run commands
+    assert CliRunner().invoke(cli.app, ["patterns"]).exit_code == status
+
+
+def test_debug_shows_the_traceback(failing, monkeypatch):
+    failing(errors.BadInput("--x: 1 given"))
+    monkeypatch.setattr(sys, "argv", ["flux-megatron", "--debug", "patterns"])
+    with pytest.raises(errors.BadInput, match="--x: 1 given"):
+        entry.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--nope", "flux-megatron: No such option: --nope"),
+        ("nope", "flux-megatron: No such command 'nope'."),
+        ("trace --M abc --out x", "flux-megatron trace: Invalid value for '--M': "),
+        ("trace", "flux-megatron trace: Missing option '--out'."),
+        ("doctor --gpus abc", "flux-megatron doctor: argument --gpus: invalid int value: 'abc'"),
+        ("doctor --nope", "flux-megatron doctor: unrecognized arguments: --nope"),
+    ],
+)
+def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
+    status, shown, said = ended(monkeypatch, capsys, *words.split())
+    assert (status, shown, said.count("\n")) == (2, "", 1)
+    assert said.startswith(line)
+    assert said.endswith(" --help)\n")
+    assert "abc" not in words or "'abc'" in said
+
+
+def test_version(monkeypatch, capsys):
+    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """A Python that has the core alone."""
+    for name in (*EXTRAS, "megatron"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("flux_megatron.c")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("flux_megatron.cli")
+    monkeypatch.setattr(entry, "command_errors", command_errors)
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [("train", "train"), ("launch", "launch"), ("bench", "bench"), ("run", "megatron")],
+)
+def test_a_command_names_the_extra_that_it_needs(monkeypatch, capsys, command, extra):
+    line = f"flux-megatron {command}: typer is not installed: pip install 'flux-megatron[{extra}]'"
+    assert ended(monkeypatch, capsys, command, "--help") == (2, "", f"{line}\n")
+
+
+@pytest.mark.usefixtures("core")
+def test_the_core_has_doctor_version_and_help(monkeypatch, capsys):
+    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
+    status, shown, said = ended(monkeypatch, capsys, "--help")
+    assert (status, said) == (0, "")
+    assert "doctor" in shown
+    assert "pip install 'flux-megatron[launch]'" in shown
+    status, shown, said = ended(monkeypatch, capsys, "doctor", "--gpus", "0")
+    assert said == ""
+    assert "Python" in shown
