@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,11 +17,12 @@ from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
 from flux_megatron.results.commands import results
 from flux_megatron.simulate.commands import simulate
+from flux_megatron.train.commands import train
 from flux_megatron.version import __version__
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
-for command in (launch, results, simulate, generate):
+for command in (train, launch, results, simulate, generate):
     app.command()(command)
 
 
@@ -49,70 +50,6 @@ AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_o
 def doctor(context: typer.Context) -> None:
     """Say what this machine has of what a training run needs; fails if none could start."""
     raise typer.Exit(plain_doctor.main(context.args))
-
-
-@app.command()
-def train(
-    config: Annotated[Path, typer.Option(help="YAML file, such as configs/train/demo.yaml")],
-    out: Annotated[Path | None, typer.Option(help="Folder of this run; default out/CONFIG")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of text files")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other key")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Train stock layers too; fail where they differ")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT")] = False,
-) -> None:
-    """Pretrain a GPT with megatron-core on our layers."""
-    from flux_megatron.train import config as configs
-
-    try:
-        overrides: dict[str, Any] = dict(map(configs.parse_override, set_ or []))
-        flags = {"parallel.tp": tp, "train.steps": steps, "data.path": data}
-        overrides |= {key: value for key, value in flags.items() if value is not None}
-        if "data.path" in overrides:
-            overrides["data.path"] = str(Path(overrides["data.path"]).resolve())
-        run = configs.load(config, overrides)
-        code = _train(run, (out or Path("out") / config.stem).resolve(), resume, compare)
-    except configs.ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(code)
-
-
-def _train(run: Any, out: Path, resume: bool, compare: bool) -> int:
-    from flux_megatron.train import compare as comparison
-    from flux_megatron.train import launcher
-
-    if "RANK" in os.environ:
-        return _train_under_torchrun(run, out, resume, compare)
-    try:
-        if compare:
-            return comparison.compare(run, out, resume)
-        return launcher.train(run, out, resume)
-    except launcher.RankFailure as failure:
-        typer.echo(str(failure), err=True)
-        return 1
-
-
-def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> int:
-    """This process is a rank that somebody else started."""
-    from flux_megatron.train import config, launcher, run_folder, worker
-
-    if compare:
-        raise config.ConfigError("--compare starts its own ranks: run it without torchrun")
-    run.microbatches(int(os.environ["WORLD_SIZE"]) // run.parallel.tp)
-    on_gpu = run.parallel.device != "cpu" and launcher.gpu_count() > 0
-    os.environ.update(launcher.layer_environment(run, on_gpu))
-    if os.environ["RANK"] != "0":
-        return worker.train(run, out, resume, None)
-    from rich.console import Console
-
-    with run_folder.claimed(run, out, resume):
-        return worker.train(run, out, resume, Console(file=sys.stdout))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -159,7 +96,7 @@ def run(
 
 @app.command()
 def tune(
-    config: Annotated[Path | None, typer.Option(help="YAML file of a training run")] = None,
+    config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
     tp: Annotated[
         int | None, typer.Option(min=2, help="Ranks of the suite; default 4, on the CPU 2")
@@ -284,7 +221,7 @@ def bench_operations(
     nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
-    """Time gemv_all_reduce and embedding_all_to_all beside their unfused baselines."""
+    """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
     from flux_megatron.bench import launch, machine
     from flux_megatron.bench.operations import NAMES
     from flux_megatron.bench.operations.worker import OperationOptions

@@ -30,17 +30,24 @@ _Loader.add_implicit_resolver(
 )
 
 
+def configs() -> Path:
+    """The folder of the files that we ship: in an installed package, or a checkout."""
+    package = Path(__file__).parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
 def read(file: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds, empty for an empty file.
 
     `ValueError` for all else, without the file's name.
     """
     try:
-        raw = yaml.load(file.read_text(), _Loader)
+        raw = yaml.load(file.read_text("utf-8"), _Loader)
     except OSError as error:
         raise ValueError(str(error.strerror)) from None
-    except UnicodeDecodeError:
-        raise ValueError("not text, YAML expected") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a text file: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if raw is None:
@@ -58,7 +65,7 @@ def parse_override(text: str, example: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} given, key=value expected, such as {example}")
     try:
         return key, yaml.load(value, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a day that no month has
         raise ValueError(f"{key}: not YAML: {value!r}") from None
 
 

@@ -23,8 +23,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flux_megatron.command_errors import Parser
+from flux_megatron.versions.library import Library
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+from flux_megatron.versions.python import PYTHON
+from flux_megatron.versions.torch import TORCH
+from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
+from flux_megatron.versions.triton import TRITON
 
-OLDEST_TORCH = (2, 9)
 COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 # apex builds this beside itself; the package `apex` on PyPI is another project
 APEX = "fused_weight_gradient_mlp_cuda"
@@ -106,7 +111,9 @@ def _line(finding: Finding) -> str:
 
 
 def _python(wanted: Wanted) -> Iterator[Finding]:
-    yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
+    version = platform.python_version()
+    yield Finding("Python", "ok", f"{version}, {sys.executable}")
+    yield from _untested(PYTHON, version)
 
 
 def _torch(wanted: Wanted) -> Iterator[Finding]:
@@ -119,21 +126,24 @@ def _torch(wanted: Wanted) -> Iterator[Finding]:
         yield Finding("torch", "missing", f"cannot be imported: {error!r}", "reinstall it")
         return
     version = torch.__version__
-    new = tuple(map(int, version.split("+")[0].split(".")[:2])) >= OLDEST_TORCH
     text = f"{version}, CUDA {torch.version.cuda or 'none'}"
-    if new:
-        yield Finding("torch", "ok", text)
+    if TORCH.is_too_old(version):
+        yield Finding("torch", "missing", text, f"{TORCH.oldest} or newer has symmetric memory")
     else:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        yield Finding("torch", "missing", text, f"{oldest} or newer has symmetric memory")
+        yield Finding("torch", "ok", text)
+        yield from _untested(TORCH, version)
 
 
 def _triton(wanted: Wanted) -> Iterator[Finding]:
     version = _version("triton")
     if version is None:
         yield Finding("triton", "missing", "not installed", "pip install triton")
+    elif TRITON.is_too_old(version):
+        remedy = f"pip install 'triton>={TRITON.oldest}'"
+        yield Finding("triton", "missing", version, remedy)
     else:
         yield Finding("triton", "ok", version)
+        yield from _untested(TRITON, version)
     if not _gpus_seen():
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -218,6 +228,7 @@ def _megatron(wanted: Wanted) -> Iterator[Finding]:
         yield Finding(subject, "ok", text)
     else:
         yield Finding(subject, "note", text, f"not tried; known: {', '.join(known)}")
+    yield from _untested(MEGATRON_CORE, version or "")
 
 
 def _megatron_imports(wanted: Wanted) -> Iterator[Finding]:
@@ -271,6 +282,7 @@ def _other_packages(wanted: Wanted) -> Iterator[Finding]:
     version = _version("transformer-engine")
     if version is not None:
         yield Finding("TransformerEngine", "ok", version)
+        yield from _untested(TRANSFORMER_ENGINE, version)
     elif "transformer_engine" in wanted.packages:
         yield Finding("TransformerEngine", "missing", "not installed", "this arm is built of it")
     else:
@@ -330,6 +342,12 @@ def _kernels(wanted: Wanted) -> Iterator[Finding]:
     source = f"chosen by the curves of {facts.name}, {facts.source}" if facts else "of equal size"
     assumed = facts is None or "assumed" in facts.source
     yield Finding("bands of signalled", "note" if assumed else "ok", source)
+
+
+def _untested(library: Library, version: str) -> Iterator[Finding]:
+    if text := library.untested(version):
+        subject = f"version of {library.distribution}"
+        yield Finding(subject, "note", text, "run the tests before a long job")
 
 
 def _version(distribution: str) -> str | None:

@@ -29,7 +29,14 @@ EXACT = [
     ("embedding_a2a", "fused sequential", "test_embedding.py::test_exact"),
     ("a2a_gemm gemm_a2a", "fused sequential", "test_expert_parallel.py::test_exact"),
     ("a2a_gemm gemm_a2a", "fused sequential", "test_expert_parallel.py::test_four_ranks"),
-    ("a2a_gemm gemm_a2a", "fused", "test_expert_parallel.py::test_one_rank"),
+    ("a2a_gemm gemm_a2a", "fused sequential", "test_expert_parallel.py::test_any_number_of_ranks"),
+    ("a2a_gemm gemm_a2a", "signalled", "test_signalled_experts.py::test_exact"),
+    ("a2a_gemm gemm_a2a", "signalled", "test_signalled_experts.py::test_exact_of_eight_ranks"),
+    # on virtual ranks, with emulated Gluon
+    ("ag_gemm", "hopper", "protocol/test_hopper_worlds.py::test_ag_gemm"),
+    ("gemm_rs", "hopper", "protocol/test_hopper_worlds.py::test_gemm_rs"),
+    ("gemm_ar", "hopper", "protocol/test_hopper_worlds.py::test_gemm_ar"),
+    ("a2a_gemm gemm_a2a", "hopper", "protocol/test_hopper_worlds.py::test_experts"),
 ]  # fmt: skip
 STRATEGIES = {"low_latency", "hopper", "fused", "pipelined", "signalled", "sequential"}
 BASELINES = {"serial", "sequential", "library", "mm + all-reduce", "nccl"}
@@ -55,7 +62,8 @@ def worlds(test: str) -> set[int]:
                 found |= {*ast.literal_eval(node.args[1])}
             elif "world_size" in names:
                 place = names.index("world_size")
-                found |= {given[place] for given in ast.literal_eval(node.args[1])}
+                given = [ast.literal_eval(one.elts[place]) for one in node.args[1].elts]
+                found |= {*given}
         elif called == "on_device" and isinstance(node.args[1], ast.Constant):
             found.add(node.args[1].value)
     return found
@@ -76,6 +84,8 @@ def timed() -> Iterator[tuple[str, str, str, str]]:
             if strategy not in STRATEGIES or pattern is None or row.get("failure"):
                 continue
             direction = row.get("direction", "forward")
+            if pattern.endswith(" backward"):  # of an operation
+                pattern, direction = pattern.removesuffix(" backward"), "backward"
             if pattern == "backward":
                 layer = row["op"].removesuffix(" dgrad")
                 pattern = "ag_gemm" if layer in COLUMN else "gemm_rs"
@@ -96,6 +106,8 @@ def _candidate(row: dict) -> str:
 def _strategy(row: dict) -> str:
     plan = row.get("plan")
     plan = json.loads(plan) if isinstance(plan, str) and plan else plan
+    if _candidate(row).endswith(" bands"):  # of experts
+        return "signalled"
     return plan["strategy"] if plan else _candidate(row).split(" ")[0]
 
 

@@ -109,6 +109,17 @@ def test_old_torch_stops_a_run(monkeypatch, version, status):
     assert found("torch").status == status
 
 
+def test_what_nobody_has_run_is_noted(monkeypatch):
+    torch = pytest.importorskip("torch")
+    assert "version of torch" not in [one.subject for one in module.examine(Wanted(gpus=0))]
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(module, "_version", lambda name: "9.1")
+    subjects = {one.subject: one for one in module.examine(Wanted(gpus=0))}
+    assert "newer than" in subjects["version of torch"].text
+    for name in ("triton", "megatron-core", "transformer-engine"):
+        assert subjects[f"version of {name}"].status == "note"
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [("0.13.0", "note"), ("0.14.0", "ok"), ("0.19.2", "ok"), ("0.21.0", "note"), (None, "missing")],

@@ -82,6 +82,14 @@ CASES = {
     "means in bf16": Case((1, 2), mode="mean", dtype=torch.bfloat16, D=3),
     "one row": Case((1, 1), rows=1, D=1, samples=1),
     "four ranks": Case((2, 1, 3, 1), samples=5, D=6),
+    "one rank": Case((3,), samples=5, D=6),
+    "one rank, empty bags": Case((2,), empty=True),
+    "one rank, means in bf16": Case((2,), mode="mean", dtype=torch.bfloat16, D=3),
+    "three ranks": Case((1, 3, 2), samples=3, D=6),
+    "three ranks, empty bags": Case((1, 1, 2), empty=True),
+    "three ranks, hot means": Case((2, 1, 1), mode="mean", samples=2, longest=8, hot=True),
+    "eight ranks": Case((1, 2, 1, 1, 3, 1, 1, 1), samples=2, D=6, rows=5),
+    "eight ranks, empty bags": Case((2, *[1] * 7), samples=1, rows=2, D=2, empty=True),
 }
 
 
@@ -105,7 +113,7 @@ def calls(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], 
     return flux_megatron.report().calls
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("strategy", ["fused", "sequential"])
 def test_exact(world_size, strategy):
     cases = [case for case in CASES.values() if len(case.tables) == world_size]

@@ -122,7 +122,9 @@ def expected(given: Operands, layout: str) -> Iterator[tuple[list[Tensor], ...]]
         yield [one.detach().to(dtype) for one in tensors]
 
 
-def calls(rank: int, name: str, layouts: Sequence[str], routings: Sequence) -> dict[str, int]:
+def calls(
+    rank: int, name: str, layouts: Sequence[str], routings: Sequence, experts: int = 3
+) -> dict[str, int]:
     group, plan = dist.group.WORLD, PLANS[name]
     flux_megatron.reset_report()
     results = []
@@ -130,7 +132,8 @@ def calls(rank: int, name: str, layouts: Sequence[str], routings: Sequence) -> d
     for number, routing in enumerate(routings):
         layout = layouts[number % len(layouts)]
         dtype = torch.bfloat16 if number == 2 else torch.float32
-        given = operands(routing, group.size(), 3, *shape, dtype, layout, spare=number % 2 * 19)
+        spare = number % 2 * 19
+        given = operands(routing, group.size(), experts, *shape, dtype, layout, spare)
         counts = given.counts[rank].to(DEVICE)
         x, w, v = (leaves([one[rank].to(DEVICE)])[0] for one in (given.x, given.w, given.v))
         hidden, received = ops.a2a_gemm(
@@ -165,6 +168,18 @@ def test_four_ranks(name):
 
 def test_one_rank():
     on_device(calls, 1, "small tiles", ("nn",), (uneven, nothing))
+
+
+@pytest.mark.parametrize("strategy", ["fused", "sequential"])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_any_number_of_ranks(world_size, strategy):
+    routings = (uneven, idle_source, one_rank if world_size == 8 else empty_experts)
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for counted in on_device(
+        calls, world_size, "fused", ("nt", "nn"), routings, 3 - world_size // 4,
+        environment=environment,
+    ):  # fmt: skip
+        assert counted == {strategy: 2 * len(routings)}
 
 
 def refused(rank: int, name: str, spoil: str) -> list[str]:

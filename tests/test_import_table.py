@@ -40,6 +40,8 @@ def room(ours: str = "", packages: str = "", lazily: str = "") -> Room:
 TABLE = {
     "settings": room(),
     "version": room(),
+    # a look at what torch has; nothing when it is loaded
+    "versions": room(lazily="torch"),
     "errors": room(),
     "command_errors": room("errors"),  # how a command ends, where only the core is installed
     "command_group": room("command_errors", "typer"),
@@ -50,15 +52,17 @@ TABLE = {
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "config_files errors option_values problem perf version integration.arguments "
-        "integration.bootstrap train.cpu_pretrain",
+        "config_files errors option_values problem perf version versions.python "
+        "integration.arguments integration.bootstrap train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors patterns problem", "torch"),
     "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
-    "symm": room("errors problem settings", "torch", lazily="cuda"),
+    "symm": room("errors problem settings versions", "torch", lazily="cuda"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
-    "kernels": room("errors problem settings symm.signals", "torch triton", lazily="numpy"),
+    "kernels": room(
+        "errors problem settings symm.signals versions", "torch triton", lazily="numpy"
+    ),
     "overlap": room("errors patterns problem settings symm kernels", "torch"),
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs
@@ -73,7 +77,7 @@ TABLE = {
         "torch",
     ),
     # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
-    "expert_parallel": room("errors problem settings symm kernels overlap", "torch"),
+    "expert_parallel": room("errors problem settings symm kernels overlap versions", "torch"),
     "ops": room("errors problem overlap dispatch symm.groups", "torch"),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
@@ -83,14 +87,15 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step",
+        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step "
+        "versions",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "config_files errors settings ops nn integration overlap.report symm.step",
-        "torch megatron matplotlib numpy pydantic rich",
+        "config_files errors settings ops nn integration overlap.report symm.step versions",
+        "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "generate": room("overlap.report symm.step train", "torch megatron pydantic rich typer"),
@@ -118,7 +123,7 @@ AT_IMPORT = {
         frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
-    "doctor": Room(BASE | {"command_errors"}),
+    "doctor": Room(BASE | {"command_errors", "versions"}),
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE
@@ -129,8 +134,9 @@ AT_IMPORT = {
             "launch.commands",
             "patching",
             "results.commands",
+            "train.commands",
         }
-        | {"option_values", "simulate.commands"},
+        | {"option_values", "simulate.commands", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }

@@ -111,7 +111,7 @@ def edit(checkout: Path, path: str, old: str, new: str) -> None:
 def test_every_supported_version_is_recorded():
     assert [one.folder.name for one in RECORDED] == [
         "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2",
-        "core_v0.19.0", "main-d98e8a64",
+        "core_v0.19.0", "core_v0.19.2", "main-d98e8a64",
     ]  # fmt: skip
     assert [one.version for one in RECORDED] == sorted({one.version for one in RECORDED})
 

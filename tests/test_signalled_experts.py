@@ -39,7 +39,9 @@ def plan_of(splits: int, tma: bool = False) -> Plan:
     return Plan("signalled", tile=replace(SMALL, tma=tma), splits=splits, comm_sms=8)
 
 
-def exact(rank: int, plan: Plan, layouts: tuple, routings: tuple) -> dict[str, int]:
+def exact(
+    rank: int, plan: Plan, layouts: tuple, routings: tuple, experts: int = 3
+) -> dict[str, int]:
     clear = CpuCopyEngine.clear
 
     def clear_some(engine: CpuCopyEngine, counters: tuple[int, ...]) -> None:
@@ -50,7 +52,7 @@ def exact(rank: int, plan: Plan, layouts: tuple, routings: tuple) -> dict[str, i
         mock.patch.dict(PLANS, {"small tiles": plan}),
         mock.patch.object(CpuCopyEngine, "clear", clear_some),
     ):
-        return calls(rank, "small tiles", layouts, routings)
+        return calls(rank, "small tiles", layouts, routings, experts)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,12 @@ def exact(rank: int, plan: Plan, layouts: tuple, routings: tuple) -> dict[str, i
 def test_exact(world_size, splits, layouts, routings):
     for counted in on_device(exact, world_size, plan_of(splits), layouts, routings):
         assert counted == {"signalled": 2 * 2 * len(routings) // 2}
+
+
+def test_exact_of_eight_ranks():
+    plan = replace(plan_of(3), tile=replace(SMALL, block_m=32, block_n=32, block_k=32))
+    for counted in on_device(exact, 8, plan, ("nt", "nn"), (uneven, idle_source), 1):
+        assert counted == {"signalled": 4}
 
 
 def test_exact_by_tma():

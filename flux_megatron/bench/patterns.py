@@ -36,8 +36,9 @@ EVIDENCE = json.loads(Path(__file__).with_name("pattern_evidence.json").read_tex
 
 class Line(NamedTuple):
     """One strategy of one operation: `works`, or the reason why it cannot run, forward and
-    backward; on how many CPU ranks its exact tests run; in which rows GPUs have timed it, beside a
-    baseline and after a comparison with the reference.
+    backward; on how many CPU ranks its exact tests run, those of `hopper` on virtual ones with
+    emulated Gluon; in which rows GPUs have timed it, beside a baseline and after a comparison with
+    the reference.
     """
 
     operation: str

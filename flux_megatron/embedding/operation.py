@@ -20,6 +20,7 @@ from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
 from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.symm import objects
 from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.workspace import Workspace, capturing, workspace
 
@@ -48,7 +49,7 @@ offsets[t * B + b] to that of the next; empty bags are zero |
 
     `tables` has each rank's T_local; None: the same on all. Differentiable in weight: its gradient
     is dense and, like the result, the same bits every time. `strategy` is "fused", "sequential" or
-    "auto": fused where it can run.
+    "auto": fused where it can run and there are other ranks.
 
     With `validate` the ranks compare what they were given before any of them starts: each raises
     `ValueError` if an index, the offsets or a shape is wrong on one of them, `ProblemMismatch` if
@@ -138,8 +139,7 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
-    said: list[tuple[str, str]] = [("", "")] * space.world_size
-    dist.all_gather_object(said, (error, words), group=space.group)
+    said = objects.all_gather((error, words), space.group)
     if wrong:
         wrongs = [f"rank {r}: {one}" for r, (one, _) in enumerate(said) if one]
         raise ValueError(f"{NAME}: {'; '.join(wrongs)}")
@@ -150,13 +150,13 @@ def _compare(error: str, words: str, space: Workspace) -> None:
 def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> ModuleType:
     """Choose who computes it, the same on all ranks, and count the call."""
     wanted = settings.get().strategy if strategy == "auto" else strategy
-    reason = None
+    alone, reason = space.world_size == 1 and strategy != "fused", None
     if wanted in ("auto", "fused"):
         dtype = str(bags.dtype).removeprefix("torch.")
         reason = space.unavailable or launch.supports_tensors(dtype, space.device.type)
     elif wanted != "sequential":
         reason = f"{wanted} is not built for {NAME}"
-    plain = reason is not None or wanted == "sequential" or space.world_size == 1
+    plain = reason is not None or wanted == "sequential" or alone
     name = "sequential" if plain else "fused"
     if strategy == "fused" and reason is not None:
         refuse(f"{NAME}: strategy 'fused' cannot run: {reason}", space.group, space.device)
@@ -165,7 +165,7 @@ def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> Modul
         space.agreement.confirm(words)
         space.decisions[words] = name
     space.note(words)
-    if reason is None or space.world_size == 1:
+    if reason is None or alone:
         note_call(NAME, name)
     else:
         note_fallback(NAME, reason)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
 from flux_megatron.expert_parallel import fused, hopper, sequential, signalled
+from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -31,12 +32,12 @@ class Strategy(Protocol):
     def default_plan(self, x: Tensor, N: int) -> Plan: ...
 
     def a2a_gemm(
-        self, x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool,
+        self, x: Tensor, w: ExpertWeights, counts: Tensor, capacity: int, layout: str, keep: bool,
         plan: Plan, space: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
     def gemm_a2a(
-        self, x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan,
+        self, x: Tensor, w: ExpertWeights, counts: Tensor, tokens: int, layout: str, plan: Plan,
         space: Workspace,
     ) -> Tensor: ...  # fmt: skip
 
@@ -138,14 +139,17 @@ def _error(
     if not x.device == w.device == counts.device == space.device:
         devices = f"x on {x.device}, w on {w.device}, counts on {counts.device}"
         return f"{devices} given, {space.device} expected"
-    if not (x.is_contiguous() and w.is_contiguous() and counts.is_contiguous()):
-        return "operands with gaps given, contiguous ones expected"
+    if not (x.is_contiguous() and counts.is_contiguous()):
+        return "x or counts with gaps given, contiguous ones expected"
     if counts.dtype != torch.int32 or counts.shape != (space.world_size, w.shape[0]):
         return f"counts {_sizes(counts)} given, [{space.world_size}, {w.shape[0]}] int32 expected"
     if x.shape[1] != (w.shape[2] if layout == "nt" else w.shape[1]):
         return f"x {_sizes(x)} and w {_sizes(w)} given, equal K expected for layout {layout!r}"
     if 0 in w.shape:
         return f"w {_sizes(w)} given, no empty dimension expected"
+    if not lie_in_rows(w):
+        strides = f"w {_sizes(w)} with strides {list(w.stride())}"
+        return f"{strides} given, matrices of contiguous rows, whole rows apart, expected"
     if not 0 < capacity < 2**31 or not 0 <= rows <= capacity:
         return f"{rows} rows and capacity {capacity} given, at most capacity rows expected"
     return None

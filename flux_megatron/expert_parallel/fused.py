@@ -13,6 +13,7 @@ from flux_megatron.kernels import a2a_gemm as a2a_gemm_kernels
 from flux_megatron.kernels import gemm_a2a as gemm_a2a_kernels
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_routes import exchange_counts, header_bytes
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
@@ -44,7 +45,7 @@ def default_plan(x: Tensor, N: int) -> Plan:
 
 
 def a2a_gemm(
-    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
@@ -63,10 +64,16 @@ def a2a_gemm(
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+    x: Tensor,
+    w: ExpertWeights,
+    counts: Tensor,
+    tokens: int,
+    layout: str,
+    plan: Plan,
+    space: Workspace,
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
-    N = w.shape[1] if layout == "nt" else w.shape[2]
+    N = w.matrices.shape[1 if layout == "nt" else 2]
     call, routes, _ = begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
     with phase("gemm_a2a kernel"):
         y = gemm_a2a_kernels.gemm_a2a(

@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.fused import COMBINE, COMM_ROWS, DISPATCH
 from flux_megatron.kernels import hopper_gemm, launch
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.hopper_expert_config import TILE
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
@@ -28,11 +29,11 @@ def default_plan(x: Tensor, N: int) -> Plan:
 
 
 def a2a_gemm(
-    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
-    if not launch.has_whole_units(x, w):  # TMA needs them
+    if not launch.has_whole_units(x, w.matrices):  # TMA needs them
         return fused.a2a_gemm(x, w, counts, capacity, layout, keep, plan, space)
     from flux_megatron.kernels import hopper_a2a_gemm
 
@@ -50,14 +51,20 @@ def a2a_gemm(
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+    x: Tensor,
+    w: ExpertWeights,
+    counts: Tensor,
+    tokens: int,
+    layout: str,
+    plan: Plan,
+    space: Workspace,
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
-    if not launch.has_whole_units(x, w):
+    if not launch.has_whole_units(x, w.matrices):
         return fused.gemm_a2a(x, w, counts, tokens, layout, plan, space)
     from flux_megatron.kernels import hopper_gemm_a2a
 
-    N = w.shape[1] if layout == "nt" else w.shape[2]
+    N = w.matrices.shape[1 if layout == "nt" else 2]
     capacity = x.shape[0]
     call, routes, _ = fused.begin(COMBINE, counts, tokens, capacity, N, x, plan, space)
     with phase("gemm_a2a kernel"):

@@ -14,13 +14,14 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.problem import Plan
 from flux_megatron.symm.groups import name_of
 
 
 def a2a_gemm(
     x: Tensor, w: Tensor, counts: Tensor, group: ProcessGroup, *,
-    capacity: int, layout: str = "nt", plan: Plan | None = None,
+    capacity: int, layout: str = "nt", plan: Plan | None = None, reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All-to-all + GEMM: tokens travel to their experts, and are multiplied there.
 
@@ -30,23 +31,26 @@ def a2a_gemm(
     | tensor | shape on each rank (R = world size) |
     | --- | --- |
     | x | [T, K], T may differ from rank to rank and be 0 |
-    | w | [E, N, K], or [E, K, N] for "nn" |
+    | w | [E, N, K], or [E, K, N] for "nn"; rows contiguous, whole rows between two experts |
     | counts | int32 [R, E]: rows of x for each expert of each rank; they add up to T |
     | result | y [capacity, N], 0 behind the rows that came; int32 [R, E]: rows from each rank |
 
+    With `reverse` the matrices of w lie in reverse: w[-1] is that of the first expert.
     `capacity` bounds the rows that a rank sends or receives, and is the same on all ranks. Where
     more come, or counts do not add up to T, `CapacityExceeded` on every rank: at the next call or
     check on GPUs, because only the device knows. `ValueError`, `ProblemMismatch` and
     `SignalTimeout` as for `all_gather_gemm`. Differentiable in x and w.
     """
     keep = torch.is_grad_enabled() and w.requires_grad
-    y, received, _ = _a2a_gemm(x, w, counts, capacity, name_of(group), layout, _words(plan), keep)
+    y, received, _ = _a2a_gemm(
+        x, w, counts, capacity, name_of(group), layout, _words(plan), keep, reverse
+    )
     return y, received
 
 
 def gemm_a2a(
     x: Tensor, w: Tensor, counts: Tensor, group: ProcessGroup, *,
-    tokens: int, layout: str = "nt", plan: Plan | None = None,
+    tokens: int, layout: str = "nt", plan: Plan | None = None, reverse: bool = False,
 ) -> Tensor:  # fmt: skip
     """GEMM + all-to-all: rows are multiplied by their experts, and travel back.
 
@@ -56,19 +60,19 @@ def gemm_a2a(
     | tensor | shape on each rank (R = world size) |
     | --- | --- |
     | x | [capacity, K], sorted by (expert, source rank), as `a2a_gemm` gives it |
-    | w | [E, N, K], or [E, K, N] for "nn" |
+    | w | [E, N, K], or [E, K, N] for "nn", as for `a2a_gemm` |
     | counts | int32 [R, E], as `a2a_gemm` was given it |
     | result | y [tokens, N], in the order in which this rank had sent them |
 
-    Errors as for `a2a_gemm`. Differentiable in x and w.
+    `reverse` and errors as for `a2a_gemm`. Differentiable in x and w.
     """
-    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan))
+    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan), reverse)
 
 
 @torch.library.custom_op("flux_megatron::a2a_gemm", mutates_args=())
 def _a2a_gemm(
     x: Tensor, w: Tensor, counts: Tensor, capacity: int, group: str, layout: str, plan: str,
-    keep: bool,
+    keep: bool, reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     decision = call.decide(
         "a2a_gemm", x, w, counts, _group(group), len(x), capacity, layout, _plan(plan)
@@ -76,32 +80,34 @@ def _a2a_gemm(
     decision.count()
     with decision.space.guard():
         return decision.strategy.a2a_gemm(
-            x, w, counts, capacity, layout, keep, decision.plan, decision.space
-        )
+            x, ExpertWeights(w, reverse), counts, capacity, layout, keep, decision.plan,
+            decision.space,
+        )  # fmt: skip
 
 
 @_a2a_gemm.register_fake
-def _(x, w, counts, capacity, group, layout, plan, keep):
+def _(x, w, counts, capacity, group, layout, plan, keep, reverse=False):
     y = x.new_empty(capacity, w.shape[1] if layout == "nt" else w.shape[2])
     return y, torch.empty_like(counts), x.new_empty(capacity if keep else 0, x.shape[1])
 
 
 @torch.library.custom_op("flux_megatron::gemm_a2a", mutates_args=())
 def _gemm_a2a(
-    x: Tensor, w: Tensor, counts: Tensor, tokens: int, group: str, layout: str, plan: str
-) -> Tensor:
+    x: Tensor, w: Tensor, counts: Tensor, tokens: int, group: str, layout: str, plan: str,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
     decision = call.decide(
         "gemm_a2a", x, w, counts, _group(group), tokens, len(x), layout, _plan(plan)
     )
     decision.count()
     with decision.space.guard():
         return decision.strategy.gemm_a2a(
-            x, w, counts, tokens, layout, decision.plan, decision.space
+            x, ExpertWeights(w, reverse), counts, tokens, layout, decision.plan, decision.space
         )
 
 
 @_gemm_a2a.register_fake
-def _(x, w, counts, tokens, group, layout, plan):
+def _(x, w, counts, tokens, group, layout, plan, reverse=False):
     return x.new_empty(tokens, w.shape[1] if layout == "nt" else w.shape[2])
 
 
@@ -120,13 +126,14 @@ def _other(layout: str) -> str:
     return "nn" if layout == "nt" else "nt"
 
 
-def _gradient_of_w(x: Tensor, dy: Tensor, received: Tensor, layout: str) -> Tensor:
+def _gradient_of_w(x: Tensor, dy: Tensor, received: Tensor, layout: str, reverse: bool) -> Tensor:
     """dw of y = x @ w, over the rows that experts have received: `received` [R, E] of them."""
-    return _wgrad(dy, x, received) if layout == "nt" else _wgrad(x, dy, received)
+    dw = _wgrad(dy, x, received) if layout == "nt" else _wgrad(x, dy, received)
+    return dw.flip(0) if reverse else dw
 
 
 def _save_a2a_gemm(ctx, inputs, output) -> None:
-    x, w, counts, _, *ctx.options, _ = inputs
+    x, w, counts, _, *ctx.options, _, ctx.reverse = inputs
     _, received, rows = output
     ctx.mark_non_differentiable(received, rows)
     ctx.tokens = x.shape[0]
@@ -139,14 +146,14 @@ def _a2a_gemm_backward(ctx, dy: Tensor, *_):
     dy = dy.contiguous()
     dx = dw = None
     if ctx.needs_input_grad[0]:
-        dx = _gemm_a2a(dy, w, counts, ctx.tokens, group, _other(layout), plan)
+        dx = _gemm_a2a(dy, w, counts, ctx.tokens, group, _other(layout), plan, ctx.reverse)
     if ctx.needs_input_grad[1]:
-        dw = _gradient_of_w(rows, dy, received, layout)
-    return dx, dw, *(None,) * 6
+        dw = _gradient_of_w(rows, dy, received, layout, ctx.reverse)
+    return dx, dw, *(None,) * 7
 
 
 def _save_gemm_a2a(ctx, inputs, output) -> None:
-    x, w, counts, _, *ctx.options = inputs
+    x, w, counts, _, *ctx.options, ctx.reverse = inputs
     ctx.save_for_backward(x, w, counts)
 
 
@@ -155,10 +162,10 @@ def _gemm_a2a_backward(ctx, dy: Tensor):
     group, layout, plan = ctx.options
     needs_dw = ctx.needs_input_grad[1]
     dx, received, rows = _a2a_gemm(
-        dy.contiguous(), w, counts, x.shape[0], group, _other(layout), plan, needs_dw
+        dy.contiguous(), w, counts, x.shape[0], group, _other(layout), plan, needs_dw, ctx.reverse
     )
-    dw = _gradient_of_w(x, rows, received, layout) if needs_dw else None
-    return dx, dw, *(None,) * 5
+    dw = _gradient_of_w(x, rows, received, layout, ctx.reverse) if needs_dw else None
+    return dx, dw, *(None,) * 6
 
 
 _a2a_gemm.register_autograd(_a2a_gemm_backward, setup_context=_save_a2a_gemm)

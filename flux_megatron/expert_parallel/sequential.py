@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.expert_parallel.host_counts import all_counts
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
@@ -25,7 +26,7 @@ def default_plan(x: Tensor, N: int) -> Plan:
 
 
 def a2a_gemm(
-    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
@@ -43,7 +44,13 @@ def a2a_gemm(
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+    x: Tensor,
+    w: ExpertWeights,
+    counts: Tensor,
+    tokens: int,
+    layout: str,
+    plan: Plan,
+    space: Workspace,
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
     every = all_counts(counts, tokens, x.shape[0], space)
@@ -68,14 +75,14 @@ def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Te
     return arrived
 
 
-def _multiplied(rows: Tensor, w: Tensor, sizes: list[int], layout: str) -> Tensor:
+def _multiplied(rows: Tensor, w: ExpertWeights, sizes: list[int], layout: str) -> Tensor:
     """Each expert's rows times its matrix; 0 in the rows of no expert."""
-    N = w.shape[1] if layout == "nt" else w.shape[2]
+    N = w.matrices.shape[1 if layout == "nt" else 2]
     y = rows.new_zeros(len(rows), N)
     first = 0
     with phase("gemm chunk"):
-        for expert, size in zip(w, sizes, strict=True):
-            part = slice(first, first + size)
-            torch.mm(rows[part], expert.t() if layout == "nt" else expert, out=y[part])
+        for expert, size in enumerate(sizes):
+            part, matrix = slice(first, first + size), w.of(expert)
+            torch.mm(rows[part], matrix.t() if layout == "nt" else matrix, out=y[part])
             first += size
     return y

@@ -16,6 +16,7 @@ from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.bands import Order, Pieces, order_of
 from flux_megatron.expert_parallel.host_counts import all_counts
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.signalled_experts import signalled_experts
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import signalled
@@ -40,7 +41,13 @@ def default_plan(x: Tensor, N: int) -> Plan:
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, counts: Tensor, tokens: int, layout: str, plan: Plan, space: Workspace
+    x: Tensor,
+    w: ExpertWeights,
+    counts: Tensor,
+    tokens: int,
+    layout: str,
+    plan: Plan,
+    space: Workspace,
 ) -> Tensor:
     """y [tokens, N], in the order in which the tokens were sent."""
     every = all_counts(counts, tokens, x.shape[0], space)
@@ -60,7 +67,7 @@ def gemm_a2a(
 
 
 def a2a_gemm(
-    x: Tensor, w: Tensor, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
+    x: Tensor, w: ExpertWeights, counts: Tensor, capacity: int, layout: str, keep: bool, plan: Plan,
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
@@ -92,14 +99,14 @@ class _Call(NamedTuple):
     order: Order
     stage: signalled.Stage
     group: Any
-    w: Tensor
+    w: ExpertWeights
     layout: str
     plan: Plan
     came: int
 
     @property
     def N(self) -> int:
-        return self.w.shape[1] if self.layout == "nt" else self.w.shape[2]
+        return self.w.matrices.shape[1 if self.layout == "nt" else 2]
 
     def multiply(
         self, home: Tensor, far: Tensor, near: Tensor, first: int, tile_rows: int, *, back: bool
@@ -114,13 +121,13 @@ class _Call(NamedTuple):
             )  # fmt: skip
 
 
-def _begin(every: Tensor, w: Tensor, layout: str, plan: Plan, space: Workspace) -> _Call:
+def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Workspace) -> _Call:
     stage = signalled.stage_of(space)
     stage.refuse_second()
     group = signalled.communicator(space, plan.comm_sms)
     rank = space.group.rank()
     numbers = tuple(every.flatten().tolist())
-    order = order_of(numbers, len(every), rank, plan.splits, plan.tile.block_m, w.device)
+    order = order_of(numbers, len(every), rank, plan.splits, plan.tile.block_m, space.device)
     stage.open = True
     space.engine.follow()  # no fork: the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))

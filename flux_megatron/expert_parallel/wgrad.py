@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.versions.torch import has_grouped_mm
 
 
 def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
@@ -16,15 +20,43 @@ def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
     `received` int32 [R, E] counts its rows. On a GPU the host does not read it; on CPU that costs
     nothing, and a library GEMM an expert is faster than an interpreted kernel.
     """
-    dtype = str(a.dtype).removeprefix("torch.")
-    if a.device.type != "cpu" and launch.supports_tensors(dtype, a.device.type) is None:
-        ends = received.sum(0).cumsum(0).to(torch.int32)
+    if _by_kernel(a):
         if _library_groups(a, b):
-            return functional.grouped_mm(a.t(), b, offs=ends)
-        return expert_wgrad(a, b, ends)
+            return functional.grouped_mm(a.t(), b, offs=_ends(received))
+        return expert_wgrad(a, b, _ends(received)).matrices
+    return torch.stack([left.t() @ right for left, right in _rows(a, b, received)])
+
+
+def add_weight_gradient(into: ExpertWeights, a: Tensor, b: Tensor, received: Tensor) -> None:
+    """into += dw, which is formed as in `weight_gradient`; `into` [E, M, N] may be fp32.
+
+    The portable kernel adds its sums itself. On Hopper the library's GEMM makes dw first: it is
+    read once more, but not copied.
+    """
+    if not _by_kernel(a):
+        dtype = into.matrices.dtype
+        for expert, (left, right) in enumerate(_rows(a, b, received)):
+            into.of(expert).addmm_(left.t().to(dtype), right.to(dtype))
+    elif _library_groups(a, b):
+        dw = weight_gradient(a, b, received)
+        torch._foreach_add_([into.of(expert) for expert in range(len(dw))], list(dw))
+    else:
+        expert_wgrad(a, b, _ends(received), into)
+
+
+def _by_kernel(a: Tensor) -> bool:
+    dtype = str(a.dtype).removeprefix("torch.")
+    return a.device.type != "cpu" and launch.supports_tensors(dtype, a.device.type) is None
+
+
+def _ends(received: Tensor) -> Tensor:
+    return received.sum(0).cumsum(0).to(torch.int32)
+
+
+def _rows(a: Tensor, b: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each expert's rows of a and b."""
     sizes = received.sum(0).tolist()
-    rows = zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes), strict=True)
-    return torch.stack([left.t() @ right for left, right in rows])
+    return zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes), strict=True)
 
 
 def _library_groups(a: Tensor, b: Tensor) -> bool:
@@ -32,7 +64,7 @@ def _library_groups(a: Tensor, b: Tensor) -> bool:
     Hopper, in whole 16-byte units.
     """
     return (
-        hasattr(functional, "grouped_mm")  # not in torch 2.9
+        has_grouped_mm()
         and a.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(a.device)[0] == 9
         and a.shape[1] % 8 == b.shape[1] % 8 == 0

@@ -35,35 +35,27 @@ def generate(
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     from flux_megatron.generate import launcher, request
     from flux_megatron.train.config import ConfigError
-    from flux_megatron.train.launcher import RankFailure
 
-    try:
-        if "RANK" in os.environ:
-            raise ConfigError("RANK is set: generate starts its own ranks, run it without torchrun")
-        if (prompt is None) == (prompts is None):
-            raise ConfigError("one of --prompt and --prompts expected")
-        if layers not in ("flux", "stock") or (compare and layers != "flux"):
-            also = ", flux with --compare" if compare else ""
-            raise ConfigError(f"--layers {layers} given, flux or stock expected{also}")
-        if device not in ("auto", "cuda", "cpu"):
-            raise ConfigError(f"--device {device} given, auto, cuda or cpu expected")
-        arms: Any = ("flux", "stock") if compare else (layers,)
-        config, folder = request.trained(checkpoint.resolve(), tp, device)
-        wanted = request.Request(
-            checkpoint=folder,
-            prompts=request.read_prompts(prompts) if prompts else (str(prompt),),
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            arms=arms,
-            graph=not eager,
-        )
-        code = launcher.generate(config, wanted, json_)
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    except RankFailure as failure:
-        typer.echo(str(failure), err=True)
-        raise typer.Exit(1) from None
+    if "RANK" in os.environ:
+        raise ConfigError("RANK is set: generate starts its own ranks, run it without torchrun")
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("one of --prompt and --prompts expected")
+    if layers not in ("flux", "stock") or (compare and layers != "flux"):
+        also = ", flux with --compare" if compare else ""
+        raise ConfigError(f"--layers {layers} given, flux or stock expected{also}")
+    if device not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"--device {device} given, auto, cuda or cpu expected")
+    arms: Any = ("flux", "stock") if compare else (layers,)
+    config, folder = request.trained(checkpoint.resolve(), tp, device)
+    wanted = request.Request(
+        checkpoint=folder,
+        prompts=request.read_prompts(prompts) if prompts else (str(prompt),),
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        arms=arms,
+        graph=not eager,
+    )
+    code = launcher.generate(config, wanted, json_)
     raise typer.Exit(code)

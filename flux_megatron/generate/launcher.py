@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from flux_megatron.generate.request import REQUEST, Request
-from flux_megatron.train import launcher, run_folder
+from flux_megatron.train import checkpoint_files, launcher, run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
 
-COMMON = "common.pt"  # what all ranks read of a checkpoint
 INTERRUPTED = 130
 
 
@@ -24,7 +22,9 @@ def generate(config: TrainConfig, request: Request, json_file: Path | None) -> i
     `RankFailure`.
     """
     request.check(config)
-    check_files(request.checkpoint)
+    checkpoint_files.check(request.checkpoint)
+    if json_file is not None:
+        _check_writable(json_file)
     world_size, on_gpu = launcher.placement(config)
     with tempfile.TemporaryDirectory(prefix="flux_megatron-generate-") as folder:
         out = Path(folder)
@@ -44,27 +44,18 @@ def generate(config: TrainConfig, request: Request, json_file: Path | None) -> i
     return 0 if result["passed"] else 1
 
 
-def check_files(checkpoint: Path) -> None:
-    """`ConfigError` that names a file of the checkpoint which is missing, or shorter than its
-    metadata says.
-    """
-    from torch.distributed.checkpoint import FileSystemReader
-
+def _check_writable(json_file: Path) -> None:
+    """`ConfigError` before anything is decoded whose result could not be kept."""
     try:
-        stored = FileSystemReader(checkpoint).read_metadata().storage_data.values()
-    except Exception as error:  # a torn pickle raises any type
-        raise ConfigError(f"{checkpoint / '.metadata'} cannot be read: {error!r}") from None
-    sizes: dict[str, int] = {}
-    for part in stored:
-        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
-    for name, size in sizes.items():
-        file = checkpoint / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found < size:
-            raise ConfigError(f"{file} has {found} bytes, {size} expected: the checkpoint is torn")
-    common = checkpoint / COMMON
-    if not zipfile.is_zipfile(common):
-        raise ConfigError(f"{common} is missing or torn, a file of torch.save expected")
+        if json_file.is_dir():
+            raise IsADirectoryError(0, "a folder")
+        with tempfile.TemporaryFile(dir=json_file.resolve().parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--json {json_file} cannot be written ({error.strerror}): a file expected, in a "
+            "folder that is there"
+        ) from None
 
 
 def passed(result: dict[str, Any]) -> bool:

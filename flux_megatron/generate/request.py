@@ -85,13 +85,10 @@ def trained(folder: Path, tp: int | None, device: str) -> tuple[TrainConfig, Pat
             f"--checkpoint {folder} given, a folder of `flux-megatron train` (with config.json) or "
             "one of its checkpoints/step_N expected"
         )
-    try:
-        config = run_folder.recorded_config(run)
-    except ValidationError as error:
-        raise ConfigError(f"{run / 'config.json'} cannot be read: {_first(error)}") from None
+    config = run_folder.recorded_config(run)
     path = run_folder.latest(run) if run == folder else folder
     if path is None:
-        raise ConfigError(f"--checkpoint {folder} given, but {run} has no checkpoints/latest")
+        raise ConfigError(f"--checkpoint {folder} given, but {run} has no checkpoint yet")
     tp = config.parallel.tp if tp is None else tp
     parallel = {"tp": tp, "world_size": tp, "sequence_parallel": False, "device": device}
     changed = config.model_dump() | {"parallel": parallel, "strategy": "auto"}

@@ -1,9 +1,9 @@
 """A Mixture of Experts of Megatron's whose all-to-all is hidden behind the experts' GEMMs.
 
 `FluxTokenDispatcher` takes the place of Megatron's all-to-all dispatcher and leaves the rows where
-they are: it sorts them by expert and counts them, on the device. `FluxExperts`, which takes the
-place of `SequentialMLP`, sends them within its first GEMM and gets them back within its second, so
-it multiplies by the router's probabilities where the rows came from: the second GEMM is linear.
+they are: it sorts them by expert and counts them, on the device. The experts (`expert_layers`) send
+them within their first GEMM and get them back within their second, so they multiply by the router's
+probabilities where the rows came from: the second GEMM is linear.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine_spec_provider
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models import backends
 from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from flux_megatron.expert_parallel import ops
+from flux_megatron.integration.expert_layers import OURS
 
 
 def use() -> None:
     """Models built after this have our dispatcher and experts, where they would have had
-    Megatron's all-to-all dispatcher and one MLP an expert.
+    Megatron's all-to-all dispatcher and experts.
     """
     moe_layer.MoEAlltoAllTokenDispatcher = FluxTokenDispatcher
     for module in (backends, transformer_engine_spec_provider):
-        module.SequentialMLP = FluxExperts
+        for name, experts in OURS.items():
+            if hasattr(module, name):
+                setattr(module, name, experts)
 
 
 class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -69,39 +68,6 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
 
-class FluxExperts(SequentialMLP):
-    """The same parameters, under the same names, as Megatron's `SequentialMLP`."""
-
-    def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
-        first, second = (
-            torch.stack([getattr(expert, name).weight for expert in self.local_experts])
-            for name in ("linear_fc1", "linear_fc2")
-        )
-        hidden, _ = ops.a2a_gemm(x, first, counts, self.ep_group, capacity=self._capacity(x))
-        hidden = self._activated(hidden)
-        y = ops.gemm_a2a(hidden, second, counts, self.ep_group, tokens=len(x))
-        return (y * permuted_probs.unsqueeze(-1)).to(y.dtype), None
-
-    def _activated(self, hidden: Tensor) -> Tensor:
-        if self.config.gated_linear_unit:
-            if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
-                return bias_swiglu_impl(hidden, None)
-            gate, linear = hidden.chunk(2, -1)
-            return self.config.activation_func(gate) * linear
-        return self.config.activation_func(hidden)
-
-    def _capacity(self, x: Tensor) -> int:
-        """The most rows that could come: each token of each rank chooses an expert once."""
-        topk = self.config.moe_router_topk
-        tokens = len(x) // topk
-        most = tokens * min(topk, self.num_local_experts) * self.ep_group.size()
-        return max(most, len(x), 1)
-
-
 def _why_not(config: Any, tp_size: int) -> str | None:
     """Why the dispatcher cannot run a model of this configuration, or None."""
     unsupported = {
@@ -111,7 +77,11 @@ def _why_not(config: Any, tp_size: int) -> str | None:
         "moe_router_padding_for_fp8": "the routing map is padded",
         "moe_shared_expert_overlap": "shared experts run beside the all-to-all",
         "moe_apply_probs_on_input": "probabilities come before the first GEMM",
-        "moe_grouped_gemm": "experts are one grouped GEMM, one MLP an expert expected",
+        "moe_single_grouped_weight": "the experts of a linear are one parameter",
+        "use_transformer_engine_op_fuser": "TransformerEngine fuses the experts' operations",
+        "moe_mlp_glu_interleave_size": "gates and linear halves are interleaved",
+        "delay_wgrad_compute": "weight gradients are computed later",
+        "overlap_dispatch_backward_with_experts_wgrad": "weight gradients are computed later",
         "add_bias_linear": "experts have a bias",
         "activation_func_clamp_value": "activations are clamped",
         "glu_linear_offset": "the linear half has an offset",
@@ -120,6 +90,9 @@ def _why_not(config: Any, tp_size: int) -> str | None:
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"
+    selective = config.recompute_granularity == "selective"
+    if selective and "moe_act" in (config.recompute_modules or ()):
+        return "activations of experts are recomputed (recompute_modules moe_act)"
     if tp_size > 1:
         return f"experts are divided over {tp_size} tensor-parallel ranks, 1 expected"
     return None

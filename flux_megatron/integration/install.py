@@ -15,7 +15,14 @@ from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
-from flux_megatron.integration import beside, experts, explicit_specs, metrics, requirements
+from flux_megatron.integration import (
+    beside,
+    checkpoint_arguments,
+    experts,
+    explicit_specs,
+    metrics,
+    requirements,
+)
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
@@ -31,6 +38,9 @@ from flux_megatron.integration.provider import (
 from flux_megatron.integration.selection import provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
+from flux_megatron.versions.library import warn_of_untested
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
 
 _logged: set[str] = set()
 _output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
@@ -47,6 +57,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     if options is None:
         return
     requirements.check(args, known)
+    checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
     if options.experts and args.moe_token_dispatcher_type != "alltoall":
         given = args.moe_token_dispatcher_type
@@ -68,6 +79,7 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
     local one. `spec` is the module that `--spec` names.
     """
+    warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)

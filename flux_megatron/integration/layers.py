@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch import Tensor
 
-from flux_megatron.integration import arm
+from flux_megatron.integration import arm, seams
 from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
 from flux_megatron.nn import all_reduced, functions
 from flux_megatron.ops import note_fallback
@@ -42,12 +43,16 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     """
 
     save_gathered = False
+    unknown_arguments: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = kwargs["config"]
+        seams.check_config(config)
         # megatron-core's constructor refuses fusion without apex, which is not needed here
         super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
         self.config = config
+        if unknown := seams.unknown_arguments(ColumnParallelLinear, kwargs):
+            self.unknown_arguments = unknown
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         # in every layer, so that pipeline stages without an LM head refuse too, and do not wait
         if config.defer_embedding_wgrad_compute and not stock._grad_accum_fusion_available:
@@ -98,6 +103,14 @@ class FluxRowParallelLinear(RowParallelLinear):
     to the weight gradient. Without, y is [s, b, N], forward is GEMM+AR and backward needs no
     communication.
     """
+
+    unknown_arguments: Mapping[str, Any] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seams.check_config(kwargs["config"])
+        super().__init__(*args, **kwargs)
+        if unknown := seams.unknown_arguments(RowParallelLinear, kwargs):
+            self.unknown_arguments = unknown
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
@@ -172,7 +185,7 @@ def _for_megatron(options: dict[str, Any]) -> dict[str, Any]:
 
 def _left_to_megatron(layer: Any, input: Tensor, options: dict[str, Any]) -> str | None:
     """Why this call is megatron-core's to compute, or None."""
-    for name, value in options.items():
+    for name, value in {**options, **layer.unknown_arguments}.items():
         if name not in _UNDERSTOOD and value != _OFF.get(name):
             return f"{name}={value} is computed by megatron-core"
     if torch.is_autocast_enabled(input.device.type):

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine
 
 from flux_megatron import settings
-from flux_megatron.integration import arguments, explicit_specs
+from flux_megatron.integration import arguments, explicit_specs, seams
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.provider import te_can_run
 from flux_megatron.patching import installed
@@ -108,8 +108,9 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         return getattr(args, name, None)
 
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
-    if value("transformer_impl") == "inference_optimized":
-        yield Refusal("--transformer-impl inference_optimized", "it does not train")
+    for (name, refused), why in seams.REFUSED_VALUES.items():
+        if value(name) == refused:
+            yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
     yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
@@ -159,8 +160,6 @@ def _of_spec(spec: list[str], of_te: bool) -> Refusal:
 
 
 def _of_graphs(impl: Any, scope: Any) -> Iterator[Refusal]:
-    if impl == "transformer_engine":
-        yield Refusal("--cuda-graph-impl transformer_engine", _TE_ALONE)
     whole = "whole iterations were never captured with our calls in them"
     if impl == "full_iteration":
         yield Refusal("--cuda-graph-impl full_iteration", whole, may_be_allowed=True)

@@ -56,4 +56,6 @@ def _refusal(args: Any) -> str | None:
         return "Megatron 0.15 to 0.18 cannot combine it with --mtp-num-layers: use --flux-overlap"
     if args.num_experts and args.moe_layer_freq != 1:
         return "dense and expert layers alternate, one kind expected: use --flux-overlap"
+    if getattr(args, "use_checkpoint_args", False) and not getattr(args, "flux_overlap", False):
+        return "arguments of a checkpoint are looked at with --flux-overlap alone: use that"
     return None

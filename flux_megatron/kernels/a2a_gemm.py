@@ -42,6 +42,7 @@ from flux_megatron.kernels.expert_routes import (
     word,
 )
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -98,10 +99,10 @@ def push_rows(
 
 
 # numbers that change from call to call must not compile a kernel each
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity"])
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity", "w_first", "w_pitch"])
 def a2a_gemm_kernel(
     x, w, y, routes, pointers, pad, pad_pointers, status, rank, epoch, timeout_ns: tl.int64,
-    capacity, N, K,
+    capacity, w_first, w_pitch, N, K,
     WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr,
     HEADER: tl.constexpr, PUSHERS: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -123,7 +124,7 @@ def a2a_gemm_kernel(
     tiles = tl.load(word(routes, RECV_TILES, groups)) * tiles_n
     empty = tl.cdiv(capacity - rows_here, BLOCK_M) * tiles_n
     received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(x.dtype), 16)
-    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    operand = experts_operand(w, w_first, w_pitch, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + empty:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
@@ -151,7 +152,7 @@ def a2a_gemm_kernel(
                     acquire_for_tma_loads()
                 rows = received + place * K
             acc = expert_tile(
-                rows, operand, expert, row, col, count, N, K,
+                rows, operand, expert, w_first, w_pitch, row, col, count, N, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
             )  # fmt: skip
             # not by TMA, whose completion every CTA would await before its next tile
@@ -183,18 +184,22 @@ def _launcher(
 
 
 def a2a_gemm(
-    x: Tensor, w: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor, pad_pointers: Tensor,
-    status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, capacity: int,
-    layout: str, tile: Tile, comm_rows: int, keep: bool,
+    x: Tensor, w: ExpertWeights, routes: Tensor, *, pointers: Tensor, pad: Tensor,
+    pad_pointers: Tensor, status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int,
+    capacity: int, layout: str, tile: Tile, comm_rows: int, keep: bool,
 ) -> Tensor:  # fmt: skip
     """x [T, K] to the ranks of its experts, times w [E, N, K] ("nn": [E, K, N]) there: y
     [capacity, N], 0 in rows that nobody sent. With `keep` local rows are copied to the buffer too.
     """
-    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    experts, *sides = w.matrices.shape
+    N = sides[0] if layout == "nt" else sides[1]
     y = x.new_empty(capacity, N)
     run = _launcher(
         world_size, experts, N, x.shape[1], capacity, x.dtype, x.device, layout, tile, comm_rows,
-        keep, launch.has_whole_units(x, w), PUSHERS,
+        keep, launch.has_whole_units(x, w.matrices), PUSHERS,
     )  # fmt: skip
-    run((x, w, y, routes, pointers, pad, pad_pointers, status), (rank, epoch, timeout_ns, capacity))
+    run(
+        (x, w.matrices, y, routes, pointers, pad, pad_pointers, status),
+        (rank, epoch, timeout_ns, capacity, w.first, w.pitch),
+    )
     return y

@@ -1,6 +1,7 @@
 """dw of a GEMM of experts: for each of them, a product over the rows that it has received.
 
-No signals: the rows are here. How many an expert has only the device knows.
+No signals: the rows are here. How many an expert has only the device knows. The products make a new
+tensor, or are added where gradients lie (`expert_weights`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import multiply_add, tile_origin
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dw_first", "dw_pitch"])
 def expert_wgrad_kernel(
-    a, b, ends, dw, M, N,
+    a, b, ends, dw, dw_first, dw_pitch, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -46,13 +49,19 @@ def expert_wgrad_kernel(
             mask=(ks[:, None] < end) & (cols[None, :] < N), other=0.0,
         )  # fmt: skip
         acc = multiply_add(left, right, acc)
-    out = dw + expert.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    first_row = dw_first + expert * dw_pitch
+    out = dw + (first_row.to(tl.int64) + rows)[:, None] * N + cols[None, :]
     inside = (rows[:, None] < M) & (cols[None, :] < N)
+    if ADD:
+        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
     tl.store(out, acc.to(dw.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=256)
-def _launcher(experts: int, M: int, N: int, dtype: torch.dtype, device: torch.device) -> Launcher:
+def _launcher(
+    experts: int, M: int, N: int, dtype: torch.dtype, into: torch.dtype, device: torch.device,
+    add: bool,
+) -> Launcher:  # fmt: skip
     if device.type == "cpu":  # few large blocks are cheaper than many
         tile = Tile(min(64, next_power_of_2(M)), min(64, next_power_of_2(N)), 32)
     elif dtype == torch.float32:
@@ -60,15 +69,20 @@ def _launcher(experts: int, M: int, N: int, dtype: torch.dtype, device: torch.de
     else:
         tile = Tile(128, 128, 64, num_warps=8, num_stages=3)
     grid = experts * cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
-    return Launcher(expert_wgrad_kernel, (grid,), tile, (M, N))
+    return Launcher(expert_wgrad_kernel, (grid,), tile, (M, N), ADD=add)
 
 
-def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def expert_wgrad(
+    a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None = None
+) -> ExpertWeights:
     """dw [E, M, N], of each expert a^T b over its rows of a [rows, M] and b [rows, N].
 
-    `ends` int32 [E], on the device: where each expert's rows end. 0 for one without rows.
+    `ends` int32 [E], on the device: where each expert's rows end. 0 for one without rows. Sums are
+    fp32, added to `into` where that is given, in its own dtype; else they make a new tensor.
     """
     M, N = a.shape[1], b.shape[1]
-    dw = a.new_empty(len(ends), M, N)
-    _launcher(len(ends), M, N, a.dtype, a.device)((a, b, ends, dw), ())
+    dw = into or ExpertWeights(a.new_empty(len(ends), M, N))
+    found = dw.matrices
+    run = _launcher(len(ends), M, N, a.dtype, found.dtype, a.device, into is not None)
+    run((a, b, ends, found), (dw.first, dw.pitch))
     return dw

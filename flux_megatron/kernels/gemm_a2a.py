@@ -41,6 +41,7 @@ from flux_megatron.kernels.expert_routes import (
     word,
 )
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -79,9 +80,10 @@ def collect(
 
 
 # numbers that change from call to call must not compile a kernel each
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "w_first", "w_pitch"])
 def gemm_a2a_kernel(
-    x, w, y, routes, pointers, pad, pad_pointers, status, rank, epoch, timeout_ns: tl.int64, N, K,
+    x, w, y, routes, pointers, pad, pad_pointers, status, rank, epoch, timeout_ns: tl.int64,
+    w_first, w_pitch, N, K,
     WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr,
     HEADER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -98,7 +100,7 @@ def gemm_a2a_kernel(
     own_copies = tl.load(word(routes, OWN_SEND_TILES, groups))
     copies = tl.load(word(routes, SEND_TILES, groups)) - own_copies
     received = tl.multiple_of((tl.load(pointers + rank) + HEADER).to(y.dtype), 16)
-    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    operand = experts_operand(w, w_first, w_pitch, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = end_draw(begin_draw(draws, NUM_WARPS))
     while tile < tiles + copies:
         ticket = begin_draw(draws, NUM_WARPS)  # awaited when this tile is stored
@@ -112,7 +114,7 @@ def gemm_a2a_kernel(
             row, col = tile_origin(within, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
             rows = x + tl.load(field(routes, RECV_ROW, groups) + group).to(tl.int64) * K
             acc = expert_tile(
-                rows, operand, expert, row, col, count, N, K,
+                rows, operand, expert, w_first, w_pitch, row, col, count, N, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
             )  # fmt: skip
             place = tl.load(field(routes, RECV_REMOTE_ROW, groups) + group).to(tl.int64) * N
@@ -153,18 +155,22 @@ def _launcher(
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor, pad_pointers: Tensor,
-    status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tokens: int,
-    layout: str, tile: Tile, comm_rows: int,
+    x: Tensor, w: ExpertWeights, routes: Tensor, *, pointers: Tensor, pad: Tensor,
+    pad_pointers: Tensor, status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int,
+    tokens: int, layout: str, tile: Tile, comm_rows: int,
 ) -> Tensor:  # fmt: skip
     """x [capacity, K], sorted by (expert, source rank), times w [E, N, K] ("nn": [E, K, N]), each
     row back at its source: y [tokens, N], in the order in which they were sent.
     """
-    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    experts, *sides = w.matrices.shape
+    N = sides[0] if layout == "nt" else sides[1]
     y = x.new_empty(tokens, N)
     run = _launcher(
         world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile,
-        comm_rows, launch.has_whole_units(x, w),
+        comm_rows, launch.has_whole_units(x, w.matrices),
     )  # fmt: skip
-    run((x, w, y, routes, pointers, pad, pad_pointers, status), (rank, epoch, timeout_ns))
+    run(
+        (x, w.matrices, y, routes, pointers, pad, pad_pointers, status),
+        (rank, epoch, timeout_ns, w.first, w.pitch),
+    )
     return y

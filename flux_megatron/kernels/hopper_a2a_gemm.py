@@ -26,7 +26,8 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILES,
     SEND_ROW,
 )
-from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate
+from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
 from flux_megatron.kernels.hopper_expert_roles import (
@@ -49,12 +50,14 @@ from flux_megatron.problem import Tile
 @aggregate
 class RoutedRows:
     """Operands of the producer warp: x of this rank, rows of others when they have come, and the
-    matrices of all experts, one below the other.
+    matrices of all experts.
     """
 
     x_desc: Descriptor
     received_desc: Descriptor
     w_desc: Descriptor
+    w_first: Number
+    w_pitch: Number
     routes: Routes
     sizes: Sizes
 
@@ -75,7 +78,9 @@ class RoutedRows:
         routes = self.routes
         step = tile.group // routes.EXPERTS
         expert = tile.group % routes.EXPERTS
-        w_row, w_col = expert_operand(expert, tile.n, self.sizes, ring.LAYOUT_NN)
+        w_row, w_col = expert_operand(
+            expert, tile.n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
+        )
         if step == 0:
             first = uniform(routes.of_group(SEND_ROW, tile.group))
             loaded, ticket = ring.load_tile(
@@ -120,10 +125,11 @@ class StoredGroups:
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity"])
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity", "w_first", "w_pitch"])
 def hopper_a2a_gemm_kernel(
     x_desc, received_desc, w_desc, y_desc, x, y, kept, routes, pointers, pad, pad_pointers, status,
-    work_words, rank, epoch, timeout_ns: gl.int64, capacity, N, K, CONFIG: gl.constexpr,
+    work_words, rank, epoch, timeout_ns: gl.int64, capacity, w_first, w_pitch, N, K,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -151,7 +157,7 @@ def hopper_a2a_gemm_kernel(
     exchange = new_exchange(2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
-    operands = RoutedRows(x_desc, received_desc, w_desc, routing, sizes)
+    operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
     targets = StoredGroups(y, y_desc, routing, sizes)
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
@@ -183,16 +189,18 @@ def _launcher(
 
 
 def a2a_gemm(
-    x: Tensor, received: Tensor, w: Tensor, kept: Tensor, routes: Tensor, *, pointers: Tensor,
-    pad: Tensor, pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int,
-    world_size: int, epoch: int, timeout_ns: int, layout: str, tile: Tile, comm_rows: int,
+    x: Tensor, received: Tensor, w: ExpertWeights, kept: Tensor, routes: Tensor, *,
+    pointers: Tensor, pad: Tensor, pad_pointers: Tensor, status: Tensor, work_words: Tensor,
+    rank: int, world_size: int, epoch: int, timeout_ns: int, layout: str, tile: Tile,
+    comm_rows: int,
 ) -> Tensor:  # fmt: skip
     """As `a2a_gemm.a2a_gemm`, for what `hopper_gemm.refuses_experts` does not refuse.
 
     `received` [capacity, K] are the rows of this rank's region. The rows that came are copied to
     `kept`, unless it is empty: [capacity, K] or [0, K].
     """
-    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    experts, *sides = w.matrices.shape
+    N = sides[0] if layout == "nt" else sides[1]
     capacity, K = received.shape
     y = x.new_empty(capacity, N)
     config = expert_config(
@@ -204,11 +212,11 @@ def a2a_gemm(
         (
             described(x if len(x) else received, tile.block_m, tile.block_k),
             described(received, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w.view(-1, w.shape[2]), layout, tile),
+            hopper_descriptors.described_w(w.rows(), layout, tile),
             described(y, tile.block_m, tile.block_n),
             x, y, kept if len(kept) else y, routes, pointers, pad, pad_pointers, status,
             work_words,
         ),
-        (rank, epoch, timeout_ns, capacity),
+        (rank, epoch, timeout_ns, capacity, w.first, w.pitch),
     )  # fmt: skip
     return y

@@ -25,13 +25,15 @@ from flux_megatron.kernels.split_k import (
     split_k_of_scatter,
 )
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.versions.triton import TRITON
 
 COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
 
 
 @cache
-def _gluon_unavailable() -> str | None:
+def gluon_unavailable() -> str | None:
+    """Why the Hopper kernels cannot be imported, or None."""
     try:
         from flux_megatron.kernels import (  # noqa: F401
             hopper_a2a_gemm,
@@ -40,8 +42,23 @@ def _gluon_unavailable() -> str | None:
             hopper_gemm_rs,
             hopper_signalled_gemm,
         )
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a name that is not there, or whatever a newer Triton raises
         return f"this Triton has no Gluon for Hopper ({error})"
+    return None
+
+
+@cache
+def _not_compiled() -> str | None:
+    """Why a Triton that is newer than those that were run cannot compile the kernels, or None."""
+    if TRITON.untested() is None:
+        return None
+    from flux_megatron.kernels import hopper_probe
+
+    try:
+        hopper_probe.compile_kernels()
+    except Exception as error:  # Triton's own, of whatever pass cannot go on
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return f"this Triton cannot compile the Hopper kernels ({reason})"
     return None
 
 
@@ -66,7 +83,7 @@ def _refused(device: str, dtype: str, K: int, N: int) -> str | None:
         return f"dtype {dtype} is none of {', '.join(_DTYPES)}"
     if K % 8 or N % 8:
         return f"rows of K {K} or N {N} are not whole 16-byte units"
-    return _gluon_unavailable()
+    return gluon_unavailable() or _not_compiled()
 
 
 @lru_cache(maxsize=1024)

@@ -29,6 +29,7 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILE,
     RECV_TILES,
 )
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
@@ -56,6 +57,8 @@ class RowsHere:
 
     x_desc: Descriptor
     w_desc: Descriptor
+    w_first: Number
+    w_pitch: Number
     routes: Routes
     sizes: Sizes
     own: Number
@@ -78,8 +81,9 @@ class RowsHere:
 
     @gluon.jit
     def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
+        expert = tile.group % self.routes.EXPERTS
         w_row, w_col = expert_operand(
-            tile.group % self.routes.EXPERTS, tile.n, self.sizes, ring.LAYOUT_NN
+            expert, tile.n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
         )
         row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
         loaded, ticket = ring.load_tile(
@@ -119,10 +123,10 @@ class ReturnedRows:
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+@gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "w_first", "w_pitch"])
 def hopper_gemm_a2a_kernel(
     x_desc, w_desc, received_desc, y, routes, pointers, pad, pad_pointers, status, work_words,
-    rank, epoch, timeout_ns: gl.int64, N, K, CONFIG: gl.constexpr,
+    rank, epoch, timeout_ns: gl.int64, w_first, w_pitch, N, K, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]
@@ -149,7 +153,7 @@ def hopper_gemm_a2a_kernel(
     exchange = new_exchange(2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(received_desc)
-    operands = RowsHere(x_desc, w_desc, routing, sizes, own, count)
+    operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
     scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
@@ -177,14 +181,15 @@ def _launcher(
 
 
 def gemm_a2a(
-    x: Tensor, w: Tensor, received: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor,
+    x: Tensor, w: ExpertWeights, received: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor,
     pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int, world_size: int,
     epoch: int, timeout_ns: int, tokens: int, layout: str, tile: Tile, comm_rows: int,
 ) -> Tensor:  # fmt: skip
     """As `gemm_a2a.gemm_a2a`, for what `hopper_gemm.refuses_experts` does not refuse. `received`
     [capacity, N] are the rows of this rank's region.
     """
-    experts, N = w.shape[0], w.shape[1] if layout == "nt" else w.shape[2]
+    experts, *sides = w.matrices.shape
+    N = sides[0] if layout == "nt" else sides[1]
     y = x.new_empty(tokens, N)
     config = expert_config(
         world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES
@@ -194,11 +199,11 @@ def gemm_a2a(
     run(
         (
             described(x, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w.view(-1, w.shape[2]), layout, tile),
+            hopper_descriptors.described_w(w.rows(), layout, tile),
             described(received, tile.block_m, tile.block_n),
             y, routes, pointers, pad, pad_pointers, status, work_words,
         ),
-        (rank, epoch, timeout_ns),
+        (rank, epoch, timeout_ns, w.first, w.pitch),
     )  # fmt: skip
     expert_collect(
         received, y, routes, pad=pad, status=status, rank=rank, world_size=world_size, epoch=epoch,

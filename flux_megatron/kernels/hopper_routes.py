@@ -132,17 +132,19 @@ class Routes:
 
 
 @gluon.jit
-def expert_operand(expert, n, sizes, LAYOUT_NN: gl.constexpr):
+def expert_operand(expert, n, w_first, w_pitch, sizes, LAYOUT_NN: gl.constexpr):
     """Where column of tiles `n` of an expert's matrix lies in those of all experts: the row from
-    which its k-tiles count, and its place on the other side. "nt": [E * N, K], else [E * K, N].
+    which its k-tiles count, and its place on the other side. "nt": [rows, K], else [rows, N]; the
+    matrix begins at row w_first + expert * w_pitch (`expert_weights`).
     """
+    first = w_first + expert * w_pitch
     col = n * sizes.BLOCK_N
     if LAYOUT_NN:
-        w_row = expert * sizes.K
+        w_row = first
         w_col = col
     else:
         w_row = 0
-        w_col = expert * sizes.N + col
+        w_col = first + col
     return w_row, w_col
 
 

@@ -231,10 +231,10 @@ def _word(value) -> int:
     return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
 
 
-def poll(address: int, slot: int, epoch: int, deadline: int) -> None:
+def poll(address: int, slot: int, epoch: int, deadline: int, record: ctypes.Array) -> None:
     """Host wait for the int32 at `address`: a few yields, then sleeps that double up to 2 ms.
 
-    `TimeoutError` carries the value last seen.
+    `TimeoutError`, which carries the value last seen, also once the status record is tripped.
     """
     cell = ctypes.c_int32.from_address(address)
     turns = 0
@@ -244,7 +244,7 @@ def poll(address: int, slot: int, epoch: int, deadline: int) -> None:
             os.sched_yield()
         else:
             time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
-        if time.monotonic_ns() > deadline:
+        if record[signals.STATUS_TRIPPED] or time.monotonic_ns() > deadline:
             raise TimeoutError(cell.value)
 
 
@@ -261,10 +261,8 @@ def _deadline_after_host(timeout_ns) -> int:
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
     record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
-    if record[signals.STATUS_TRIPPED]:  # another wait has run out of time: look once, go on
-        deadline = 0
     try:
-        host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline)
+        host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline, record)
     except TimeoutError as late:
         if record[signals.STATUS_TRIPPED]:  # only the first late wait is recorded
             return

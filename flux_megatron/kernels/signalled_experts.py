@@ -27,6 +27,7 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_routes import group_of
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     begin_draw,
@@ -53,16 +54,16 @@ def field(table, number: tl.constexpr, group, GROUPS: tl.constexpr):
 
 
 # numbers that change from call to call must not compile a kernel each
-@triton.jit(do_not_specialize=["first", "tile_rows"])
+@triton.jit(do_not_specialize=["first", "tile_rows", "w_first", "w_pitch"])
 def signalled_experts_kernel(
-    home, far, near, w, table, counters, work_counter, first, tile_rows, N, K,
+    home, far, near, w, table, counters, work_counter, first, tile_rows, w_first, w_pitch, N, K,
     GROUPS: tl.constexpr, FAR_GROUPS: tl.constexpr, EXPERTS: tl.constexpr, BACK: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tile_rows * tiles_n
-    operand = experts_operand(w, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+    operand = experts_operand(w, w_first, w_pitch, N, K, EXPERTS, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = first_tile(work_counter)
     while tile < tiles:
         ticket = begin_draw(work_counter, NUM_WARPS)  # awaited when this tile is stored
@@ -82,7 +83,7 @@ def signalled_experts_kernel(
             x, out = away + there * K, home + here * N
         expert = field(table, EXPERT, group, GROUPS)
         acc = expert_tile(
-            x, operand, expert, row, col, rows, N, K,
+            x, operand, expert, w_first, w_pitch, row, col, rows, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
         )  # fmt: skip
         if BACK:
@@ -110,9 +111,9 @@ def _launcher(
 
 
 def signalled_experts(
-    home: Tensor, far: Tensor, near: Tensor, w: Tensor, table: Tensor, *, far_groups: int,
-    first: int, tile_rows: int, counters: Tensor, work_counter: Tensor, spare_sms: int, back: bool,
-    layout: str, tile: Tile,
+    home: Tensor, far: Tensor, near: Tensor, w: ExpertWeights, table: Tensor, *,
+    far_groups: int, first: int, tile_rows: int, counters: Tensor, work_counter: Tensor,
+    spare_sms: int, back: bool, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
     """`tile_rows` rows of tiles from `first` on, times w [E, N, K] ("nn": [E, K, N]).
 
@@ -123,10 +124,14 @@ def signalled_experts(
     """
     if not tile_rows:
         return
-    experts, N, K = w.shape if layout == "nt" else (w.shape[0], w.shape[2], w.shape[1])
-    grid = launch.persistent_grid(w.device, tile_rows * cdiv(N, tile.block_n), spare_sms)
-    whole = launch.has_whole_units(home, w) and launch.has_whole_units(far, near)
+    experts, *sides = w.matrices.shape
+    N, K = sides if layout == "nt" else reversed(sides)
+    grid = launch.persistent_grid(home.device, tile_rows * cdiv(N, tile.block_n), spare_sms)
+    whole = launch.has_whole_units(home, w.matrices) and launch.has_whole_units(far, near)
     run = _launcher(
         N, K, table.shape[1], far_groups, experts, back, home.dtype, grid, layout, tile, whole
     )
-    run((home, far, near, w, table, counters, work_counter), (first, tile_rows))
+    run(
+        (home, far, near, w.matrices, table, counters, work_counter),
+        (first, tile_rows, w.first, w.pitch),
+    )

@@ -1,5 +1,5 @@
-"""How a kernel is launched. The only file that uses what Triton keeps private, and that asks for
-its version to do so:
+"""How a kernel is launched. The only file that uses what Triton keeps private; in which versions
+it may, `versions.triton` says.
 
 | Triton | a compiled kernel is launched by |
 | --- | --- |
@@ -12,21 +12,36 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import triton
 
 from flux_megatron.problem import Tile
+from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
 launches: Counter[str] = Counter()
 _runtime = triton.knobs.runtime
-_VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+_compiling = False
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Launches inside compile their kernels, which do not run."""
+    global _compiling
+    _compiling = True
+    try:
+        yield
+    finally:
+        _compiling = False
 
 
 class Launcher:
@@ -64,6 +79,12 @@ class Launcher:
 
     def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
         """Launch on the current stream; `tensors` may hold host tensor descriptors."""
+        if _compiling:
+            self._kernel.warmup(
+                *tensors, *numbers, *self._fixed, grid=self._grid,
+                num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
+            )  # fmt: skip
+            return
         launches[self._name] += 1
         if self._tile.tma:
             # per thread, and autograd runs backward in threads of its own: set it where it is used
@@ -93,7 +114,7 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | Non
     """What Triton does with a compiled kernel in the end, without hooks; it takes all arguments,
     constexprs included. None for a version that may do something else.
     """
-    if _VERSION not in ("3.5", "3.6", "3.7"):
+    if not runs_directly():
         return None
     run, (x, y, z) = compiled.run, (*grid, 1, 1)[:3]
     function, metadata = compiled.function, compiled.packed_metadata
@@ -104,7 +125,7 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | Non
         run(x, y, z, stream(device), function, metadata, None, None, None, *args)
 
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
-    if not metas or _VERSION != "3.6":
+    if not metas or run_expands_descriptors():
         return launch
     behind = inspect.getclosurevars(run.launch).nonlocals["launcher"]
     how = (run.launch_cooperative_grid, run.launch_pdl)

@@ -156,8 +156,12 @@ def missing_word(addresses: list[int], epoch: int) -> int | None:
     return None
 
 
-def poll_words(addresses: list[int], source: int, epoch: int, deadline: int) -> None:
-    """Host wait for the words at `addresses`; `TimeoutError` carries an epoch seen instead."""
+def poll_words(
+    addresses: list[int], source: int, epoch: int, deadline: int, record: ctypes.Array
+) -> None:
+    """Host wait for the words at `addresses`; `TimeoutError` carries an epoch seen instead, also
+    once the status record is tripped.
+    """
     turns = 0
     while (seen := missing_word(addresses, epoch)) is not None:
         turns += 1
@@ -165,7 +169,7 @@ def poll_words(addresses: list[int], source: int, epoch: int, deadline: int) -> 
             os.sched_yield()
         else:
             time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
-        if time.monotonic_ns() > deadline:
+        if record[signals.STATUS_TRIPPED] or time.monotonic_ns() > deadline:
             raise TimeoutError(seen)
 
 
@@ -179,11 +183,9 @@ def _number(value) -> int:
 
 def _await_words(pointers, mask, source, epoch, deadline, status, memory) -> None:
     record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_number(status))
-    if record[signals.STATUS_TRIPPED]:  # a wait has run out of time: one look, and on
-        deadline = 0
     addresses = pointers.handle.data[mask.handle.data].tolist()
     try:
-        host_wait_words(addresses, _number(source), _number(epoch), deadline)
+        host_wait_words(addresses, _number(source), _number(epoch), deadline, record)
     except TimeoutError as late:
         if record[signals.STATUS_TRIPPED]:  # the first to be late is reported
             return

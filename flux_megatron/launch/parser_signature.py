@@ -22,11 +22,12 @@ FOLDER = Path(__file__).parent / "signatures"
 OURS = FOLDER / "flux_overlap.json"  # the options that `--flux-overlap` brings along
 TYPES = {"int": int, "float": float, "str": str}
 
-# Runs beside the checkout. Newer releases ask for typing.override, which is not in Python 3.11.
+# Runs beside the checkout.
 _DUMP = """
-import argparse, pathlib, sys, typing
+import argparse, pathlib, sys
 sys.path[:0] = [{checkout!r}, {ours!r}]
-typing.override = getattr(typing, "override", lambda method: method)
+from flux_megatron.versions.python import provide_override
+provide_override()
 from megatron.training.arguments import add_megatron_arguments
 from flux_megatron.launch.parser_signature import dumped
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.copy_engine import CopyEngine
+from flux_megatron.symm.workspace import Workspace
 
 
 class Arriving(NamedTuple):
@@ -36,7 +38,7 @@ class Arriving(NamedTuple):
 
 def ag_gemm(
     x: Tensor, right: Tensor, group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, workspace: Workspace,
 ) -> Tensor:  # fmt: skip
     """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]; `consume` is called with the gathered
     rows. `group` runs the collectives, which begin on `stream`.
@@ -61,7 +63,7 @@ def ag_gemm(
     for end in (*ends[1:], 0):
         band, arriving = arriving, start(arriving.last, end) if end else arriving
         with phase("wait"):
-            band.work.wait()
+            collectives.wait(band.work, workspace)
         for others in (slice(0, rank), slice(rank + 1, shards)):
             _multiply(band.block[others], right, out=y[others, band.first : band.last])
         if ordered is not None:

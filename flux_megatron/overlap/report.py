@@ -13,6 +13,7 @@ from flux_megatron.symm.workspace import workspaces
 
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_copies: Counter[tuple[str, str]] = Counter()
 _exposed_us: float | None = None
 _layers: list[Layers] = []
 
@@ -47,7 +48,8 @@ class Report:
     measurement, by the cost model or by the user. `workspace_bytes` is the symmetric memory that
     this rank holds. `exposed_us` is the cost model's estimate of the communication that these calls
     did not hide, None on a machine that the model does not know. `kernels` counts launches: which
-    of a strategy's kernels ran. Calls and launches that a graph repeats are not counted.
+    of a strategy's kernels ran. `copies[what, reason]` counts calls that first copied operands
+    which could have been read in place. What a graph repeats is not counted.
     """
 
     calls: dict[tuple[str, str], int]
@@ -56,6 +58,7 @@ class Report:
     exposed_us: float | None = None
     layers: Layers | None = None
     kernels: dict[str, int] = field(default_factory=dict)
+    copies: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -88,6 +91,9 @@ class Report:
         lines += [
             f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())
         ]
+        lines += [
+            f"  {what} copied {n} times: {why}" for (what, why), n in sorted(self.copies.items())
+        ]
         if self.kernels:
             lines.append(
                 "  kernels: " + ", ".join(f"{k} {n}" for k, n in sorted(self.kernels.items()))
@@ -116,6 +122,13 @@ def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) ->
     note_call(pattern, "sequential", exposed_us)
 
 
+def note_copy(what: str, reason: str) -> None:
+    """Count a call that copies operands, and warn once for each reason."""
+    if (what, reason) not in _copies:
+        warnings.warn(f"flux_megatron: {what} are copied: {reason}", stacklevel=3)
+    _copies[what, reason] += 1
+
+
 def note_layers(layers: Layers) -> None:
     """Add the layers of models that were built to those of earlier ones."""
     _layers.append(layers)
@@ -126,7 +139,7 @@ def report() -> Report:
     held = sum(workspace.size_bytes for workspace in workspaces())
     layers = functools.reduce(Layers.__add__, _layers) if _layers else None
     return Report(
-        dict(_calls), dict(_fallbacks), held, _exposed_us, layers, dict(launches)
+        dict(_calls), dict(_fallbacks), held, _exposed_us, layers, dict(launches), dict(_copies)
     )  # fmt: skip
 
 
@@ -136,4 +149,5 @@ def reset_report() -> None:
     _exposed_us = None
     _calls.clear()
     _fallbacks.clear()
+    _copies.clear()
     launches.clear()

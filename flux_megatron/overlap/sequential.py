@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
@@ -40,10 +41,11 @@ def candidates(problem: Problem) -> list[Plan]:
 class CollectiveGather:
     gathered: Tensor
     work: dist.Work
+    workspace: Workspace
 
     def complete(self) -> Tensor:
         with phase("wait"):
-            self.work.wait()
+            collectives.wait(self.work, self.workspace)
         return self.gathered
 
     def close(self) -> None: ...
@@ -54,7 +56,7 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> CollectiveGathe
     gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
     with phase("all-gather"):
         work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
-    return CollectiveGather(gathered, work)
+    return CollectiveGather(gathered, work, workspace)
 
 
 def ag_gemm(
@@ -77,10 +79,11 @@ class CollectiveReduction:
     partial: Tensor
     y: Tensor
     work: dist.Work
+    workspace: Workspace
 
     def finish(self) -> Tensor:
         with phase("wait"):
-            self.work.wait()
+            collectives.wait(self.work, self.workspace)
         return self.y
 
 
@@ -93,7 +96,7 @@ def start_gemm_rs(
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
-    return CollectiveReduction(partial, y, work)
+    return CollectiveReduction(partial, y, work, workspace)
 
 
 def start_gemm_ar(
@@ -104,4 +107,4 @@ def start_gemm_ar(
         y = torch.mm(x, w.t() if layout == "nt" else w)
     with phase("all-reduce"):
         work = dist.all_reduce(y, group=workspace.group, async_op=True)
-    return CollectiveReduction(y, y, work)
+    return CollectiveReduction(y, y, work, workspace)

@@ -24,7 +24,7 @@ from flux_megatron import errors, settings
 from flux_megatron.kernels import hopper_config, hopper_gemm, launch
 from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import fused, gathered_bands, sequential
+from flux_megatron.overlap import collectives, fused, gathered_bands, sequential
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
@@ -94,7 +94,8 @@ def ag_gemm(
     stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
     right = w.t() if layout == "nt" else w
     _open(stage, workspace)
-    y = gathered_bands.ag_gemm(x, right, plan.group_rows, group, stage.stream, consume)
+    bands = plan.group_rows
+    y = gathered_bands.ag_gemm(x, right, bands, group, stage.stream, consume, workspace)
     stage.open = False
     if bias is not None:
         y += bias
@@ -113,7 +114,8 @@ def start_gemm_rs(
         last = band.first + band.rows
         block = staging[shards * band.first : shards * last]
         with phase("reduce-scatter"):
-            group._reduce_scatter_base(y[band.first : last], block, _SUM).wait()
+            work = group._reduce_scatter_base(y[band.first : last], block, _SUM)
+            collectives.wait(work, workspace)
 
     _start(x, w, staging, shards, layout, plan, workspace, scatter)
     return BandsInFlight(workspace, y, staging)
@@ -127,7 +129,8 @@ def start_gemm_ar(
 
     def reduce(band: Band, group: ProcessGroup) -> None:
         with phase("all-reduce"):
-            group.allreduce([y[band.first : band.first + band.rows]]).wait()
+            work = group.allreduce([y[band.first : band.first + band.rows]])
+            collectives.wait(work, workspace)
 
     _start(x, w, y, 1, layout, plan, workspace, reduce)
     return BandsInFlight(workspace, y, y)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import attention, linear, moe_layer
+from flux_megatron.perf import attention, linear, moe_layer, userbuffers
+from flux_megatron.perf.all_reduce import all_reduce_us
 from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
 from flux_megatron.perf.hardware import in_training
 from flux_megatron.perf.operator_cost import collective_us
@@ -38,8 +39,8 @@ class Piece:
 
 def pieces(workload: Workload) -> list[Piece]:
     """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
-    fc2; then norms, the layer's two with its two residual adds. Experts stand in place of fc1 and
-    fc2.
+    fc2; then norms, the layer's two with its two residual adds; of arm te what userbuffers add.
+    Experts stand in place of fc1 and fc2.
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
@@ -59,6 +60,7 @@ def pieces(workload: Workload) -> list[Piece]:
         _activation(workload),
         mlp[-1],
         _norms(workload),
+        *_userbuffers(workload),
     ]
 
 
@@ -94,6 +96,14 @@ def _norms(workload: Workload) -> Piece:
     return _passes(workload, "norms", elements, 10, 12, kernels=4)
 
 
+def _userbuffers(workload: Workload) -> list[Piece]:
+    """Half of it in either direction."""
+    if workload.arm != "te" or workload.parallel.tp == 1:
+        return []
+    half_us = userbuffers.added_us(workload) / 2
+    return [Piece(userbuffers.NAME, half_us, half_us)]
+
+
 def _passes(
     workload: Workload, name: str, elements: int, forward: int, backward: int, kernels: int = 1
 ) -> Piece:
@@ -125,8 +135,8 @@ def embedding(workload: Workload) -> Piece:
     """
     rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
     table = padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
-    one = _collective_us(workload, rows)
-    exchange = (one, one) if workload.parallel.sequence_parallel else (2 * one, 0.0)
+    one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
+    exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
     forward, backward = (
         _memory_us(workload, 2 * rows),
@@ -149,7 +159,7 @@ def head(workload: Workload) -> Piece:
     logits = workload.tokens * vocab // workload.parallel.tp
     loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
     # maximum, target's logit and sum of every token are all-reduced
-    reduced = 3 * 2 * _collective_us(workload, 4 * workload.tokens)
+    reduced = 3 * _all_reduce_us(workload, 4 * workload.tokens)
     return Piece(
         "head",
         logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
@@ -163,6 +173,12 @@ def _collective_us(workload: Workload, size_bytes: int) -> float:
     """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
     tp = workload.parallel.tp
     return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+
+
+def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
+    """An all-reduce over the tensor-parallel ranks; nothing on one."""
+    tp = workload.parallel.tp
+    return all_reduce_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.perf.all_reduce import all_reduce_us, exposed_share
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import gemm_us
 from flux_megatron.perf.hardware import Hardware
@@ -99,10 +100,9 @@ def _all_reduced_us(problem: Problem, strategy: str, platform: Platform) -> floa
     if strategy in OURS:
         return predict_us(problem, Plan(strategy), platform.hardware, platform.constants)
     gemms = gemms_us(problem, platform.hardware, platform.constants)
-    all_reduce = 2 * _collective_us(problem, platform)
+    all_reduce = all_reduce_us(platform.hardware, moved_bytes(problem), problem.world_size)
     if problem.is_backward:
-        share = platform.constants.megatron_backward[platform.connections]
-        all_reduce = beside_us(all_reduce, gemms[1:], share)
+        all_reduce = beside_us(all_reduce, gemms[1:], exposed_share(platform.connections))
     return sum(gemms) + all_reduce
 
 

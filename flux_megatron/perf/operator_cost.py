@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from flux_megatron.perf.all_reduce import all_reduce_us, exposed_share
 from flux_megatron.perf.band_plans import gather_model
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
@@ -53,10 +54,14 @@ def shard_us(problem: Problem, hardware: Hardware) -> float:
 
 
 def predict_us(
-    problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED
-) -> float:
-    """The time of `plan` in microseconds; for "nn" that of the layer's whole backward."""
-    return _Prediction(problem, plan, _left_by_others(problem, hardware), constants).total_us()
+    problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED,
+    connections: str = "1",
+) -> float:  # fmt: skip
+    """The time of `plan` in microseconds; for "nn" that of the layer's whole backward.
+    `connections` is CUDA_DEVICE_MAX_CONNECTIONS or "unset".
+    """
+    left = _left_by_others(problem, hardware)
+    return _Prediction(problem, plan, left, constants, connections).total_us()
 
 
 def gemms_us(
@@ -102,6 +107,7 @@ class _Prediction(NamedTuple):
     plan: Plan
     hardware: Hardware
     constants: Constants
+    connections: str = "1"
 
     def total_us(self) -> float:
         if self.plan.strategy == "sequential":
@@ -139,14 +145,16 @@ class _Prediction(NamedTuple):
         gemms = self.gemm_us(self.problem.M), self.wgrad_us()
         size_bytes = moved_bytes(self.problem)
         collective = collective_us(self.hardware, size_bytes, self.problem.world_size)
-        share = self.constants.megatron_backward["1"]
         if self.problem.is_backward and self.problem.spec.scatters:
             # the gather of x under dgrad and the scatter of dx under wgrad, of the same size
+            share = self.constants.megatron_backward["1"]
             return sum(gemms) + beside_us(collective, gemms, share)
-        all_of_it = self.problem.spec.trips * collective
-        if self.problem.is_backward and self.problem.spec.reduces:
-            return sum(gemms) + beside_us(all_of_it, gemms[1:], share)
-        return sum(gemms) + all_of_it
+        if self.problem.spec.trips == 1:
+            return sum(gemms) + collective
+        summed = all_reduce_us(self.hardware, size_bytes, self.problem.world_size)
+        if self.problem.is_backward:
+            summed = beside_us(summed, gemms[1:], exposed_share(self.connections))
+        return sum(gemms) + summed
 
     def _signalled_us(self) -> float:
         """Bands of rows are sent while later ones, and in a backward wgrad, are computed."""

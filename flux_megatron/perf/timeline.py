@@ -1,4 +1,6 @@
-"""The event simulation of a step as a picture: a panel for each arm, in it a row for each rank."""
+"""A predicted step as a picture: one layer of every arm, then a panel for each arm's event
+simulation with a row for each pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +9,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.perf import layer_timeline, step
 from flux_megatron.perf.events import Stream, Task
 from flux_megatron.perf.schedule import Costs
 from flux_megatron.perf.simulation import simulate
-from flux_megatron.perf.workload import Arm
+from flux_megatron.perf.workload import Arm, Workload
 
 SHOWN_ROUNDS = 2  # micro-batches that are drawn, for each pipeline rank
 COLOURS = {
-    "forward": "#2980b9",
-    "backward": "#27ae60",
+    **layer_timeline.COLOURS,
+    "exposed": layer_timeline.EXPOSED,
     "send": "#f1c40f",
     "gather": "#e67e22",
-    "reduce": "#c0392b",
+    "reduce": "#16a085",
     "tied": "#8e44ad",
     "optimizer": "#7f8c8d",
 }
 NAMES = {
+    "exposed": "exposed tensor-parallel communication",
     "gather": "gather parameters",
     "reduce": "sum gradients",
     "tied": "sum tied embeddings",
 }
 
 
-def draw(arms: Mapping[Arm, Costs], file: Path, title: str) -> None:
-    """Write a PNG of the arms' steps, on one scale. Of many micro-batches only the first are
-    simulated and drawn; the title says so.
+def draw(workloads: Mapping[Arm, Workload], file: Path, title: str) -> None:
+    """Write a PNG: a layer of each arm on one scale, then the arms' steps on one scale. Of many
+    micro-batches only the first are simulated and drawn; the titles say so.
     """
     import matplotlib as mpl
 
@@ -39,20 +43,26 @@ def draw(arms: Mapping[Arm, Costs], file: Path, title: str) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
+    costs = {arm: step.costs(workload) for arm, workload in workloads.items()}
+    stages = max(one.pp for one in costs.values())
+    heights = [0.7 + 0.4 * len(costs), *[1 + 0.35 * stages] * len(costs)]
     figure, panels = plt.subplots(
-        len(arms), 1, sharex=True, squeeze=False, layout="constrained",
-        figsize=(14, len(arms) * (1 + 0.35 * max(costs.pp for costs in arms.values()))),
+        len(heights), 1, squeeze=False, layout="constrained",
+        height_ratios=heights, figsize=(14, sum(heights) + 0.8),
     )  # fmt: skip
-    for panel, (arm, costs) in zip(panels.flat, arms.items(), strict=True):
-        shown = shorter(costs)
+    of_layer, *of_steps = panels.flat
+    layer_timeline.panel(of_layer, workloads)
+    for panel, (arm, one) in zip(of_steps, costs.items(), strict=True):
+        panel.sharex(of_steps[0])
+        shown = shorter(one)
         _panel(panel, simulate(shown).tasks)
         panel.set_title(
-            f"{arm}: {shown.micro_batches} of {costs.micro_batches} micro-batches",
-            fontsize=9, loc="left",
+            f"{arm}: {shown.micro_batches} of {one.micro_batches} micro-batches, a row for each "
+            "pipeline rank", fontsize=9, loc="left",
         )  # fmt: skip
-        panel.set_yticks(range(costs.pp), [f"rank {rank}" for rank in range(costs.pp)], fontsize=7)
+        panel.set_yticks(range(one.pp), [f"rank {rank}" for rank in range(one.pp)], fontsize=7)
         panel.invert_yaxis()
-    panels[-1, 0].set_xlabel("ms")
+    of_steps[-1].set_xlabel("ms")
     figure.suptitle(title, fontsize=10)
     patches = [Patch(color=colour, label=NAMES.get(kind, kind)) for kind, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)

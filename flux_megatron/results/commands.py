@@ -44,7 +44,7 @@ def results(
     if not console.is_terminal:
         console = Console(width=120)
     for report in found:
-        console.rule(report.experiment.name)
+        console.rule(f"{report.experiment.name}: {report.machine}")
         for table in tables.tables(report):
             console.print(tables.as_rich(table))
         for remark in tables.remarks(report):

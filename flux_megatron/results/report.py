@@ -81,10 +81,24 @@ class Report:
     speedups: list[Comparison]
     losses: list[LossPair]
 
+    @property
+    def machine(self) -> str:
+        """What the experiment says that it ran on."""
+        workload = next(iter(self.experiment.arms.values()))
+        ranks = workload.parallel.world_size
+        if self.on_cpu:
+            return f"{ranks} ranks on a CPU, kernels interpreted"
+        return f"{ranks} x {workload.cluster.gpu}"
+
+    @property
+    def on_cpu(self) -> bool:
+        return any(workload.cluster.gpu == "cpu" for workload in self.experiment.arms.values())
+
     def plain(self) -> dict[str, Any]:
         """For JSON: SI units; numbers that JSON has not are strings."""
         return {
             "experiment": self.experiment.name,
+            "machine": self.machine,
             "paper": self.experiment.paper,
             "runs": [
                 {

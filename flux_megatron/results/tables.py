@@ -44,6 +44,8 @@ def remarks(report: Report) -> list[str]:
             found.append(f"{run.folder}: no iterations of {', '.join(missing)}")
         for arm, one in arms.items():
             found += [f"{run.folder}/{arm}: {text}" for text in _events(one)]
+    if report.on_cpu:
+        found.append("on a CPU kernels are interpreted: these times say nothing of a GPU")
     if any(one.paper for one in report.speedups):
         found.append(f"paper: {report.experiment.paper.get('section', 'section not given')}")
     return found
@@ -62,7 +64,7 @@ def as_rich(table: TextTable) -> Table:
 
 
 def as_markdown(report: Report) -> str:
-    lines = [f"# {report.experiment.name}", ""]
+    lines = [f"# {report.experiment.name}", "", f"{report.machine}.", ""]
     for table in tables(report):
         lines += [f"## {table.title}", "", _line(table.head), _line("---" for _ in table.head)]
         lines += [*map(_line, table.rows), ""]

@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from flux_megatron.simulate import given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,12 +22,13 @@ GPUS_MAX = 1 << 20  # of a sweep
 
 def simulate(
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="EXPERIMENT",
-            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML",
+            metavar="[EXPERIMENT]",
+            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML; without one, "
+            "give --gpu, --tp, --hidden ...",
         ),
-    ],
+    ] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
@@ -42,6 +45,25 @@ def simulate(
         float | None, typer.Option(help="Gb/s of each network card, as between sites")
     ] = None,
     nic_latency_us: Annotated[float | None, typer.Option(help="Of a message between nodes")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that share a layer, 4 by default")] = None,
+    dp: Annotated[int | None, typer.Option(help="Replicas on the same node, 1 by default")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Width; without the rest, Llama's 8192")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="8 by default")] = None,
+    heads: Annotated[int | None, typer.Option(help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="HEADS by default")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of the MLP, 4 HIDDEN by default")] = None,
+    vocab: Annotated[int | None, typer.Option(help="32000 by default")] = None,
+    seq_length: Annotated[int | None, typer.Option(help="4096 by default")] = None,
+    swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences, 1 by default")] = None,
+    assumptions: Annotated[
+        bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the timeline, a PNG")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all figures there")] = None,
 ) -> None:
@@ -51,11 +73,14 @@ def simulate(
     """
     from flux_megatron import option_values
     from flux_megatron.launch.experiment import parse_override
-    from flux_megatron.perf import step, timeline
+    from flux_megatron.perf import timeline
     from flux_megatron.simulate import dlrm_tables, predictions, study, tables
 
     try:
-        overrides = dict(map(parse_override, set_ or []))
+        of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab,
+                                 seq_length, swiglu, micro_batch)  # fmt: skip
+        name, overrides = _what(name, of_options)
+        overrides |= dict(map(parse_override, set_ or []))
         gpus, alternatives = _sweeps(sweep or [])
         option_values.number("--nic-gbps", nic_gbps, unit="Gb/s")
         option_values.number("--nic-latency-us", nic_latency_us, zero=True, unit="microseconds")
@@ -76,15 +101,27 @@ def simulate(
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    console = _print((*tables.tables(found), *tables.remarks(found)))
+    console = _print((*tables.tables(found), *tables.remarks(found, assumptions)))
     if json_ is not None:
         json_.write_text(json.dumps(tables.plain(found), indent=2) + "\n")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         file = out / f"{found.experiment.name.replace('/', '_')}.png"
-        costs = {arm: step.costs(workload) for arm, workload in found.workloads.items()}
-        timeline.draw(costs, file, found.experiment.name)
+        timeline.draw(found.workloads, file, tables.title(found))
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
+
+
+def _what(name: str | None, of_options: given.Given) -> tuple[str, dict[str, Any]]:
+    """The file and the values for it. `ValueError` unless one of the two is given."""
+    if name and of_options:
+        raise ValueError(
+            f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values"
+        )
+    if name:
+        return name, {}
+    if not of_options:
+        raise ValueError("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
+    return given.NAME, given.values(of_options)
 
 
 def _print(items: Iterable[str | Table]) -> Console:

@@ -42,13 +42,16 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Predictions:
-    """`baseline` is the arm that speedups are over."""
+    """`baseline` is the arm that speedups are over. `is_published`: no value of the experiment was
+    changed, so that its paper's figures are of the same thing.
+    """
 
     experiment: Experiment
     workloads: dict[Arm, Workload]
     steps: Steps
     alternatives: list[Alternative]
     points: dict[Arm, list[Point]]
+    is_published: bool
 
     @property
     def baseline(self) -> Arm:
@@ -57,6 +60,11 @@ class Predictions:
     def speedups(self, arm: Arm, of: Steps | None = None) -> float:
         of = of or self.steps
         return of[self.baseline].step_us / of[arm].step_us
+
+    def paper_speedup(self, over: Arm) -> str:
+        """The paper's figure for flux over an arm; empty where there is none of this run."""
+        figure = self.experiment.paper.get(f"speedup_over_{over}")
+        return str(figure) if figure is not None and self.is_published else ""
 
     def range(self, arm: Arm) -> tuple[float, float]:
         """The least and the largest speedup of an arm, over all alternatives."""
@@ -90,6 +98,7 @@ def predict(
             if not _is_current(workloads, key, value)
         ],
         points={arm: sweep.points(w, gpus) for arm, w in workloads.items() if gpus},
+        is_published=not overrides and network == Network(),
     )
 
 

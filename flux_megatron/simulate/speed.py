@@ -20,6 +20,7 @@ from flux_megatron.simulate.reproduction import MODELS, MS, load
 Row = dict[str, Any]
 ARMS = {"stock": "megatron", "tp_comm_overlap": "te", "flux": "flux"}  # of a row, of a prediction
 GRAPHS = "_graphs"
+LOSS_RANGES = ((64, 512), (1024, 1024), (2048, 8192))  # of M
 
 
 def layers(predictions: Sequence[Row]) -> str:
@@ -73,6 +74,32 @@ def predictions(row: Row) -> list[str]:
     return [_ms(round(steps[arm].step_us * 1e-3, 3)) for arm in ARMS.values()]
 
 
+def losses(results: Path) -> str:
+    """Forward and backward calls on 4 x H200 that took longer than NCCL and a library GEMM."""
+    lines = []
+    for connections in ("unset", "1"):
+        cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+        for row in load(results / f"h200x4/operators_connections-{connections}.jsonl"):
+            case = (row["suite"], row["pattern"], row["op"], row["M"])
+            cases.setdefault(case, {})[row["candidate"]] = row
+        for least, most in LOSS_RANGES:
+            ratios = [
+                of["auto"]["median_us"] / of["serial"]["median_us"]
+                for (*_, M), of in cases.items()
+                if least <= M <= most and all(_is_timed(of.get(n)) for n in ("auto", "serial"))
+            ]
+            slower = [sum(ratio > bound for ratio in ratios) for bound in (1.0, 1.02)]
+            Ms = f"{least}" if least == most else f"{least} to {most}"
+            cells = [connections, Ms, str(len(ratios)), *map(str, slower)]
+            lines.append([*cells, f"{max(ratios):.2f}"])
+    head = ["connections", "M", "calls", "slower", "by more than 2 %", "worst, ours / NCCL"]
+    return _table(head, lines)
+
+
+def _is_timed(row: Row | None) -> bool:
+    return row is not None and row["median_us"] is not None
+
+
 def _order(rows: Sequence[Row]) -> Any:
     """Eager before graphs; then by model and M, the commit whose rows came last first."""
     last = {row["commit"]: number for number, row in enumerate(rows)}
@@ -91,6 +118,7 @@ def tables(results: Path) -> dict[str, str]:
     return {
         "layers": layers(load(results / "h200x4/layer_predictions.jsonl")),
         "iterations": iterations(load(results / "h200x2/iterations.jsonl")),
+        "losses": losses(results),
     }
 
 

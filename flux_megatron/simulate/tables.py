@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flux_megatron.perf import accuracy
 from flux_megatron.perf.step import Step
 from flux_megatron.perf.sweep import Point, costly_from
 from flux_megatron.simulate.predictions import Predictions
@@ -21,7 +22,8 @@ KINDS = {"tensor": ("tp",), "pipeline": ("pp", "bubble"), "data": ("dp",)}
 
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
-    yield _title(found)
+    yield title(found)
+    yield _parts(found)
     yield _arms(found)
     if found.alternatives:
         yield "\nOther values of what is assumed, one at a time"
@@ -31,31 +33,45 @@ def tables(found: Predictions) -> Iterator[str | Table]:
         yield _points(points)
 
 
-def _arms(found: Predictions) -> Table:
-    """A column an arm: what a step takes, of what, and what that makes."""
+def _parts(found: Predictions) -> Table:
+    """Two columns an arm: what a step consists of, in time and as a share."""
     from rich.table import Table
 
-    table = Table("", *found.steps)
+    steps, unit = found.steps, _unit(found.steps.values())
+    table = Table("part of a step")
+    for arm in steps:
+        table.add_column(f"{arm}, {unit}", justify="right")
+        table.add_column("%", justify="right")
+    for name in dict.fromkeys(name for step in steps.values() for name in step.parts):
+        parts = [(step, step.parts.get(name, 0.0)) for step in steps.values()]
+        if any(us > A_NANOSECOND for _, us in parts):
+            cells = ((_time(us, unit), f"{us / step.step_us * 100:.1f}") for step, us in parts)
+            table.add_row(name, *(cell for pair in cells for cell in pair))
+    return table
+
+
+def _arms(found: Predictions) -> Table:
+    """A row an arm: its step, and what that makes."""
+    from rich.table import Table
+
+    unit = _unit(found.steps.values())
+    over = [arm for arm in found.steps if arm in (found.baseline, "te") and len(found.steps) > 1]
+    paper = {arm: found.paper_speedup(arm) for arm in over}
+    table = Table("arm", f"step, {unit}", "tokens/s", "MFU, %", "memory, GiB")
+    for arm in over:
+        table.add_column(f"over {arm}")
+        if paper[arm]:
+            table.add_column("the paper's")
     for column in table.columns[1:]:
         column.justify = "right"
-    steps = found.steps.values()
-    table.add_row("step", *(_time(step.step_us) for step in steps), end_section=True)
-    for name in dict.fromkeys(name for step in steps for name in step.parts):
-        if any(step.parts.get(name, 0.0) > A_NANOSECOND for step in steps):
-            table.add_row(f"  {name}", *(_part(step, name) for step in steps))
-    table.add_section()
-    table.add_row("tokens/s", *(f"{step.tokens_per_second:,.0f}" for step in steps))
-    table.add_row("MFU", *(f"{step.mfu:.1%}" if step.mfu else "?" for step in steps))
-    table.add_row("memory, GiB", *(f"{step.memory.total / GIB:.1f}" for step in steps))
-    table.add_section()
-    for over in found.steps:
-        if over in (found.baseline, "te") and len(found.steps) > 1:
-            ratios = (f"{found.steps[over].step_us / step.step_us:.3f}x" for step in steps)
-            table.add_row(f"speedup over {over}", *ratios)
-            paper = found.experiment.paper.get(f"speedup_over_{over}")
-            if paper is not None and "flux" in found.steps:
-                cells = (f"{paper}x" if arm == "flux" else "" for arm in found.steps)
-                table.add_row("  the paper's", *cells)
+    for arm, step in found.steps.items():
+        cells = [_time(step.step_us, unit), f"{step.tokens_per_second:,.0f}"]
+        cells += [f"{step.mfu * 100:.1f}" if step.mfu else "?", f"{step.memory.total / GIB:.1f}"]
+        for other in over:
+            cells.append(f"{found.steps[other].step_us / step.step_us:.3f}")
+            if paper[other]:
+                cells.append(paper[other] if arm == "flux" else "")
+        table.add_row(arm, *cells)
     return table
 
 
@@ -64,18 +80,19 @@ def _alternatives(found: Predictions) -> Table:
     from rich.table import Table
 
     others = [arm for arm in found.steps if arm != found.baseline]
+    unit = _unit(found.steps.values())
     headers = (f"{arm}: speedup" for arm in others)
-    table = Table("", f"{found.baseline}: step", *headers)
+    table = Table("", f"{found.baseline}: step, {unit}", *headers)
     for alternative in found.alternatives:
         label = f"{alternative.key} = {alternative.value}"
         if alternative.steps:
-            step = _time(alternative.steps[found.baseline].step_us)
-            ratios = (f"{found.speedups(arm, alternative.steps):.3f}x" for arm in others)
+            step = _time(alternative.steps[found.baseline].step_us, unit)
+            ratios = (f"{found.speedups(arm, alternative.steps):.3f}" for arm in others)
             table.add_row(label, step, *ratios)
         else:
             table.add_row(label, f"refused: {alternative.refused}")
     table.add_section()
-    ranges = ("{:.3f} to {:.3f}x".format(*found.range(arm)) for arm in others)
+    ranges = ("{:.3f} to {:.3f}".format(*found.range(arm)) for arm in others)
     table.add_row("all of them", "", *ranges)
     return table
 
@@ -84,7 +101,8 @@ def _points(points: list[Point]) -> Table:
     """A row for each number of GPUs; `gain` is the speedup over half as many, of 2 at best."""
     from rich.table import Table
 
-    headers = ("step", "gain", "tp", "bubble", "pp", "dp", "MFU", "GiB")
+    unit = _unit(point.step for point in points if point.step)
+    headers = (f"step, {unit}", "gain", "tp, %", "bubble, %", "pp, %", "dp, %", "MFU, %", "GiB")
     table = Table("GPUs", "tp x pp x dp", *headers)
     before: dict[int, Step] = {}
     for point in points:
@@ -95,22 +113,25 @@ def _points(points: list[Point]) -> Table:
         parallel = point.workload.parallel
         chunks = f" ({parallel.virtual_stages} chunks)" if parallel.virtual_stages > 1 else ""
         half = before.get(point.gpus // 2)
-        gain = f"{half.step_us / step.step_us:.2f}x" if half else ""
+        gain = f"{half.step_us / step.step_us:.2f}" if half else ""
         table.add_row(
             str(point.gpus),
             f"{parallel.tp} x {parallel.pp} x {parallel.dp}{chunks}",
-            _time(step.step_us),
+            _time(step.step_us, unit),
             gain,
-            *(f"{step.exposed[kind] / step.step_us:.1%}" for kind in ("tp", "bubble", "pp", "dp")),
-            f"{step.mfu:.1%}" if step.mfu else "?",
+            *(
+                f"{step.exposed[kind] / step.step_us * 100:.1f}"
+                for kind in ("tp", "bubble", "pp", "dp")
+            ),
+            f"{step.mfu * 100:.1f}" if step.mfu else "?",
             f"{step.memory.total / GIB:.0f}",
         )
         before[point.gpus] = step
     return table
 
 
-def remarks(found: Predictions) -> Iterator[str]:
-    """What the figures rest on."""
+def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
+    """What the figures rest on; all `assumptions`, or how many."""
     experiment = found.experiment
     for arm, points in found.points.items():
         costly = ((name, costly_from(points, kinds, COSTLY)) for name, kinds in KINDS.items())
@@ -118,13 +139,20 @@ def remarks(found: Predictions) -> Iterator[str]:
             f"{name} from {gpus} GPUs on" if gpus else f"{name} never" for name, gpus in costly
         ]
         yield f"{arm}: parallelism that costs more than {COSTLY:.0%} of a step: {', '.join(spans)}."
-    if "section" in experiment.paper:
+    yield accuracy.sentence(next(iter(found.workloads.values())).cluster)
+    if "section" in experiment.paper and found.is_published:
         yield f"The paper's figures: {experiment.paper['section']}."
-    if experiment.assumed:
-        yield "Assumed, as nobody states it:"
-    for keys, why in _by_reason(experiment.assumed).items():
-        yield f"  {keys}: {why}"
+    yield from _assumed(experiment.assumed, assumptions)
     yield "The model, and what it leaves out: docs/simulator.md."
+
+
+def _assumed(assumed: dict[str, str], whole: bool) -> Iterator[str]:
+    if assumed and not whole:
+        yield f"{len(assumed)} values are assumed: --assumptions lists them with their reasons."
+    elif assumed:
+        yield "Assumed, as nobody states it:"
+        for keys, why in _by_reason(assumed).items():
+            yield f"  {keys}: {why}"
 
 
 def _by_reason(assumed: dict[str, str]) -> dict[str, str]:
@@ -139,7 +167,8 @@ def plain(found: Predictions) -> dict[str, Any]:
     experiment = found.experiment
     return {
         "experiment": experiment.name,
-        "paper": experiment.paper,
+        "paper": experiment.paper if found.is_published else {},
+        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())).cluster)),
         "assumed": experiment.assumed,
         "arms": {arm: _plain_step(step) for arm, step in found.steps.items()},
         "speedups": {arm: found.speedups(arm) for arm in found.steps},
@@ -173,7 +202,8 @@ def _plain_step(step: Step) -> dict[str, Any]:
     return values
 
 
-def _title(found: Predictions) -> str:
+def title(found: Predictions) -> str:
+    """The experiment, its GPUs and how they are split."""
     workload = next(iter(found.workloads.values()))
     parallel = workload.parallel
     return (
@@ -183,10 +213,10 @@ def _title(found: Predictions) -> str:
     )
 
 
-def _part(step: Step, name: str) -> str:
-    us = step.parts.get(name, 0.0)
-    return f"{_time(us)} {us / step.step_us:6.1%}"
+def _unit(steps: Iterable[Step]) -> str:
+    """One for all times of a table."""
+    return "s" if max((step.step_us for step in steps), default=0.0) >= 1e7 else "ms"
 
 
-def _time(us: float) -> str:
-    return f"{us / 1e6:.2f} s" if us >= 1e7 else f"{us / 1e3:.1f} ms"
+def _time(us: float, unit: str) -> str:
+    return f"{us / 1e6:.3f}" if unit == "s" else f"{us / 1e3:.1f}"

@@ -12,11 +12,13 @@ import contextlib
 import datetime
 import time
 import uuid
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
+from flux_megatron.symm import objects
 
 _REFUSED = "refused: "
 _BROKEN = "broken"  # the key of the first failure in the middle of a call
@@ -24,17 +26,19 @@ _ANSWER = "\x1f"  # ASCII's separator of units: between a question and this rank
 
 
 class Agreement:
-    """The questions of one group, numbered. Collective constructor."""
+    """The questions of one group, numbered. Collective constructor.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._rank, self._world_size = group.rank(), group.size()
+    `note` enters a question into the log of calls; `ProblemMismatch` if another rank makes a call.
+    """
+
+    def __init__(self, group: ProcessGroup, note: Callable[[], None]) -> None:
+        self._rank, self._world_size, self._note = group.rank(), group.size(), note
         self._name = group.group_name
         self.broken = ""  # the first failure of a rank in the middle of a call, once it is known
         # a group created later under the same name must not read old answers
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        nonce = objects.broadcast(uuid.uuid4().hex, group)
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)
+        self._store = dist.PrefixStore(f"flux_megatron/{nonce}", store)
         self._number = 0
 
     def store(self, name: str) -> dist.Store:
@@ -66,21 +70,32 @@ class Agreement:
         return [answered for _, answered in pairs]
 
     def refuse(self, reason: str) -> None:
-        """Publish, for ranks that may be asking right now, that this rank cannot take part."""
-        self._store.set(f"{self._number}/{self._rank}", _REFUSED + reason)
+        """Publish, for ranks that ask or wait right now, that this rank cannot take part."""
+        self._publish(_REFUSED + reason)
+        with contextlib.suppress(errors.ProblemMismatch):  # this rank has an error already
+            self._note()
         self._number += 1
 
-    def refusals(self) -> str:
-        """The refusals of other ranks under the current number: the likely reason for a missing
-        signal.
+    def published(self) -> str:
+        """The questions and refusals under the current number: the likely reason for a missing
+        signal, because this rank has not come to it.
         """
-        keys = {r: f"{self._number}/{r}" for r in range(self._world_size) if r != self._rank}
-        published = {
-            r: self._store.get(key).decode() for r, key in keys.items() if self._store.check([key])
-        }
-        return "; ".join(
-            f"rank {r} {text}" for r, text in published.items() if text.startswith(_REFUSED)
-        )
+        keys = {rank: f"{self._number}/{rank}" for rank in range(self._world_size)}
+        found = []
+        with contextlib.suppress(RuntimeError):  # what failed may be the store
+            for rank, key in keys.items():
+                if self._store.check([key]):
+                    text = self._store.get(key).decode().partition(_ANSWER)[0]
+                    found.append(
+                        f"rank {rank} {text if text.startswith(_REFUSED) else f'asks: {text}'}"
+                    )
+        return "; ".join(found)
+
+    def stop_askers(self, reason: str) -> None:
+        """Answer those who ask this rank, unless it asks them too, that it makes another call."""
+        with contextlib.suppress(RuntimeError):
+            if not self._store.check([f"{self._number}/{self._rank}"]):
+                self._publish(_REFUSED + reason)
 
     def break_off(self, failure: str) -> None:
         """Publish that this rank failed in the middle of a call, unless one failed before."""
@@ -90,7 +105,7 @@ class Agreement:
         )
         try:
             self.broken = self._store.compare_set(_BROKEN, "", mine).decode()
-            self.refuse(self.broken)  # those who ask now need not wait
+            self._publish(_REFUSED + self.broken)  # those who ask now need not wait
         except RuntimeError:  # what failed may be the store
             self.broken = mine
 
@@ -101,10 +116,14 @@ class Agreement:
                 self.broken = self._store.get(_BROKEN).decode()
         return self.broken
 
+    def _publish(self, text: str) -> None:
+        self._store.set(f"{self._number}/{self._rank}", text)
+
     def _exchange(self, text: str) -> list[str]:
         """What every rank has published under the next number, "" for a rank that is late."""
+        self._publish(text)
+        self._note()
         number, self._number = self._number, self._number + 1
-        self._store.set(f"{number}/{self._rank}", text)
         deadline = time.monotonic() + settings.get().timeout_s
         published = []
         for rank in range(self._world_size):

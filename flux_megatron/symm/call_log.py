@@ -19,6 +19,7 @@ from flux_megatron.symm import cpu_backend
 ENTRIES = 4096  # how far one host may run ahead of another and still be compared
 _DIGEST_BITS = 32
 _NUMBERS = 2**31  # numbers of calls wrap around there, so an entry is never negative
+QUESTION = "one that is new to it"  # entered by a rank that asks the others about a call
 _BROKEN_OFF = "one that was never made, because the call before it failed"
 
 
@@ -38,9 +39,7 @@ class CallLog:
         """Record this rank's next call; `ProblemMismatch` if a rank is known to differ."""
         self._write(description)
         if difference := self.difference():
-            raise errors.ProblemMismatch(
-                f"the ranks of the group made different calls: {difference}"
-            )
+            raise errors.ProblemMismatch(different_calls(difference))
 
     def break_off(self) -> None:
         """Write an entry that no call has: every other rank finds a difference at its next call."""
@@ -74,8 +73,13 @@ class CallLog:
         return ""
 
     def _describe(self, entry: int) -> str:
-        known = {digest: description for description, digest in self._digests.items()}
+        named = {zlib.crc32(text.encode()): text for text in (QUESTION, _BROKEN_OFF)}
+        known = named | {digest: description for description, digest in self._digests.items()}
         return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")
+
+
+def different_calls(difference: str) -> str:
+    return f"the ranks of the group made different calls: {difference}"
 
 
 def _is_before(entry: int, number: int) -> bool:

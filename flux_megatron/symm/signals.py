@@ -20,8 +20,9 @@ CAPTURED_EPOCH = 1  # of every captured call, because a replay repeats it
 STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
 STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the two words of the pad's address
 STATUS_WORDS = 6
-# what the first word holds: a wait has run out of time, or a kernel has refused its numbers
-STATUS_LATE, STATUS_REFUSED = 1, 2
+# what the first word holds: a wait has run out of time, a kernel has refused its numbers, or the
+# host has learned that another rank makes another call
+STATUS_LATE, STATUS_REFUSED, STATUS_MISMATCH = 1, 2, 3
 # the slot of a refusal is 2 * rank + its kind
 REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
 LOOK_EVERY = 256  # turns of a wait between two looks whether another wait has run out of time

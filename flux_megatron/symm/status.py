@@ -2,7 +2,7 @@
 
 A device has one record, for all channels of all groups. After the first late wait every other wait
 gives up soon, in whatever call it is, and results are not to be trusted. The record lies in pinned
-memory, so the host can read it while kernels run.
+memory, so the host can read it while kernels run, and end their waits by it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,22 @@ class Status:
         self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
         self._pads: dict[int, tuple[str, Callable[[int], str]]] = {}
         self._late = self._refused = ""
+        self.mismatch = ""  # how another rank's call differs from the one that waits for it
 
     def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
         """Name the waits for slots of `pad`: who waits, and what the slot of a number announces."""
         self._pads[pad.data_ptr()] = (waiter, awaited)
+
+    @property
+    def tripped(self) -> bool:
+        """Whether waits give up."""
+        return self._record[signals.STATUS_TRIPPED] != 0
+
+    def end_waits(self, mismatch: str) -> None:
+        """Have all waits give up, because what they wait for will not come."""
+        self.mismatch = self.mismatch or mismatch
+        if not self.tripped:
+            self._record[signals.STATUS_TRIPPED] = signals.STATUS_MISMATCH
 
     def late(self) -> str:
         """Who waited for what, and how long; "" while no wait is late."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import socket
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
+from flux_megatron.symm import doorbell
 from flux_megatron.symm.agreement import Agreement
-from flux_megatron.symm.call_log import CallLog
+from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
+from flux_megatron.versions.library import warn_of_untested
+from flux_megatron.versions.torch import TORCH
+from flux_megatron.versions.triton import TRITON
 
 
 def capturing(device: torch.device) -> bool:
@@ -42,13 +47,16 @@ class Workspace:
     ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
         self.engine = copy_engine(device)
-        self.agreement = Agreement(group)
+        self.agreement = Agreement(group, partial(self.note, QUESTION))
+        self.calls: CallLog | None = None
         self.decisions: dict[Hashable, Any] = {}  # that all ranks have confirmed
         self.checked: dict[Hashable, Any] = {}  # the same, by all that a rank checks of its call
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
-        self.unavailable = _why_unavailable(group, device)
+        ranks = places(group, device, doorbell.address(_compare))
+        self._doorbells = [place.doorbell for place in ranks]
+        self.unavailable = why_unavailable(ranks)
         self.calls = None if self.unavailable else _call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
@@ -108,22 +116,36 @@ class Workspace:
             return
         try:
             self.calls.note(description)
-        except errors.ProblemMismatch:
+        except errors.ProblemMismatch as error:
             self.ask()  # the other rank may have failed
-            raise
+            self.agreement.stop_askers(str(error))
+            doorbell.ring(self._doorbells)  # another rank may wait for this one
+            raise errors.ProblemMismatch(self._with_reason(str(error))) from None
 
     def check(self) -> None:
         """Raise the error that has made results of this group worthless, if there is one."""
-        if not self._late and self.unavailable is None and (late := self._status.late()):
-            reason = self._explain()
-            self._late = late + (f" ({reason})" if reason else "")
-            self._report_failure(f"SignalTimeout: {self._late}")
         if self._late:
             raise errors.SignalTimeout(self._late)
-        if self.unavailable is None and (refused := self._status.refused()):
-            raise errors.CapacityExceeded(refused)
+        if self._status.tripped and self.unavailable is None:
+            self._explain_end_of_waits()
         if self.agreement.broken:
             raise errors.GroupBroken(self.agreement.broken)
+
+    def _explain_end_of_waits(self) -> None:
+        """Raise what has ended the waits of the device, as its record says."""
+        if late := self._status.late():
+            self._late = self._with_reason(late)
+            self._report_failure(f"SignalTimeout: {self._late}")
+            raise errors.SignalTimeout(self._late)
+        if refused := self._status.refused():
+            raise errors.CapacityExceeded(refused)
+        if mismatch := self._status.mismatch:
+            raise errors.ProblemMismatch(self._with_reason(mismatch))
+
+    def compare(self) -> None:
+        """End this rank's waits if it is known by now that a rank makes another call."""
+        if self.calls is not None and (difference := self.calls.difference()):
+            self._status.end_waits(different_calls(difference))
 
     def ask(self) -> None:
         """Raise `GroupBroken` if another rank has reported that it failed."""
@@ -141,7 +163,7 @@ class Workspace:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
         with contextlib.suppress(RuntimeError):  # the device may have failed
             self.engine.join()  # no push reads memory that the caller frees
-        if not self.agreement.broken:
+        if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
             self._report_failure(f"{type(error).__name__}: {error}")
 
     def _report_failure(self, failure: str) -> None:
@@ -149,10 +171,11 @@ class Workspace:
             self.calls.break_off()
         self.agreement.break_off(failure)
 
-    def _explain(self) -> str:
-        """The likely reason for a signal that did not come."""
+    def _with_reason(self, failure: str) -> str:
+        """And the likely reason for a signal that did not come."""
         difference = self.calls.difference() if self.calls is not None else ""
-        return self.agreement.failure() or self.agreement.refusals() or difference
+        reason = self.agreement.failure() or self.agreement.published() or difference
+        return failure if reason in failure else f"{failure} ({reason})"
 
     @property
     def size_bytes(self) -> int:
@@ -188,17 +211,10 @@ def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
         return None
 
 
-def _why_unavailable(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks cannot have symmetric memory, or None. Collective."""
-    places: list[tuple[str, str]] = [("", "")] * group.size()
-    dist.all_gather_object(places, (device.type, socket.gethostname()), group=group)
-    devices, hosts = ({place[i] for place in places} for i in (0, 1))
-    if len(devices) > 1:
-        listed = ", ".join(f"rank {r}: {place[0]}" for r, place in enumerate(places))
-        raise errors.ProblemMismatch(f"the ranks brought tensors on different devices ({listed})")
-    if len(hosts) > 1:
-        return f"the group spans {len(hosts)} nodes, symmetric memory needs one"
-    return None
+def _compare() -> None:
+    """Somebody has rung: some call of some group may be one that this rank waits in."""
+    for space in workspaces():
+        space.compare()
 
 
 _workspaces: dict[str, Workspace] = {}
@@ -209,6 +225,7 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
     found = _workspaces.get(group.group_name)
     if found is None or found.group is not group:  # a later group may have the same name
+        warn_of_untested(TORCH, TRITON)
         status = _statuses.setdefault(device, Status(device))
         found = _workspaces[group.group_name] = Workspace(group, device, status)
     return found

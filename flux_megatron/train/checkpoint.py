@@ -26,10 +26,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
+from flux_megatron.errors import RunFailed
+from flux_megatron.train import checkpoint_files, run_folder
 from flux_megatron.train.config import ConfigError
 from flux_megatron.train.model import Trainee
 from flux_megatron.train.rank_states import of_a_collective
-from flux_megatron.train.run_folder import whole_checkpoints
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")
@@ -60,7 +61,7 @@ filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticme
 filesystem_async._results_queue = queue.Queue()  # else a process of its own serves one
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunFailed):
     """A checkpoint could not be written. Look at the disk; the last whole one is still there."""
 
 
@@ -84,9 +85,9 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
         except (Exception, CheckpointException) as error:  # writers raise any type on a full disk
             if of_a_collective(error):
                 raise
-            free = shutil.disk_usage(out).free
             raise CheckpointError(
-                f"{partial} could not be written, {free} bytes are free there ({_last_line(error)})"
+                f"{partial} could not be written, {run_folder.free(out)}: free some, then continue "
+                f"by --resume ({_last_line(error)})"
             ) from error
     if dist.get_rank() == 0:
         if not final.exists():
@@ -102,16 +103,21 @@ def save(out: Path, trainee: Trainee, step: int, consumed_samples: int) -> None:
 
 
 def load(path: Path, trainee: Trainee) -> tuple[int, int]:
-    """Restore `trainee` and the random number generators; (step, consumed samples). Collective."""
+    """Restore `trainee`, and the random number generators if as many ranks wrote them; (step,
+    consumed samples). Collective.
+    """
+    wanted = _state(trainee, is_loading=True)
     with _naming_torn_files(path):
-        saved = dist_checkpointing.load_common_state_dict(str(path))["world_size"]
-        if saved != dist.get_world_size():
-            raise ConfigError(f"{path} was written by {saved} ranks, got {dist.get_world_size()}")
-        state = dist_checkpointing.load(_state(trainee, is_loading=True), str(path))
+        saved = dist_checkpointing.load_common_state_dict(str(path))
+        if saved["world_size"] != dist.get_world_size():
+            # each rank's own, of which training without dropout draws nothing
+            del wanted["random"]
+        state = dist_checkpointing.load(wanted, str(path))
     trainee.module.load_state_dict(state["model"])
     trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(state["scheduler"])
-    _set_random_state(state["random"])
+    if "random" in wanted:
+        _set_random_state(state["random"])
     return state["step"], state["consumed_samples"]
 
 
@@ -133,8 +139,7 @@ def _naming_torn_files(path: Path) -> Iterator[None]:
         if of_a_collective(error):
             raise
         raise ConfigError(
-            f"{path} cannot be read; whole ones may be among {whole_checkpoints(path.parents[1])}: "
-            f"write one into {path.with_name('latest')} ({_last_line(error)})"
+            f"{path} cannot be read ({_last_line(error)}); {checkpoint_files.remedy(path)}"
         ) from error
 
 

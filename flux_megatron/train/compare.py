@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flux_megatron.train import curves as pictures
 from flux_megatron.train import launcher, run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
 
@@ -43,12 +44,16 @@ def compare(config: TrainConfig, out: Path, resume: bool) -> int:
             "of two has one order, so stock Megatron shows no spread to measure against. "
             "Use float32 or more ranks."
         )
-    run_folder.refuse_used(out, resume)
+    if not resume:
+        run_folder.refuse_used(out, resume)
+    else:
+        run_folder.refuse_used(out / "flux", resume)  # the first arm
     stock_arms = STOCK_ARMS if low_precision else STOCK_ARMS[:1]
     data = config.data.model_copy(update={"cache": config.data.cache or out / "cache"})
     for arm in ("flux", *stock_arms):
         run = config.model_copy(update={"layers": arm, "data": data})
-        code = launcher.train(run, out / arm, resume)
+        begun = (out / arm / run_folder.CONFIG).is_file()
+        code = launcher.train(run, out / arm, resume and begun)
         if code:
             return code
     return conclude(out, stock_arms)
@@ -63,7 +68,9 @@ def conclude(out: Path, stock_arms: tuple[str, ...]) -> int:
     result |= counts
     result["passed"] = result["losses_agree"] and counts["silent"] == 0
     run_folder.write_json(out / "compare.json", result)
-    run_folder.plot_losses(out / "compare.png", curves)
+    title = summary.get("run", "")  # a finished run of before 0.2 has none
+    of = "any step" if len(stock_arms) == 1 else "the mean"
+    pictures.draw_compared(out / "compare.png", curves, result["tolerance"], of, title)
     console = Console()
     console.print(_table(result))
     console.print(f"curves: {out / 'compare.png'}", soft_wrap=True)

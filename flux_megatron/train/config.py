@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flux_megatron import config_files
+from flux_megatron.errors import BadInput
 
 BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 VOCAB_MULTIPLE = 64
 
 Layers = Literal["flux", "stock", "stock-rank-order", "stock-reverse-order"]
 Count = Field(gt=0)
+FLAGS = {"parallel.tp": "--tp", "train.steps": "--steps", "data.path": "--data"}
+LARGEST_SEED = 2**32 - 1  # that numpy takes
 
 
-class ConfigError(ValueError):
+class ConfigError(BadInput):
     """A configuration that cannot be run; the message names the file and the key."""
 
 
@@ -65,13 +69,13 @@ class LoopConfig(Section):
     steps: int = Count
     micro_batch: int = Count
     global_batch: int = Count
-    lr: float = Count
-    min_lr: float = Field(default=0.0, ge=0)
+    lr: float = Field(gt=0, allow_inf_nan=False)
+    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
     decay_steps: int | None = Field(default=None, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float = Field(default=1.0, ge=0)
-    seed: int = Field(default=1234, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    seed: int = Field(default=1234, gt=0, le=LARGEST_SEED)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     save_every: int | None = Field(default=None, gt=0)
     log_every: int = Field(default=10, gt=0)
@@ -105,6 +109,8 @@ class TrainConfig(Section):
                 f"train.warmup_steps={loop.warmup_steps} must be below "
                 f"train.decay_steps={loop.decay_steps}"
             )
+        if loop.min_lr > loop.lr:
+            raise ValueError(f"train.min_lr={loop.min_lr} must not be above train.lr={loop.lr}")
         return self
 
     @property
@@ -148,21 +154,31 @@ class TrainConfig(Section):
 
 
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
-    """The run of `file` with dotted `overrides`, as {"train.steps": 10}.
+    """The run of `file`, or of one that we ship, as "demo", with `overrides`: {"train.steps": 10}.
 
     `ConfigError` names what is wrong.
     """
     try:
-        raw = config_files.read(file)
+        raw = config_files.read(_found(file))
     except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        said = " ".join(str(error).split())
+        names = ", ".join(sorted(one.stem for one in (config_files.configs() / "train").iterdir()))
+        raise ConfigError(
+            f"--config {file}: {said}; a YAML file, or one of {names} expected"
+        ) from None
     for dotted, value in overrides.items():
         _override(raw, dotted, value)
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        lines = "\n".join(f"{file}: {_explain(item)}" for item in error.errors())
-        raise ConfigError(lines) from None
+        said = "; ".join(_explain(item, overrides) for item in error.errors())
+        raise ConfigError(f"{file}: {said}") from None
+
+
+def _found(file: Path) -> Path:
+    """The file itself, or the one that we ship by that name."""
+    shipped = config_files.configs() / "train" / f"{file}.yaml"
+    return shipped if not file.exists() and shipped.is_file() else file
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -182,12 +198,26 @@ def _override(raw: dict[str, Any], dotted: str, value: Any) -> None:
     raw[key] = value
 
 
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
+def _explain(item: Any, overrides: dict[str, Any]) -> str:
+    """The key, what is expected, what is given, and by which option if not by the file."""
+    key, message = ".".join(str(part) for part in item["loc"]), item["msg"]
+    by = f" by {FLAGS.get(key, '--set')}" if key in overrides else ""
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}" if key else message
+        near = difflib.get_close_matches(key, _keys(), 1)
+        return f"{key}: unknown key{by}" + (f", {near[0]} expected?" if near else "")
+    if not key:  # a rule of several keys, which names their values
+        return str(message.removeprefix("Value error, "))
+    given = "" if item["type"] == "missing" else f", {item['input']!r} given{by}"
+    return f"{key}: {message}{given}"
+
+
+def _keys() -> list[str]:
+    found = []
+    for name, field in TrainConfig.model_fields.items():
+        kind = field.annotation
+        inner = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {}
+        found += [name, *(f"{name}.{key}" for key in inner)]
+    return found
 
 
 def _must_divide(name: str, value: int, by_name: str, by: int) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import types
-import typing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flux_megatron.train.cpu_device import Stream, pretend_cuda
+from flux_megatron.versions.python import provide_override
 
 MEMORY = 1 << 34
 # for each name a function of its own: torch._dynamo refuses one object under two names
@@ -27,8 +27,7 @@ NO_BYTES = (
 
 def pretend_gpu() -> None:
     """Patch this process, before Megatron is imported."""
-    if not hasattr(typing, "override"):  # newer than Python 3.11, which 0.17 and newer ask for
-        typing.override = lambda method: method  # type: ignore[attr-defined]
+    provide_override()
     cuda: Any = torch.cuda
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=MEMORY, multi_processor_count=1

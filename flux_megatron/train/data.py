@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,29 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flux_megatron.train.config import ConfigError, DataConfig, TrainConfig
+from flux_megatron.train.rank_states import of_a_collective
+from flux_megatron.train.text_files import text_files, token_count
 from flux_megatron.train.tokenizer import ByteTokenizer
 
-SNIFF_BYTES = 8192  # a NUL byte this early means that a file is no text
-NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
-
-
-def text_files(data: DataConfig) -> tuple[Path, list[Path]]:
-    """(root, files) in an order that depends on their names only.
-
-    `ConfigError` where there is nothing to read.
-    """
-    root = data.path or Path(sysconfig.get_path("stdlib"))
-    if not root.is_dir():
-        raise ConfigError(f"data.path: {root} is not a folder")
-    files = [
-        file
-        for file in root.rglob(data.pattern if data.path else "*.py")
-        if file.is_file() and not _hidden(file.relative_to(root), stdlib=data.path is None)
-    ]
-    files = sorted((f for f in files if _is_text(f)), key=lambda f: f.relative_to(root).as_posix())
-    if not files:
-        raise ConfigError(f"data.path: no text file in {root} matches {data.pattern!r}")
-    return root, files
+DTYPE = DType.optimal_dtype(ByteTokenizer().vocab_size)
+# of an .idx: magic and version, dtype, two counts; then length, place and document of each file
+_IDX_HEAD_BYTES, _IDX_FILE_BYTES = 9 + 8 + 1 + 8 + 8, 4 + 8 + 8
 
 
 def indexed_dataset(data: DataConfig, cache: Path, console: Console) -> Path:
@@ -55,15 +38,44 @@ def indexed_dataset(data: DataConfig, cache: Path, console: Console) -> Path:
     root, files = text_files(data)
     prefix = cache / f"bytes-{_fingerprint(root, files)}" / "text"
     if prefix.parent.is_dir():
-        return prefix
+        if not (torn := _torn(str(prefix), files)):
+            return prefix
+        console.print(f"{torn}: it is torn, and built anew", highlight=False, soft_wrap=True)
+        _forget(prefix.parent)
     partial = prefix.parent.with_suffix(f".partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         _build(files, str(partial / "text"), console)
         _keep(partial, prefix.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache: {error.filename or partial} cannot be written ({error.strerror}): free "
+            f"it, or give another folder by --set data.cache=FOLDER"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return prefix
+
+
+def _torn(prefix: str, files: list[Path]) -> str:
+    """Which file of the pair has another size than these texts give, or nothing."""
+    expected = {
+        get_bin_path(prefix): token_count(files) * np.dtype(DTYPE).itemsize,
+        # and the end of the last document
+        get_idx_path(prefix): _IDX_HEAD_BYTES + _IDX_FILE_BYTES * len(files) + 8,
+    }
+    for name, size in expected.items():
+        found = os.path.getsize(name) if os.path.isfile(name) else 0
+        if found != size:
+            return f"{name} has {found} bytes, {size} expected"
+    return ""
+
+
+def _forget(folder: Path) -> None:
+    """Take its name away at once: another run may have its files open."""
+    aside = folder.with_suffix(f".torn-{os.getpid()}")
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _keep(partial: Path, final: Path) -> None:
@@ -98,7 +110,16 @@ def gpt_dataset(config: TrainConfig, prefix: Path) -> GPTDataset:
     )
     sizes: list[int | None] = [None, None, None]
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
-    dataset = builder.build()[0]
+    try:
+        dataset = builder.build()[0]
+    except Exception as error:  # numpy raises any type on a torn file
+        if of_a_collective(error):
+            raise
+        cause = " ".join(str(error).split())
+        raise ConfigError(
+            f"{mine[0]} cannot be read or written ({type(error).__name__}: {cause}): remove it, it "
+            "is built anew"
+        ) from error
     dist.barrier()  # all ranks have opened them
     if dist.get_rank() == 0 and mine[0] != kept:
         _keep(mine[0], kept)
@@ -129,25 +150,13 @@ def microbatches(
 
 def _build(files: list[Path], prefix: str, console: Console) -> None:
     eod = ByteTokenizer().eod
-    builder = IndexedDatasetBuilder(
-        get_bin_path(prefix), dtype=DType.optimal_dtype(ByteTokenizer().vocab_size)
-    )
+    builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=DTYPE)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for file in progress.track(files, description="text to tokens"):
             tokens = np.append(np.frombuffer(file.read_bytes(), dtype=np.uint8), np.uint16(eod))
             builder.add_document(torch.from_numpy(tokens.astype(np.int32)), [tokens.size])
     builder.finalize(get_idx_path(prefix))
-
-
-def _hidden(relative: Path, stdlib: bool) -> bool:
-    skipped = NOT_STDLIB if stdlib else set()
-    return any(part.startswith(".") or part in skipped for part in relative.parts)
-
-
-def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return b"\0" not in stream.read(SNIFF_BYTES)
 
 
 def _fingerprint(root: Path, files: list[Path]) -> str:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 from flux_megatron import settings
-from flux_megatron.train import run_folder
+from flux_megatron.train import checkpoint_files, megatron_version, run_folder, text_files
 from flux_megatron.train.config import ConfigError, TrainConfig
 from flux_megatron.train.rank_processes import RankFailure, RankProcesses
+
+MOST_CPU_RANKS = 64
 
 __all__ = ["RankFailure", "gpu_count", "layer_environment", "placement", "run_ranks", "train"]
 
@@ -21,10 +23,21 @@ def train(config: TrainConfig, out: Path, resume: bool) -> int:
     Returns 0, or 130 after Ctrl-C; raises `RankFailure`.
     """
     world_size, on_gpu = placement(config)
-    config.microbatches(world_size // config.parallel.tp)
-    wait_bound_s()  # complains before the folder is claimed
+    check(config, world_size, out, resume)
     with run_folder.claimed(config, out, resume):
         return run_ranks(config, out, world_size, on_gpu, ["--resume"] * resume)
+
+
+def check(config: TrainConfig, world_size: int, out: Path, resume: bool) -> None:
+    """`ConfigError` for all that can be known to fail before a rank starts, or `out` is claimed."""
+    config.microbatches(world_size // config.parallel.tp)
+    wait_bound_s()
+    run_folder.refuse_used(out, resume)
+    text_files.check(config)
+    if resume:
+        run_folder.metrics(out)
+        if (found := run_folder.latest(out)) is not None:
+            checkpoint_files.check(found)
 
 
 def run_ranks(config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job: list[str]) -> int:
@@ -52,6 +65,7 @@ def wait_bound_s() -> float:
 
 def placement(config: TrainConfig) -> tuple[int, bool]:
     """How many ranks, and whether on GPUs: on all of them if they suffice for `tp`, else on CPU."""
+    megatron_version.check()
     parallel = config.parallel
     gpus = 0 if parallel.device == "cpu" else gpu_count()
     needed = parallel.world_size or parallel.tp
@@ -62,6 +76,11 @@ def placement(config: TrainConfig) -> tuple[int, bool]:
             )
         if gpus:
             print(f"{needed} ranks need as many GPUs, found {gpus}: on the CPU", file=sys.stderr)
+        if needed > MOST_CPU_RANKS:
+            raise ConfigError(
+                f"parallel.world_size or parallel.tp: {needed} ranks given, at most "
+                f"{MOST_CPU_RANKS} expected on the CPU, where each is a process"
+            )
         return needed, False
     world_size = parallel.world_size or gpus
     if world_size % parallel.tp:

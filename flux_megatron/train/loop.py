@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from contextlib import nullcontext
@@ -15,14 +16,19 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rich.console import Console
 
+from flux_megatron.errors import RunFailed
 from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.symm.step import confirm_step
-from flux_megatron.train import checkpoint, run_folder
+from flux_megatron.train import checkpoint, curves, run_folder
 from flux_megatron.train.config import TrainConfig
 from flux_megatron.train.data import microbatches
 from flux_megatron.train.display import StepDisplay, summary_table
 from flux_megatron.train.model import Trainee
 from flux_megatron.train.rank_counts import counts_of_all_ranks
+
+
+class LossNotFinite(RunFailed):
+    """Training has diverged. The last checkpoint is from before that."""
 
 
 class StopRequest:
@@ -80,18 +86,32 @@ class Loop:
             self.dataset, self.config, rank, self.data_parallel, self.consumed, self.device
         )
         reset_report()
-        with StepDisplay(console, self.config, self.step) if console else nullcontext() as display:
+        shown = StepDisplay(console, self.config, self.step) if console else nullcontext()
+        with run_folder.naming_a_full_disk(self.out), shown as display:
             while self.step < loop.steps and not stopped:
                 row = {**self._one_step(batches), "first_step": first}
                 if display is not None:
                     run_folder.append_metrics(self.out, row)
                     display.show(row)
+                self._refuse_bad(row)
                 stopped = stop.agreed(self.device)
                 last = stopped or self.step == loop.steps
                 if last or (loop.save_every and self.step % loop.save_every == 0):
                     checkpoint.save(self.out, self.trainee, self.step, self.consumed)
-        self._finish(console, first, time.monotonic() - started)
+        with run_folder.naming_a_full_disk(self.out):
+            self._finish(console, first, time.monotonic() - started)
         return self.step >= loop.steps
+
+    def _refuse_bad(self, row: dict[str, Any]) -> None:
+        """`LossNotFinite`, on all ranks, which have the same loss."""
+        if math.isfinite(row["loss"]):
+            return
+        kept = run_folder.whole_names(self.out / "checkpoints")
+        raise LossNotFinite(
+            f"the loss of step {self.step} is {row['loss']} (lr {row['lr']:g}, gradient norm "
+            f"{row['grad_norm']}); {kept[-1] if kept else 'no checkpoint'} is kept: "
+            "train anew with a smaller train.lr, or look at the data"
+        )
 
     def _one_step(self, batches: Any) -> dict[str, Any]:
         started, trainee, model = time.monotonic(), self.trainee, self.config.model
@@ -138,6 +158,7 @@ class Loop:
             eligible = per_rank * dist.get_world_size()
         summary = {
             "layers": self.config.layers,
+            "run": _title(self.config, self.device),
             "first_step": first,
             "last_step": self.step,
             "final_loss": rows[-1]["loss"],
@@ -147,8 +168,20 @@ class Loop:
             **counts,
         }
         run_folder.write_json(self.out / "summary.json", summary)
-        run_folder.plot_losses(self.out / "loss.png", {self.config.layers: rows})
+        curves.draw(self.out / "loss.png", rows, f"{self.config.layers} layers: {summary['run']}")
         console.print(summary_table(f"{self.config.layers} layers", summary))
+
+
+def _title(config: TrainConfig, device: torch.device) -> str:
+    """The model and the machine, for a picture."""
+    model, ranks = config.model, dist.get_world_size()
+    machine = f"{ranks} ranks on a CPU, kernels interpreted"
+    if device.type == "cuda":
+        machine = f"{ranks} x {torch.cuda.get_device_name(device)}"
+    return (
+        f"GPT of {model.num_layers} layers, hidden {model.hidden}, TP {config.parallel.tp}, "
+        f"{config.train.dtype}, {machine}"
+    )
 
 
 def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:

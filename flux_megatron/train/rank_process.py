@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any
+
+from flux_megatron.errors import BadInput
 
 INTERRUPTED = 130
 _PIPE_BYTES = 60_000  # of an error: what a pipe holds although nobody reads yet
+_LINE = 4_000  # characters of its message
 
 
 class RankProcess:
@@ -73,9 +79,12 @@ class RankProcess:
         return self._received.partition(b"\n")[2].decode(errors="replace")
 
     @property
-    def error_at_ns(self) -> int:
-        """When it sent `error`, by the clock that all processes share."""
-        return int(self._received.partition(b"\n")[0] or 0)
+    def raised(self) -> dict[str, Any]:
+        """Of its error: `at_ns`, by the clock that all processes share, `type`, `message` in one
+        line, and whether it is bad `input`. Empty without one.
+        """
+        found: dict[str, Any] = json.loads(self._received.partition(b"\n")[0] or "{}")
+        return found
 
     def fact(self) -> str:
         """How it ended, as its parent sees it, or nothing."""
@@ -86,8 +95,8 @@ class RankProcess:
             return f"{name} was killed by {signal.Signals(-self.code).name}"
         if self.code in (0, INTERRUPTED) or self._received:
             return ""
-        end = self.log.read_text(errors="replace")[-2000:]
-        return f"{name} ended with code {self.code}; the end of its log:\n{end}"
+        last = (self.log.read_text(errors="replace").strip().splitlines() or ["it is empty"])[-1]
+        return f"{name} ended with code {self.code}; the end of {self.log}: {last}"
 
     def signal(self, number: signal.Signals) -> None:
         if self.code is None:
@@ -104,10 +113,16 @@ class RankProcess:
         os.close(self._pipe)
 
 
-def send_error(pipe: int, text: str) -> None:
-    """In the rank: its error to its parent, the end of it where it is long."""
-    head = f"{time.monotonic_ns()}\n".encode()
-    os.write(pipe, head + text.encode(errors="replace")[-_PIPE_BYTES:])
+def send_error(pipe: int, error: BaseException) -> None:
+    """In the rank: the error that it handles to its parent, the end of it where it is long."""
+    head = {
+        "at_ns": time.monotonic_ns(),
+        "type": type(error).__name__,
+        "message": " ".join(str(error).split())[:_LINE],
+        "input": isinstance(error, BadInput),
+    }
+    text = traceback.format_exc().encode(errors="replace")[-_PIPE_BYTES + 2 * _LINE :]
+    os.write(pipe, json.dumps(head).encode() + b"\n" + text)
 
 
 def start(

@@ -14,7 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from flux_megatron.errors import RunFailed
+from flux_megatron.train import run_folder
+from flux_megatron.train.config import ConfigError
 from flux_megatron.train.rank_process import INTERRUPTED, RankProcess
 
 POLL_S = 0.05
@@ -23,8 +27,12 @@ STOP_GRACE_S = 30.0  # for the other ranks to end, after a requested stop ended 
 TRACE_S = 0.2  # for a rank that is ended to write down where it stands
 
 
-class RankFailure(RuntimeError):
-    """A rank ended by itself, or had to be ended; the message holds the first error."""
+class RankFailure(RunFailed):
+    """A rank ended by itself, or had to be ended; the message has the first error, in one line."""
+
+
+class RankTraceback(Exception):
+    """The cause of a `RankFailure` or `ConfigError`: what the first rank that failed has sent."""
 
 
 class RankProcesses:
@@ -38,8 +46,11 @@ class RankProcesses:
         store: socket.socket, bound_s: float,
     ) -> None:  # fmt: skip
         self.logs, self.bound_s, self.stops_asked = out / "logs", bound_s, 0
-        self.logs.mkdir(exist_ok=True)
         self.ranks: list[RankProcess] = []
+        try:
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise run_folder.unwritable(out, error) from None
         for rank in range(world_size):
             self._error_file(rank).unlink(missing_ok=True)
             log = self.logs / f"rank_{rank}.log"
@@ -77,7 +88,7 @@ class RankProcesses:
         if self.stops_asked or set(codes) == {INTERRUPTED}:
             return INTERRUPTED if reason or any(codes) else 0
         if reason or any(codes):
-            raise RankFailure(self._failure(reason))
+            raise self._failure(reason)
         return 0
 
     def _on_signal(self, *_: object) -> None:
@@ -104,16 +115,19 @@ class RankProcesses:
                 return f"rank_{rank.rank} had been stopped for {self.bound_s + grace:g} s"
         return ""
 
-    def _failure(self, reason: str) -> str:
+    def _failure(self, reason: str) -> Exception:
         """End what is left; every rank's error becomes its file, the first one the message."""
         left = [rank for rank in self.ranks if rank.code is None]
         for rank in left:
             rank.signal(signal.SIGUSR1)
         time.sleep(TRACE_S if left else 0)
         facts = [fact for rank in self.ranks if (fact := rank.fact())]
-        reported = sorted((rank for rank in self.ranks if rank.error), key=lambda r: r.error_at_ns)
-        first = f"rank_{reported[0].rank} failed:\n{reported[0].error}" if reported else ""
-        cause = facts[0] if facts else first.strip().splitlines()[-1] if first else reason
+        reported = sorted(
+            (rank for rank in self.ranks if rank.raised), key=lambda rank: rank.raised["at_ns"]
+        )
+        first = reported[0] if reported else None
+        said = f"rank_{first.rank} failed: {_words(first.raised)}" if first else ""
+        cause, kept = facts[0] if facts else said or reason, ""
         for rank in self.ranks:
             text = rank.error or rank.fact()
             if rank.code is None:
@@ -123,10 +137,23 @@ class RankProcesses:
                 text = f"rank_{rank.rank} had ended by itself: {cause}"
             with contextlib.suppress(OSError):  # a full disk must not hide the error
                 self._error_file(rank.rank).write_text(text.strip() + "\n")
-        return "\n".join([*facts, first]).strip() or reason
+                kept = f" (more in {self.logs})"
+        failure: Exception = RankFailure(
+            f"{'; '.join(filter(None, [*facts, said])) or reason}{kept}"
+        )
+        if first is None:
+            return failure
+        if first.raised["input"] and not facts:
+            failure = ConfigError(first.raised["message"])
+        failure.__cause__ = RankTraceback(f"of rank_{first.rank}:\n{first.error}")
+        return failure
 
     def _error_file(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.error"
+
+
+def _words(raised: dict[str, Any]) -> str:
+    return f"{raised['type']}: {raised['message']}" if raised["message"] else raised["type"]
 
 
 @contextmanager

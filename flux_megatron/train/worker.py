@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.job is not None:
             job = importlib.import_module(options.job).run
         return run(job, config, options.out, console, _store(options.store))
-    except BaseException:
-        send_error(options.errors, traceback.format_exc())
+    except BaseException as error:
+        send_error(options.errors, error)
         with contextlib.suppress(OSError):  # the log may lie on a full disk
             traceback.print_exc()
         os._exit(1)  # at once: what is open with other ranks cannot be closed with them

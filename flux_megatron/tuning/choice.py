@@ -145,19 +145,15 @@ def _unmeasured(
         return _nearest(like, plans, possible, cache)
     connections, known = cache.environment.max_connections, cache.like(like)
     if not known:
-        plans = _safe(problem, plans, connections)
+        plans = _safe(plans)
     return estimate.best(problem, plans, known, connections, facts)
 
 
-def _safe(problem: Problem, plans: list[Plan], connections: str) -> list[Plan]:
-    """Without the plans that an estimate alone shall not choose, in rows of 2 x H200 (2026-11-23).
-
-    Where kernels reach peers' memory `signalled` was up to 8 % behind them, and chosen. With
-    CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL hides an all-reduce behind wgrad: at M 2048 `hopper` was 1 to
-    7 % behind it (`docs/results/h200x2/all_reduced_connections-1.jsonl`).
+def _safe(plans: list[Plan]) -> list[Plan]:
+    """Without the plans that an estimate alone shall not choose: where kernels reach peers' memory
+    `signalled` was up to 8 % behind them, and chosen (2 x H200, 2026-11-23,
+    `docs/results/h200x2/all_reduced_connections-1.jsonl`).
     """
-    if problem.spec.reduces and problem.is_backward and connections == "1":
-        return [plan for plan in plans if plan.strategy == "sequential"]
     others = [plan for plan in plans if plan.strategy != "signalled"]
     return others if any(plan.strategy != "sequential" for plan in others) else plans
 

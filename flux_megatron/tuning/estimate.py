@@ -74,7 +74,8 @@ def estimates_us(
     """
     known = [_ratios(entry, problem, connections, facts) for entry in entries]
     return {
-        plan: predict_us(problem, plan, facts) * _correction(_relative(plan, problem), known)
+        plan: predict_us(problem, plan, facts, connections=connections)
+        * _correction(_relative(plan, problem), known)
         for plan in plans
     }
 
@@ -89,9 +90,10 @@ def _correction(relative: Plan, known: Sequence[Ratios]) -> float:
 def _ratios(entry: Entry, problem: Problem, connections: str, facts: Hardware) -> Ratios:
     other_setting = entry.environment.max_connections != connections
     weight = (ALIKE + _distance(entry.problem, problem) + other_setting) ** -3
+    theirs = entry.environment.max_connections
     logs = {
         _relative(one.plan, entry.problem): math.log(
-            one.median_us / predict_us(entry.problem, one.plan, facts)
+            one.median_us / predict_us(entry.problem, one.plan, facts, connections=theirs)
         )
         for one in entry.measured
     }

@@ -1,14 +1,19 @@
 """Megatron's MoE layer as `moe_layer.py` compares it: an arm is one way to build it.
 
 All arms have the same weights. Those of Megatron's own dispatcher are built before `experts.use()`.
+`copied` is `ours` whose parameters were given a storage each, so that each forward stacks them;
+`ours, grouped` has TransformerEngine's grouped linears.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +30,8 @@ from flux_megatron.integration import experts
 from flux_megatron.train.cpu_device import pretend_cuda
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-STOCK, GROUPED, OURS = "sequential", "grouped", "ours"
+STOCK, GROUPED, OURS, COPIED = "sequential", "grouped", "ours", "copied"
+OURS_GROUPED = "ours, grouped"
 LINEARS = ("linear_fc1", "linear_fc2")
 
 
@@ -52,15 +58,30 @@ def start(run: Run) -> None:
 
 def build(run: Run, model: Model, fused: bool) -> dict[str, Any]:
     """The layer of each arm; `fused` permutations and activations where there are some."""
-    names = [STOCK, *([GROUPED] if HAS_TE and run.device.type == "cuda" else [])]
-    arms = {name: _layer(run, model, name, fused) for name in names}
-    kept = experts.moe_layer.MoEAlltoAllTokenDispatcher, experts.backends.SequentialMLP
-    experts.use()
-    arms[OURS] = _layer(run, model, OURS, fused)
-    experts.moe_layer.MoEAlltoAllTokenDispatcher, experts.backends.SequentialMLP = kept
+    grouped = HAS_TE and run.device.type == "cuda"
+    arms = {name: _layer(run, model, name, fused) for name in [STOCK, *[GROUPED] * grouped]}
+    with _ours():
+        for name in (OURS, COPIED, *[OURS_GROUPED] * grouped):
+            arms[name] = _layer(run, model, name, fused)
     for layer in arms.values():
         _copy_weights(arms[STOCK], layer)
+    for weights in parameters(arms[COPIED]).values():
+        for weight in weights:
+            weight.data = weight.data.clone()
     return arms
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Layers built in this context are those of `--flux-experts`."""
+    modules = (experts.backends, experts.transformer_engine_spec_provider)
+    names = [(module, name) for module in modules for name in experts.OURS if hasattr(module, name)]
+    names.append((experts.moe_layer, "MoEAlltoAllTokenDispatcher"))
+    with contextlib.ExitStack() as stack:
+        for module, name in names:  # set again to what they are now when the context ends
+            stack.enter_context(mock.patch.object(module, name, getattr(module, name)))
+        experts.use()
+        yield
 
 
 def parameters(layer: Any) -> dict[str, list[Tensor]]:
@@ -101,12 +122,11 @@ def _layer(run: Run, model: Model, arm: str, fused: bool) -> Any:
         expert_model_parallel_size=run.group.size(), add_bias_linear=False,
         gated_linear_unit=True, activation_func=F.silu, gradient_accumulation_fusion=False,
         bf16=dtype == torch.bfloat16, params_dtype=dtype, use_cpu_initialization=not on_gpu,
-        moe_grouped_gemm=arm == GROUPED, bias_activation_fusion=fused and on_gpu,
+        moe_grouped_gemm=arm in (GROUPED, OURS_GROUPED), bias_activation_fusion=fused and on_gpu,
         moe_permute_fusion=fused and on_gpu and HAS_TE,
     )  # fmt: skip
-    spec = get_moe_module_spec(
-        use_te=arm == GROUPED, num_experts=model.experts, moe_grouped_gemm=arm == GROUPED
-    )
+    grouped = arm in (GROUPED, OURS_GROUPED)
+    spec = get_moe_module_spec(use_te=grouped, num_experts=model.experts, moe_grouped_gemm=grouped)
     layer = build_module(spec, config=config).to(run.device)
     layer.set_layer_number(1)
     return layer

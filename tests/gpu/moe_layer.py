@@ -5,13 +5,16 @@
     torchrun --standalone --nproc-per-node 2 tests/gpu/moe_layer.py --device cpu  # rehearsal
 
 Arms: `sequential`, the all-to-all dispatcher with one MLP an expert; `grouped`, the same with
-TransformerEngine's grouped GEMM, if there is one; `ours`, what `--flux-experts` builds. All have
-the same weights. Tokens have a common direction, so that the router's counts are uneven.
+TransformerEngine's grouped GEMM, if there is one; `ours`, what `--flux-experts` builds, which reads
+weights where they lie; `ours, grouped`, the same with TransformerEngine's parameters; `copied`,
+`ours` whose weights lie so that each forward copies them. All have the same weights. Tokens have a
+common direction, so that the router's counts are uneven.
 
-Verified: y, dx and all weight gradients of some steps, each with new tokens. The largest error of
-ours against fp64 is at most twice that of `sequential`, as `assert_as_close_as` of the tests has
-it. Timed, interleaved, the slowest rank of each round: forward, and forward and backward, with all
-that the host waits for; and `stack`, the copy of the weights that ours makes in each forward.
+Verified: y, dx and all weight gradients of some steps, each with new tokens. The largest errors of
+our arms against fp64 are at most twice those of `sequential`, as `assert_as_close_as` of the tests
+has it. Only `copied` copies weights. Timed, interleaved, the slowest rank of each round: forward,
+and forward and backward, with all that the host waits for; `stack`, the copy alone; and, by
+`moe_gradients`, the ways to add weight gradients to fp32 main_grads in reverse.
 """
 
 from __future__ import annotations
@@ -82,15 +85,25 @@ def verify(run: Run, arms: dict[str, Any], model: Any, number: int) -> dict[str,
         everywhere = run.slowest(torch.tensor(found, dtype=torch.float64)).tolist()
         errors[arm] = dict(zip(right, everywhere, strict=True))
         routed[arm] = counts(layer)
-    stock, ours = errors[moe_arms.STOCK], errors[moe_arms.OURS]
-    differ = (routed[moe_arms.OURS] != routed[moe_arms.STOCK]).sum()
-    assert not run.slowest(differ).item(), "other experts are chosen"
-    for name, error in ours.items():
-        # not "error > allowed": NaN must fail
-        assert error <= 2 * stock[name], (
-            f"step {number}, {name}: error {error:.3g}, at most {2 * stock[name]:.3g} allowed"
-        )
+    stock = errors[moe_arms.STOCK]
+    for arm in {moe_arms.OURS, moe_arms.OURS_GROUPED, moe_arms.COPIED} & {*arms}:
+        differ = (routed[arm] != routed[moe_arms.STOCK]).sum()
+        assert not run.slowest(differ).item(), f"{arm}: other experts are chosen"
+        for name, error in errors[arm].items():
+            # not "error > allowed": NaN must fail
+            assert error <= 2 * stock[name], (
+                f"{arm}, step {number}, {name}: error {error:.3g}, "
+                f"at most {2 * stock[name]:.3g} allowed"
+            )
     return errors
+
+
+def copies(layer: Any, x: Tensor) -> int:
+    """How often a forward copies weights."""
+    flux_megatron.reset_report()
+    with torch.no_grad():
+        layer(x)
+    return sum(flux_megatron.report().copies.values())
 
 
 def largest(got: Tensor, reference: Tensor) -> float:
@@ -101,7 +114,13 @@ def largest(got: Tensor, reference: Tensor) -> float:
 
 def verified(run: Run, arms: dict[str, Any], model: Any) -> None:
     """Some steps; a row has the largest errors of every arm."""
+    import moe_arms
+
     steps = [verify(run, arms, model, number) for number in range(STEPS)]
+    x, _ = operands(run, model, 0)
+    copied = {arm: copies(layer, x) for arm, layer in arms.items()}
+    right = {arm: 2 * (arm == moe_arms.COPIED) for arm in arms}
+    assert copied == right, f"copies of weights in a forward: {copied}, {right} expected"
     worst = {
         arm: {name: max(step[arm][name] for step in steps) for name in errors}
         for arm, errors in steps[0].items()
@@ -167,6 +186,7 @@ def main() -> None:
     run = gpu_run.start(given.out, given.commit, given.seconds)
     with contextlib.nullcontext() if on_gpu else without_compiler():
         import moe_arms
+        import moe_gradients
     moe_arms.start(run)
     for name in given.models if on_gpu else ["tiny"]:
         if not run.time_left():
@@ -177,8 +197,10 @@ def main() -> None:
         if failure := run.failure(lambda arms=arms, model=model: verified(run, arms, model)):
             run.say(f"{name} wrong: {failure[:2000]}")
             gpu_run.finish(run, 1)
-        measure(run, arms, model, given.rounds if on_gpu else 2)
+        rounds = given.rounds if on_gpu else 2
+        measure(run, arms, model, rounds)
         del arms
+        moe_gradients.measure(run, model, rounds)
     gpu_run.finish(run)
 
 

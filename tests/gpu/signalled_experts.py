@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 import gpu_run
 import torch
-from expert_baseline import Baseline, grouped
-from expert_verification import Verification, routed
 from gpu_run import Run
 from torch import Tensor
 
 import flux_megatron
+from flux_megatron.bench.operations.expert_baseline import Baseline, grouped
+from flux_megatron.bench.operations.expert_verification import Verification, routed
 from flux_megatron.expert_parallel import fused, ops, signalled
 from flux_megatron.overlap.signalled import communicator
 from flux_megatron.problem import Plan

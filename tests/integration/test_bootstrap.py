@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import side_by_side as sbs
@@ -19,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import run_ranks
+from spec_shapes import module_of, submodules_of
 from typer.testing import CliRunner
 
 from flux_megatron import settings
@@ -266,11 +269,18 @@ def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
     monkeypatch.setattr(provider, "TESpecProvider", lambda: theirs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flux = FluxSpecProvider()
-    assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
+    takes = len(inspect.signature(backends.LocalSpecProvider().grouped_mlp_modules).parameters)
+    single, grouped = (False,) * takes, (True,) + (False,) * (takes - 1)  # to 0.16 two arguments
+
+    def built() -> Any:
+        experts = flux.grouped_mlp_modules(*single)
+        return module_of(experts) if takes == 1 else experts[0]
+
+    assert built() is SequentialMLP
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    assert flux.grouped_mlp_modules(True, False) == "theirs"
-    assert flux.grouped_mlp_modules(False, False)[0] is SequentialMLP
-    assert calls == [(True, False)]
+    assert flux.grouped_mlp_modules(*grouped) == "theirs"
+    assert built() is SequentialMLP
+    assert calls == [grouped]
 
 
 def test_buffer_names_tell_the_layer():
@@ -305,8 +315,8 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
     assert attention.linear_qkv is FluxColumnParallelLinear
     assert attention.q_layernorm is parts.input_layernorm is FluxNorm
     assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
-    experts = spec_module(num_experts=2).flux_layer_spec.submodules.mlp.submodules.experts
-    assert experts.submodules.linear_fc1 is FluxColumnParallelLinear
+    mlp = spec_module(num_experts=2).flux_layer_spec.submodules.mlp
+    assert submodules_of(submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
 
 
 @pytest.mark.parametrize(

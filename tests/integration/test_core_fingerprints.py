@@ -12,7 +12,7 @@ from flux_megatron.patching.checkout import examine
 
 
 def test_what_we_rely_on_is_as_recorded():
-    (package,) = importlib.util.find_spec("megatron").submodule_search_locations
+    package, *_ = importlib.util.find_spec("megatron").submodule_search_locations
     state = examine(Path(package).parent)
     if state.version != state.series.version:
         pytest.skip(f"megatron-core {state.version} is not recorded in patches/")

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import experts, gpt_block_spec, install
+from flux_megatron.integration import expert_layers, experts, gpt_block_spec, install
 from flux_megatron.integration.flags import add_flux_arguments, options_from
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
@@ -127,17 +128,28 @@ def installed(rank: int) -> None:
     options = options_from(parser.parse_args(["--flux-overlap", "--flux-experts"]))
     install.install(options)
     assert moe_layer.MoEAlltoAllTokenDispatcher is experts.FluxTokenDispatcher
-    assert backends.SequentialMLP is experts.FluxExperts
+    assert backends.SequentialMLP is expert_layers.FluxExperts
+    assert transformer_engine_spec_provider.TEGroupedMLP is expert_layers.FluxGroupedExperts
 
 
 def test_the_flag_puts_them_in_place():
     run_ranks(installed, 1)
 
 
+REFUSED = {
+    "tokens are dropped": {"moe_expert_capacity_factor": 1.0},
+    "activations of experts are recomputed": {
+        "recompute_granularity": "selective", "recompute_modules": ["moe_act"],
+        "moe_grouped_gemm": True,
+    },
+}  # fmt: skip
+
+
 def refused(rank: int) -> None:
     sbs.start(1, expert_model_parallel_size=2)
-    with ours(), pytest.raises(ValueError, match="tokens are dropped"):
-        build(4, **CASES["two a token"], moe_expert_capacity_factor=1.0)
+    for message, more in REFUSED.items():
+        with ours(), pytest.raises(ValueError, match=message):
+            build(4, **CASES["two a token"], **more)
 
 
 def test_what_it_cannot_run_is_refused():

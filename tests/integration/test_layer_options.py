@@ -190,7 +190,7 @@ def _pass_newer_option(layer) -> None:
     """As later versions do: an attribute, and one more argument around the GEMM."""
     layer.gtp_remat_size = 2
     ours, theirs = type(layer)._forward_impl, stock.ColumnParallelLinear._forward_impl
-    layer._forward_impl = lambda **kwargs: ours(layer, **kwargs, gtp_remat_size=2)
+    layer._forward_impl = lambda **kwargs: ours(layer, **{**kwargs, "gtp_remat_size": 2})
 
     def without(self, *args, gtp_remat_size=1, **kwargs):
         return theirs(self, *args, **kwargs)

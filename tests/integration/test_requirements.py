@@ -230,7 +230,7 @@ def test_the_files_that_would_be_imported_are_compared(tmp_path, monkeypatch):
     (loop.parent / "__init__.py").touch()
     import megatron
 
-    monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(tmp_path / "megatron")])
+    monkeypatch.setattr(megatron, "__path__", [str(tmp_path / "megatron"), *megatron.__path__])
     names = [n for n, why in installed.changed.__wrapped__() if "megatron/training" in why]
     assert names == [
         "get_model", "save_checkpoint_and_time", "setup_model_and_optimizer", "train_step",

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import run_ranks
+from spec_shapes import module_of, submodules_of
 
 from flux_megatron.integration import (
     FluxColumnParallelLinear,
@@ -45,7 +46,7 @@ def test_layers_and_norms(layers, normalization):
     parts = gpt_layer_spec(
         config(normalization=normalization, qk_layernorm=True), layers
     ).submodules
-    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    attention, mlp = submodules_of(parts.self_attention), submodules_of(parts.mlp)
     assert (attention.linear_qkv, attention.linear_proj) == (column, row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
     norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
@@ -56,9 +57,10 @@ def test_layers_and_norms(layers, normalization):
 def test_experts(layers):
     column, row = CLASSES[layers]
     parts = gpt_layer_spec(config(num_moe_experts=2, add_bias_linear=False), layers).submodules
-    experts = parts.mlp.submodules.experts
-    assert experts.module is SequentialMLP
-    assert (experts.submodules.linear_fc1, experts.submodules.linear_fc2) == (column, row)
+    experts = submodules_of(parts.mlp).experts
+    linears = submodules_of(experts)
+    assert module_of(experts) is SequentialMLP
+    assert (linears.linear_fc1, linears.linear_fc2) == (column, row)
 
 
 def test_layers_that_differ_need_the_block_specification():

@@ -19,6 +19,7 @@ import feature_table
 import side_by_side as sbs
 import torch
 from ranks import be_late, run_ranks
+from spec_shapes import skip_where_mtp_needs_te
 from training_breaks import BREAKS, Break, terms_missing
 from training_cases import ALL, FEATURES, QUICKEST, REFUSED
 from training_run import Feature, Training
@@ -47,6 +48,7 @@ class Outcome:
 @pytest.mark.parametrize("strategy", [QUICKEST, "fused"] if ALL else [QUICKEST])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_feature_follows_stock(name, strategy):
+    skip_where_mtp_needs_te(FEATURES[name].config)
     assert not errors(FEATURES[name], outcomes(name, strategy))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,9 +156,10 @@ def _saved(training: Training, move: Move, folder: str) -> Iterator[None]:
     answers = multiprocessing.get_context("fork").Manager()
     filesystem_async._results_queue = answers.Queue()
     writing = AsyncCallsQueue()
-    request = dist_checkpointing.save(
-        _sharded(training, move, False), folder, async_sharded_save=not move.at_once
-    )
+    more = {} if move.at_once else {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        more["async_strategy"] = "mcore"  # its other one needs nvidia-resiliency-ext
+    request = dist_checkpointing.save(_sharded(training, move, False), folder, **more)
     if request is not None:
         writing.schedule_async_request(request)
     yield

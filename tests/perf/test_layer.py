@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron.perf import layer
+from flux_megatron.perf import layer, userbuffers
+from flux_megatron.perf.all_reduce import all_reduce_us
 from flux_megatron.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
-from flux_megatron.perf.operator_cost import collective_us
 from flux_megatron.perf.rows import cell, load, of_layer
 from flux_megatron.perf.workload import Cluster, Link, Model, Parallel, Training, Workload
 
@@ -70,9 +70,10 @@ def test_gemms_of_a_loaded_hopper_gpu_are_slower_than_bursts(arm, monkeypatch):
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_arms_differ_in_their_linear_layers_alone(cluster, model):
+def test_arms_differ_in_their_linear_layers_and_userbuffers_alone(cluster, model):
     arms = [layer.pieces(workload(arm, model, cluster)) for arm in ("megatron", "te", "flux")]
     names = ["qkv", "attention", "proj", "fc1", "activation", "fc2", "norms"]
+    assert arms[1].pop().name == userbuffers.NAME
     assert [[piece.name for piece in arm] for arm in arms] == [names] * 3
     for megatron, te, flux in zip(*arms, strict=True):
         if megatron.name in LINEAR:
@@ -114,7 +115,7 @@ def test_without_sequence_parallelism_rows_are_all_reduced():
         one = workload(arm)
         one = replace(one, parallel=replace(one.parallel, sequence_parallel=False))
         arms[arm] = {piece.name: piece for piece in layer.pieces(one)}
-    all_reduce = 2 * collective_us(A100, one.tokens * one.model.hidden * 2, 8)
+    all_reduce = all_reduce_us(A100, one.tokens * one.model.hidden * 2, 8)
     assert arms["megatron"]["fc2"].forward_exposed_us == pytest.approx(all_reduce)
     # `pipelined` exposes the gather, half of it, and the copy of y out of the gathered buffer
     assert 0 < arms["flux"]["fc2"].forward_exposed_us < 0.8 * all_reduce

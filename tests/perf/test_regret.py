@@ -32,16 +32,16 @@ def entries() -> list[Entry]:
 def _predicted_once(monkeypatch):
     """The model is the same in all tests, and most plans of an entry are asked for 40 times."""
 
-    def predict_us(problem: Problem, plan: Plan, facts: Hardware) -> float:
+    def predict_us(problem: Problem, plan: Plan, facts: Hardware, *, connections: str) -> float:
         assert facts is H200
-        return predicted_us(problem, plan)
+        return predicted_us(problem, plan, connections)
 
     monkeypatch.setattr(estimate, "predict_us", predict_us)
 
 
 @cache
-def predicted_us(problem: Problem, plan: Plan) -> float:
-    return operator_cost.predict_us(problem, plan, H200)
+def predicted_us(problem: Problem, plan: Plan, connections: str) -> float:
+    return operator_cost.predict_us(problem, plan, H200, connections=connections)
 
 
 def in_order(plans: list[Plan]) -> list[Plan]:

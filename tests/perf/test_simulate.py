@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from flux_megatron.cli import app
 from flux_megatron.perf.step import predict
-from flux_megatron.simulate import predictions
+from flux_megatron.simulate import given, predictions
 from flux_megatron.simulate.predictions import Network
 
 PCIE = "paper/gpt3-175b_a100-pcie"
@@ -33,7 +34,7 @@ def test_it_runs_without_torch_and_draws(tmp_path: Path):
     file = tmp_path / "all.json"
     done = simulate(PCIE, "--out", str(tmp_path), "--json", str(file), "--sweep", "gpus=64..256")
     assert done.returncode == 0, done.stderr
-    for words in ("tensor-parallel communication", "up to 1.24x", "training.micro_batch:",
+    for words in ("tensor-parallel communication", "up to 1.24", "--assumptions lists them",
                   "tp x pp x dp", "384 micro-batches", "arXiv 2406.06858"):  # fmt: skip
         assert words in done.stdout
     assert (tmp_path / "paper_gpt3-175b_a100-pcie.png").read_bytes()[1:4] == b"PNG"
@@ -71,6 +72,68 @@ def test_arms_and_values_can_be_chosen():
     assert done.exit_code == 0
     assert "768 micro-batches" in done.output
     assert "speedup" not in done.output  # there is nothing to compare with
+
+
+@cache
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_without_a_file_the_options_say_what_to_predict(tmp_path):
+    file = tmp_path / "all.json"
+    text = run(
+        "--gpu", "H100", "--tp", "8", "--hidden", "4096", "--layers", "4", "--json", str(file)
+    )
+    assert "8 x H100, tp 8 x pp 1 x dp 1" in text
+    assert "Error of the model here: unknown" in text
+    own = predictions.predict(
+        "study/one-node", given.values(given.Given(gpu="H100", tp=8, hidden=4096, layers=4)),
+        (), Network(), [], alternatives=False,
+    )  # fmt: skip
+    model = own.workloads["flux"].model
+    assert (model.heads, model.kv_heads, model.ffn, model.layers) == (32, 32, 16384, 4)
+    found = json.loads(file.read_text())
+    assert found["arms"]["flux"]["step_us"] == pytest.approx(own.steps["flux"].step_us)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "an experiment, or --gpu H100 --tp 8 --hidden 8192 expected"),
+        (["--gpu", "B200"], "--gpu B200: one of H200, H100, H800, A100, A100-PCIE expected"),
+        (["--hidden", "64"], "--hidden 64: at least 128 expected"),
+        (["--tp", "3"], "is not divisible by parallel.tp, 3"),
+        ([PCIE, "--tp", "4"], "--set changes its values"),
+    ],
+)
+def test_options_that_cannot_be_say_why(arguments, words):
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_assumptions_are_listed_on_request_alone():
+    reason = "as in GPT-2, whose architecture GPT-3 takes over"
+    assert reason not in run(PCIE)
+    assert reason in run(PCIE, "--assumptions").replace("\n", " ")
+
+
+def test_a_papers_figure_stands_beside_its_own_run_alone():
+    assert "up to 1.24" in run(PCIE)
+    assert "1.24" not in run(PCIE, "--set", "model.layers=48")
+    assert "1.24" not in run(PCIE, "--nic-gbps", "200")
+
+
+def test_a_column_has_one_unit():
+    for name in (PCIE, "node/gpt3-175b-4-layers_h200"):
+        text = run(name, "--arm", "megatron", "--arm", "flux")
+        cells = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+        for cell in (cell.strip() for row in cells for cell in row[1:]):
+            assert not cell or cell[0] in "?u" or float(cell.replace(",", "")) >= 0
+    assert "flux, s" in run(PCIE)
+    assert "flux, ms" in text
 
 
 def test_other_values_of_what_is_assumed():

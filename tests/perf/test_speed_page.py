@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/speed.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["layers", "iterations"])
+@pytest.mark.parametrize("name", ["layers", "iterations", "losses"])
 def test_tables_are_the_committed_rows(name):
     table = speed.tables(ROOT / "docs/results")[name]
     assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in PAGE

@@ -6,12 +6,15 @@ cores, 2026-11-22).
 
 And where TORCHDYNAMO_DISABLE=1 says that torch.compile compiles nothing, without it in Megatron,
 which would load Inductor: 2 s more.
+
+And with `typing.override`, which megatron-core from 0.17 on imports, also before Python 3.12.
 """
 
 import gc
 import importlib.machinery
 import os
 import sys
+import typing
 
 
 class _WithoutFusion:
@@ -32,4 +35,6 @@ class _WithoutFusion:
 
 
 gc.set_threshold(100_000, 20, 100)
+if not hasattr(typing, "override"):
+    typing.override = lambda method: method
 sys.meta_path.insert(0, _WithoutFusion())

@@ -64,8 +64,10 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
         f"sm_{architecture} exchange_counts",
         partial(make, exchange_counts_kernel, **exchange, ARRIVALS=32),
     )
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
-    yield f"sm_{architecture} expert_wgrad", partial(make, expert_wgrad_kernel, **blocks)
+    for add in (False, True):
+        blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "ADD": add}
+        name = f"sm_{architecture} expert_wgrad{' add' * add}"
+        yield name, partial(make, expert_wgrad_kernel, **blocks)
 
 
 def main(path: str) -> None:

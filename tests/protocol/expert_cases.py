@@ -36,6 +36,7 @@ class ExpertCase:
     tma: bool = False
     slots: int = 64  # of a rank, so that few experts share signals
     hopper: bool = False  # the Hopper kernels, in Gluon
+    reverse: bool = False  # the experts' matrices lie in reverse, and apart
 
     def __str__(self) -> str:
         sizes = f"W={self.world_size} {self.experts} experts, up to {self.most} rows"
@@ -45,6 +46,7 @@ class ExpertCase:
             + " captured" * self.captured
             + " tma" * self.tma
             + " hopper" * self.hopper
+            + " reverse" * self.reverse
             + shared
         )
 
@@ -79,6 +81,7 @@ class Operands:
         ranks, calls = range(case.world_size), range(case.calls)
         shape = (N, K) if case.layout == "nt" else (K, N)
         self.w = [integers(case.experts, *shape) for _ in ranks]
+        self.laid = [self._laid(w) for w in self.w]
         first = self._counts()
         # a graph has the number of rows, but not where they go
         self.counts = [self._shuffled(first) if case.captured else self._counts() for _ in calls]
@@ -98,6 +101,14 @@ class Operands:
         ]  # fmt: skip
         shape = (case.world_size, case.world_size, case.experts)
         return list(torch.tensor(numbers, dtype=torch.int32).view(shape))
+
+    def _laid(self, w: Tensor) -> Tensor:
+        """As the operations are given it: in reverse with NaN in the rows between experts."""
+        if not self.case.reverse:
+            return w
+        experts, rows, columns = w.shape
+        storage = torch.full((experts, rows + 3, columns), float("nan"))
+        return storage[:, :rows].copy_(w.flip(0))
 
     def _shuffled(self, counts: list[Tensor]) -> list[Tensor]:
         made = []
@@ -161,7 +172,8 @@ class Host:
 
     def _step(self, x: Tensor, z: Tensor, keep: bool) -> dict[str, Tensor]:
         results = {}
-        w, layout = self.operands.w[self.rank], self.case.layout
+        laid, layout = self.operands.laid[self.rank], self.case.layout
+        w = self.machine.package.expert_weights.ExpertWeights(laid, self.case.reverse)
         if self.case.host != "combine":
             y, received, rows = self.strategy.a2a_gemm(
                 x, w, self.counts, self.operands.capacity, layout, keep, self.plan, self.space

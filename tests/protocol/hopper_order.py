@@ -172,3 +172,17 @@ def check_staging_tile(ptx: Ptx) -> None:
 def partition_stores_apart(ptx: Ptx) -> bool:
     """Whether another partition than the MMA warps' stores tiles."""
     return any(part.find(TMA_STORE) and not part.find(MMA) for part, _ in ptx.partitions())
+
+
+# of a kernel, and of a way that stands in the name of a configuration
+CHECKS = {
+    "ag_gemm": [check_awaited, check_only_signals_spin],
+    "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
+    "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
+    "signalled": [check_sent, check_awaits_nobody],
+    "a2a_gemm": [check_awaited, check_pushed],
+    "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
+    "sm": [check_counted],
+    "early": [check_partials],
+    "last": [check_partials],
+}

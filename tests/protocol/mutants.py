@@ -69,6 +69,8 @@ CASES = {
     "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),
     "a2a, experts that share a signal": ExpertCase("dispatch", experts=4, most=9, slots=3),
     "a2a by TMA": ExpertCase("dispatch", most=9, tma=True),
+    "a2a, reverse": ExpertCase("dispatch", calls=1, most=9, reverse=True),
+    "a2a by TMA, reverse": ExpertCase("dispatch", calls=1, most=9, tma=True, reverse=True),
     "back": ExpertCase("combine"),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
@@ -77,6 +79,10 @@ CASES = {
         "dispatch", experts=4, most=9, slots=3, hopper=True
     ),
     "hopper a2a, nn": ExpertCase("dispatch", most=9, layout="nn", hopper=True),
+    "hopper a2a, nn, reverse": ExpertCase(
+        "dispatch", calls=1, most=9, layout="nn", hopper=True, reverse=True
+    ),
+    "hopper back, reverse": ExpertCase("combine", calls=1, most=9, hopper=True, reverse=True),
     "hopper back": ExpertCase("combine", hopper=True),
     "hopper back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12, hopper=True),
     "two shots": Case("ar", rows=(9, 9, 9), N=16),

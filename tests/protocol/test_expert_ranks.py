@@ -13,9 +13,10 @@ from virtual_ranks import STANDARD
 pytestmark = needs_interpreter
 
 CASES = [
-    ExpertCase("dispatch", layout="nn"),
+    ExpertCase("dispatch", layout="nn", reverse=True),
     ExpertCase("combine", layout="nn"),
     ExpertCase("both", 1, experts=3),
+    ExpertCase("combine", experts=3, calls=1, most=9, tma=True, reverse=True),
     ExpertCase("both", 4, experts=1, calls=2, most=9),
 ]
 

@@ -15,8 +15,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 pytestmark = needs_interpreter
 CASES = [
     ExpertCase("dispatch", layout="nn", calls=2, most=12, hopper=True),
-    ExpertCase("combine", layout="nn", calls=2, hopper=True),
-    ExpertCase("both", 1, experts=3, calls=2, hopper=True),
+    ExpertCase("combine", layout="nn", calls=2, hopper=True, reverse=True),
+    ExpertCase("both", 1, experts=3, calls=2, hopper=True, reverse=True),
     ExpertCase("both", 3, experts=1, calls=2, most=9, hopper=True),
 ]
 HELD = [

@@ -11,10 +11,9 @@ import pytest
 from compiled_apart import compiled_by, named
 from compiler_versions import MOVED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
+    CHECKS,
     check_awaited,
-    check_awaits_nobody,
     check_counted,
-    check_only_signals_spin,
     check_partials,
     check_pushed,
     check_sent,
@@ -28,17 +27,6 @@ pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on tw
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 SHARED_BYTES_MAX = 227 * 1024
-CHECKS = {
-    "ag_gemm": [check_awaited, check_only_signals_spin],
-    "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
-    "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
-    "signalled": [check_sent, check_awaits_nobody],
-    "a2a_gemm": [check_awaited, check_pushed],
-    "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
-    "sm": [check_counted],
-    "early": [check_partials],
-    "last": [check_partials],
-}
 
 
 @pytest.fixture(scope="module")

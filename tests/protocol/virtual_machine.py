@@ -37,7 +37,7 @@ _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.a2a_gemm", "kernels.expert_collect",
+    "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_ag_gemm",
@@ -95,6 +95,9 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
 class _Work:
     """A collective in the current stream."""
 
+    def is_completed(self) -> bool:
+        return True
+
     def wait(self) -> None: ...
 
 
@@ -129,14 +132,14 @@ class _Agreement:
 
     broken = ""
 
-    def __init__(self, group: _Group) -> None: ...
+    def __init__(self, group: _Group, note: Callable[[], None]) -> None: ...
 
     def confirm(self, description: str) -> None: ...
 
     def failure(self) -> str:
         return ""
 
-    def refusals(self) -> str:
+    def published(self) -> str:
         return ""
 
 
@@ -232,7 +235,8 @@ class Machine:
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
-            "_why_unavailable": lambda group, device: None,
+            "places": lambda group, device, doorbell: [],
+            "why_unavailable": lambda ranks: None,
         }
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
@@ -287,7 +291,9 @@ class Machine:
     def _persistent_grid(self, device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
         return (min(self._ctas, tiles),)
 
-    def _host_wait(self, address: int, slot: int, epoch: int, deadline: int) -> None:
+    def _host_wait(
+        self, address: int, slot: int, epoch: int, deadline: int, record: object
+    ) -> None:
         checker = self.scheduler.running.checker
         checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
         cell = ctypes.c_int32.from_address(address)
@@ -298,7 +304,7 @@ class Machine:
         )
 
     def _host_wait_words(
-        self, addresses: list[int], source: int, epoch: int, deadline: int
+        self, addresses: list[int], source: int, epoch: int, deadline: int, record: object
     ) -> None:
         checker = self.scheduler.running.checker
         checker.check_addresses("wait", np.array(addresses, dtype=np.uint64), 8)

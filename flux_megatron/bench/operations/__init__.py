@@ -7,4 +7,4 @@ A module a name, with `cases(run)`, `verify(run)`, which says what is wrong, or 
 
 from __future__ import annotations
 
-NAMES = ("gemv_all_reduce", "embedding_all_to_all")
+NAMES = ("gemv_all_reduce", "embedding_all_to_all", "expert_all_to_all")

@@ -153,7 +153,7 @@ def _write(options: TraceOptions, traces: list[RankTrace]) -> None:
     timelines = [trace.timeline for trace in traces]
     title = (
         f"{options.layer} layer, M {options.M}, N {options.N}, K {options.K}, TP {options.tp}, "
-        f"strategy {options.strategy}: forward and backward"
+        f"strategy {options.strategy}, {_gpu()}: forward and backward"
     )
     merge.write(traces, out / "trace.json")
     picture.draw(timelines, title, out / "timeline.png")
@@ -163,6 +163,11 @@ def _write(options: TraceOptions, traces: list[RankTrace]) -> None:
     console = Console()
     console.print(table(timelines, title))
     console.print(f"{out}: trace.json (for https://ui.perfetto.dev), timeline.png, summary.json")
+
+
+def _gpu() -> str:
+    gpus = torch.cuda.is_available()
+    return torch.cuda.get_device_name() if gpus else "CPU, kernels interpreted"
 
 
 if __name__ == "__main__":

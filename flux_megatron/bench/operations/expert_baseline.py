@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from gpu_run import Run
 from torch import Tensor
+
+from flux_megatron.bench.table_run import Run
 
 
 @dataclass

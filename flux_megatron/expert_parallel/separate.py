@@ -1,0 +1,141 @@
+"""Both operations with one parameter [N, K] an expert, read where they lie.
+
+Parameters that lie one distance apart in one storage are one strided tensor: nothing is copied, in
+forward or in backward. Others are stacked in each forward, which is counted and reported once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron.expert_parallel import ops
+from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
+from flux_megatron.kernels.expert_weights import ExpertWeights, as_one, stacked
+from flux_megatron.overlap.report import note_copy
+
+# Gradients of the parameters of y = x w^T, or what autograd gets instead of them: of (parameters,
+# dy, x, received), both [capacity, ...] and sorted by expert.
+Wgrad = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], "Sequence[Tensor | None]"]
+
+# A copy takes longer than the layer gains: 24 to 25 ns a row without it, and 4.0 TB/s read and
+# written by the copy, in both models of docs/results/h200x2/moe_layer.jsonl (2026-11-23).
+SLOW_BYTES_PER_ROW = 48 * 1024
+
+
+def a2a_gemm(
+    x: Tensor, parameters: Sequence[Tensor], counts: Tensor, group: ProcessGroup, *, capacity: int,
+    wgrad: Wgrad | None = None,
+) -> Tensor:  # fmt: skip
+    """y of `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
+    options = _Options(group.group_name, capacity, wgrad or plain_wgrad)
+    return _A2aGemm.apply(x, counts, options, *parameters)
+
+
+def gemm_a2a(
+    x: Tensor, parameters: Sequence[Tensor], counts: Tensor, group: ProcessGroup, *, tokens: int,
+    wgrad: Wgrad | None = None,
+) -> Tensor:  # fmt: skip
+    """y of `ops.gemm_a2a` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
+    options = _Options(group.group_name, tokens, wgrad or plain_wgrad)
+    return _GemmA2a.apply(x, counts, options, *parameters)
+
+
+def plain_wgrad(
+    parameters: Sequence[Tensor], dy: Tensor, x: Tensor, received: Tensor
+) -> Sequence[Tensor]:
+    """The gradients themselves, views of one tensor."""
+    return weight_gradient(dy, x, received).unbind(0)
+
+
+def add_weight_gradients(into: Sequence[Tensor], dy: Tensor, x: Tensor, received: Tensor) -> None:
+    """Add each expert's gradient to its own of `into` [N, K], where these lie if that can be."""
+    if view := as_one(into):
+        add_weight_gradient(view, dy, x, received)
+        return
+    sizes = f"{len(into)} of {list(into[0].shape)}"
+    note_copy("weight gradients of experts", f"{sizes} do not lie one distance apart")
+    torch._foreach_add_(list(into), list(weight_gradient(dy, x, received)))
+
+
+def in_one_storage(parameters: Sequence[Tensor]) -> None:
+    """Move the parameters' data to one storage, in their order, unless they lie so already."""
+    if as_one(parameters):
+        return
+    storage = parameters[0].data.new_empty(len(parameters), *parameters[0].shape)
+    for parameter, own in zip(parameters, storage, strict=True):
+        own.copy_(parameter.data)
+        parameter.data = own
+
+
+class _Options(NamedTuple):
+    group: str
+    rows: int  # the capacity, or the tokens that come back
+    wgrad: Wgrad
+
+
+def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
+    """All parameters as they lie, or copied; `rows` are those of a call."""
+    if found := as_one(parameters):
+        return found
+    first = parameters[0]
+    size_bytes = len(parameters) * first.nbytes
+    reason = (
+        f"{len(parameters)} of {list(first.shape)} do not lie one distance apart in one storage: "
+        f"{size_bytes / 2**20:.1f} MiB a forward"
+    )
+    if size_bytes > SLOW_BYTES_PER_ROW * rows > 0:
+        reason += ", which takes longer than experts within the all-to-all gain"
+    note_copy("weights of experts", reason)
+    return stacked(parameters)
+
+
+class _A2aGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
+        w = _whole(parameters, len(x))
+        keep = any(ctx.needs_input_grad[3:])
+        y, received, rows = ops._a2a_gemm(
+            x, w.matrices, counts, options.rows, options.group, "nt", "", keep, w.reverse
+        )
+        ctx.save_for_backward(w.matrices, counts, received, rows)
+        ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
+        ctx.tokens = len(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        w, counts, received, rows = ctx.saved_tensors
+        dy, dx = dy.contiguous(), None
+        dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
+        if ctx.needs_input_grad[0]:
+            dx = ops._gemm_a2a(dy, w, counts, ctx.tokens, ctx.options.group, "nn", "", ctx.reverse)
+        if any(ctx.needs_input_grad[3:]):
+            dws = ctx.options.wgrad(ctx.parameters, dy, rows, received)
+        return dx, None, None, *dws
+
+
+class _GemmA2a(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
+        w = _whole(parameters, options.rows)
+        y = ops._gemm_a2a(x, w.matrices, counts, options.rows, options.group, "nt", "", w.reverse)
+        ctx.save_for_backward(x, w.matrices, counts)
+        ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w, counts = ctx.saved_tensors
+        needs_dw = any(ctx.needs_input_grad[3:])
+        dx, received, rows = ops._a2a_gemm(
+            dy.contiguous(), w, counts, len(x), ctx.options.group, "nn", "", needs_dw, ctx.reverse
+        )
+        dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
+        if needs_dw:
+            dws = ctx.options.wgrad(ctx.parameters, rows, x, received)
+        return dx, None, None, *dws

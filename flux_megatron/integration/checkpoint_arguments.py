@@ -1,0 +1,47 @@
+"""Arguments that Megatron takes out of a checkpoint, by --use-checkpoint-args or because a script
+wants them: they are looked at like those of the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flux_megatron.integration.arguments import PARSER
+
+LOADS = "load_args_from_checkpoint"
+# up to 0.18 the second has the function under a name of its own
+MODULES = ("megatron.training.checkpointing", "megatron.training.initialize")
+
+
+def then(act: Callable[[Any], None]) -> None:
+    """Call `act` with all arguments as soon as some have come out of a checkpoint.
+
+    Where it raises `ValueError` the process ends with status 2, on every rank: each reads the
+    checkpoint. Another call changes nothing, nor does one without Megatron's training loop.
+    """
+    if PARSER not in sys.modules:
+        return
+    for name in MODULES:
+        module = importlib.import_module(name)
+        original = getattr(module, LOADS, None)
+        if original is not None and not hasattr(original, "acts"):
+            setattr(module, LOADS, _acting(original, act))
+
+
+def _acting(original: Callable[..., Any], act: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_args_from_checkpoint(args: Any, *given: Any, **named: Any) -> Any:
+        result = original(args, *given, **named)
+        try:
+            act(args)
+        except ValueError as error:
+            print(f"{sys.argv[0]}: with arguments of the checkpoint, {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return result
+
+    load_args_from_checkpoint.acts = True  # type: ignore[attr-defined]
+    return load_args_from_checkpoint

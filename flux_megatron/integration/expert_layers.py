@@ -1,0 +1,142 @@
+"""Megatron's experts with both GEMMs inside the all-to-all, for each of its classes of experts.
+
+| Megatron's class | its parameters | ours |
+| --- | --- | --- |
+| `SequentialMLP` | `local_experts.E.linear_fc1.weight` [N, K] | `FluxExperts` |
+| `TEGroupedMLP` | `linear_fc1.weightE` [N, K] | `FluxGroupedExperts` |
+| `GroupedMLP`, up to 0.16 | `weight1` [K, E N], read as [E, K, N] | `FluxLegacyGroupedExperts` |
+
+They have the same parameters under the same names. Those of one linear are read where they lie: in
+one storage from the beginning, in Megatron's buffers later (`expert_parameters`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.moe import experts as stock
+from torch import Tensor
+
+from flux_megatron.expert_parallel import ops, separate
+from flux_megatron.integration import expert_parameters
+
+LINEARS = ("linear_fc1", "linear_fc2")
+
+
+class _Forward:
+    """Rows travel within the first GEMM and come back within the second."""
+
+    config: Any
+    ep_group: Any
+    num_local_experts: int
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
+        y = self._multiplied(x, counts, self._capacity(x))
+        return (y * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+
+    def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        raise NotImplementedError
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        if self.config.gated_linear_unit:
+            if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
+                return bias_swiglu_impl(hidden, None)
+            gate, linear = hidden.chunk(2, -1)
+            return self.config.activation_func(gate) * linear
+        return self.config.activation_func(hidden)
+
+    def _capacity(self, x: Tensor) -> int:
+        """The most rows that could come: each token of each rank chooses an expert once."""
+        topk = self.config.moe_router_topk
+        tokens = len(x) // topk
+        most = tokens * min(topk, self.num_local_experts) * self.ep_group.size()
+        return max(most, len(x), 1)
+
+
+class _Separate(_Forward):
+    """One parameter an expert."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._place()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As `Module.to` and its kin call it: what has moved gets one storage again."""
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._place()
+        return result
+
+    def _place(self) -> None:
+        for name in LINEARS:
+            expert_parameters.place(self._parameters_of(name))
+
+    def _parameters_of(self, name: str) -> list[Any]:
+        raise NotImplementedError
+
+    def _linears(self) -> list[torch.nn.Module]:
+        raise NotImplementedError
+
+    def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        expert_parameters.await_gathered(self._linears())
+        first, second = (self._parameters_of(name) for name in LINEARS)
+        wgrad = expert_parameters.into_main_grads if self._fuses_wgrad(first + second) else None
+        group = self.ep_group
+        hidden = separate.a2a_gemm(x, first, counts, group, capacity=capacity, wgrad=wgrad)
+        hidden = self._activated(hidden)
+        return separate.gemm_a2a(hidden, second, counts, group, tokens=len(x), wgrad=wgrad)
+
+    def _fuses_wgrad(self, parameters: list[Any]) -> bool:
+        """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""
+        return self.config.gradient_accumulation_fusion and all(
+            one.requires_grad and not hasattr(one, "__fsdp_param__") for one in parameters
+        )
+
+
+class FluxExperts(_Separate, stock.SequentialMLP):
+    """Takes the place of `SequentialMLP`."""
+
+    def _parameters_of(self, name: str) -> list[Any]:
+        return [getattr(expert, name).weight for expert in self.local_experts]
+
+    def _linears(self) -> list[torch.nn.Module]:
+        return [getattr(expert, name) for expert in self.local_experts for name in LINEARS]
+
+
+class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
+    """Takes the place of `TEGroupedMLP`; TransformerEngine holds the parameters."""
+
+    def _parameters_of(self, name: str) -> list[Any]:
+        linear = getattr(self, name)
+        return [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+
+    def _linears(self) -> list[torch.nn.Module]:
+        return [getattr(self, name) for name in LINEARS]
+
+
+OURS: dict[str, type] = {"SequentialMLP": FluxExperts, "TEGroupedMLP": FluxGroupedExperts}
+
+if hasattr(stock, "GroupedMLP"):
+
+    class FluxLegacyGroupedExperts(_Forward, stock.GroupedMLP):
+        """Takes the place of `GroupedMLP`: one parameter a linear, the experts' one behind the
+        other.
+        """
+
+        def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
+            experts, hidden_size = self.num_local_experts, self.config.hidden_size
+            first = self.weight1.view(experts, hidden_size, -1)
+            second = self.weight2.view(experts, -1, hidden_size)
+            hidden, _ = ops.a2a_gemm(
+                x, first, counts, self.ep_group, capacity=capacity, layout="nn"
+            )
+            hidden = self._activated(hidden)
+            return ops.gemm_a2a(hidden, second, counts, self.ep_group, tokens=len(x), layout="nn")
+
+    OURS["GroupedMLP"] = FluxLegacyGroupedExperts

@@ -1,0 +1,120 @@
+"""What a field, method or constructor argument of Megatron means for our layers: `seams.tsv`.
+
+The classes are those of `arguments`. A field without a row of its own has that of the argument of
+its name. Whoever builds a model in Python, without Megatron's command line, passes no other check
+than these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flux_megatron import settings
+from flux_megatron.integration import arguments
+from flux_megatron.integration.arguments import CLASSES, Row
+
+FILE = Path(__file__).with_name("seams.tsv")
+CONFIGS = ("MLATransformerConfig", "TransformerConfig", "ModelParallelConfig")
+# values of fields whose other values work
+REFUSED_VALUES = {
+    ("transformer_impl", "inference_optimized"): (
+        "its linear layers have an inference path of their own, which ours have not"
+    ),
+    ("cuda_graph_impl", "transformer_engine"): "only TransformerEngine's linear layers do it",
+}
+_UNKNOWN = "flux_megatron does not know this field"
+
+
+@cache
+def table() -> dict[tuple[str, str], Row]:
+    """The rows by seam and name. `ValueError` names a line that is none."""
+    rows: dict[tuple[str, str], Row] = {}
+    for line in FILE.read_text(encoding="utf-8").splitlines()[1:]:
+        cells = line.split("\t")
+        if len(cells) != 4 or cells[2] not in CLASSES or (cells[0], cells[1]) in rows:
+            raise ValueError(f"{FILE.name}: {line!r} given, a seam, a new name, one of {CLASSES} "
+                             "and a reason expected, with tabs between them")  # fmt: skip
+        rows[cells[0], cells[1]] = Row(*cells[1:])
+    return rows
+
+
+def row_of_field(name: str) -> Row | None:
+    """The row of a field of Megatron's configurations, or None for one that nobody decided on."""
+    if own := table().get(("config", name)):
+        return own
+    dashes = name.replace("_", "-")
+    rows = [
+        arguments.table()[option]
+        for option in (f"--{dashes}", f"--no-{dashes}", f"--disable-{dashes}", f"--{name}")
+        if option in arguments.table()
+    ]
+    return max(rows, key=lambda row: CLASSES.index(row.kind), default=None)
+
+
+def check_config(config: Any) -> None:
+    """`ValueError` that lists what this configuration asks for and our layers do not do.
+
+    What is untried or unknown goes on where `--flux-allow` or FLUX_MEGATRON_ALLOW names it.
+    """
+    if refused := list(_refused(config)):
+        lines = "\n".join(f"  {line}" for line in refused)
+        raise ValueError(f"flux_megatron's layers cannot go with this configuration:\n{lines}")
+
+
+def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Of the arguments `given` to the constructor of Megatron's `layer`: those that are not at
+    their defaults and in no release that we know. What they do in its forward is not known either.
+    """
+    defaults = _defaults(layer)
+    return {
+        name: value
+        for name, value in given.items()
+        if ("linear", name) not in table() and value is not defaults.get(name)
+    }
+
+
+def _refused(config: Any) -> Iterator[str]:
+    kind = next((c for c in type(config).__mro__ if _is_megatrons(c)), None)
+    allowed = {name.lstrip("-").replace("_", "-") for name in settings.get().allow}
+    for name, default, row in _watched(kind) if kind else ():
+        value = getattr(config, name, default)
+        if value is default or value == default:
+            continue
+        names = {name.replace("_", "-"), row.option.lstrip("-").replace("_", "-")}
+        if row.kind == "refused":
+            yield f"{name} is {value!r}: {row.because}"
+        elif not names & allowed:
+            way_on = f"FLUX_MEGATRON_ALLOW={name} goes on"
+            yield f"{name} is {value!r}: {row.because}; {way_on}"
+    for (name, value), why in REFUSED_VALUES.items():
+        if getattr(config, name, None) == value:
+            yield f"{name} is {value!r}: {why}"
+
+
+@cache
+def _watched(kind: type) -> tuple[tuple[str, Any, Row], ...]:
+    """The fields that must stay at Megatron's defaults: a few of some three hundred."""
+    found = []
+    for field in dataclasses.fields(kind):
+        row = row_of_field(field.name) or Row(field.name, "untried", _UNKNOWN)
+        if row.kind in ("refused", "untried"):
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            found.append((field.name, default, row))
+    return tuple(found)
+
+
+def _is_megatrons(kind: type) -> bool:
+    """Subclasses of users and of other packages have fields and defaults of their own."""
+    return kind.__module__.startswith("megatron.core.") and kind.__name__ in CONFIGS
+
+
+@cache
+def _defaults(layer: type) -> dict[str, Any]:
+    parameters = inspect.signature(layer).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}

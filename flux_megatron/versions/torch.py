@@ -1,0 +1,26 @@
+"""torch.
+
+| | 2.9 | 2.10 to 2.12 | 2.13 to 2.15 |
+| --- | --- | --- | --- |
+| `torch.nn.functional.grouped_mm` | missing | there | there |
+| a `Plan` as argument in `torch.compile(fullgraph=True)` | refused | refused | works |
+
+Before 2.9 there is no symmetric memory between processes.
+"""
+
+from __future__ import annotations
+
+from flux_megatron.versions.library import Library
+
+TORCH = Library("torch", "torch", oldest="2.9", newest="2.15")
+
+
+def has_grouped_mm() -> bool:
+    from torch.nn import functional
+
+    return hasattr(functional, "grouped_mm")
+
+
+def compiles_plans() -> bool:
+    """Whether `torch.compile` takes a frozen dataclass as argument."""
+    return TORCH.since("2.13")

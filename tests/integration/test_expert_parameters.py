@@ -1,0 +1,251 @@
+"""Experts whose parameters nobody copies: trained beside stock's by Megatron's data parallelism and
+optimizers, with parameters and gradients where these put them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import grouped_stand_in
+import pytest
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe import experts as megatron_experts
+from ranks import run_ranks
+from test_experts import CASES, STEPS, VOCAB, build, ours, stock
+
+import flux_megatron
+from flux_megatron.integration import expert_layers, expert_parameters
+from flux_megatron.kernels.expert_weights import as_one
+
+SEQUENCE, MICROBATCHES = 8, 2
+ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
+FUSION = {"gradient_accumulation_fusion": True}
+
+
+@contextlib.contextmanager
+def experts_of(kind: str, is_ours: bool) -> Iterator[None]:
+    with ours() if is_ours else stock(), contextlib.ExitStack() as stack:
+        if kind == "grouped":
+            of_stock = megatron_experts.TEGroupedMLP
+            grouped = expert_layers.FluxGroupedExperts if is_ours else of_stock
+            stack.enter_context(grouped_stand_in.use(grouped))
+        yield
+
+
+def layers(model: Any) -> list[Any]:
+    return [one for one in model.modules() if hasattr(one, "_parameters_of")]
+
+
+def lies(model: Any, of: Any) -> list[str]:
+    """How the tensors `of` each parameter lie, of each layer and linear."""
+    found = []
+    for layer in layers(model):
+        for name in expert_layers.LINEARS:
+            view = as_one([of(one) for one in layer._parameters_of(name)])
+            found.append("apart" if view is None else "reverse" if view.reverse else "in order")
+    return found
+
+
+def batch(step: int) -> tuple[torch.Tensor, ...]:
+    made = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    tokens = torch.randint(0, VOCAB, (1, SEQUENCE + 1), generator=made)
+    mask = torch.ones(SEQUENCE, SEQUENCE).tril()[None, None] < 0.5
+    return tokens[:, :-1], torch.arange(SEQUENCE)[None], mask, tokens[:, 1:]
+
+
+def trained(model: Any, ddp_options: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the parameters after the last step."""
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp_options)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=1.0, adam_eps=1e-4,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+    losses = []
+    for step in range(STEPS):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        for microbatch in range(MICROBATCHES):
+            *inputs, labels = batch(MICROBATCHES * step + microbatch)
+            last = microbatch == MICROBATCHES - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                loss = wrapped(*inputs, labels=labels).mean()
+                (loss / MICROBATCHES).backward()
+            losses.append(loss.item())
+        finalize_model_grads([wrapped])
+        optimizer.step()
+    if ddp.overlap_param_gather:
+        wrapped.start_param_sync(force_sync=True)
+    return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tuple[list[str], ...]:
+    """Where weights and gradients lie; losses and parameters are stock's."""
+    sbs.start(1, expert_model_parallel_size=2)
+    with experts_of(kind, False):
+        right, right_parameters = trained(build(SEQUENCE, **CASES[case]), ddp)
+    flux_megatron.reset_report()
+    with experts_of(kind, True):
+        model = build(SEQUENCE, **CASES[case])
+        built = lies(model, lambda one: one.data)
+        for layer in layers(model):
+            layer.config.gradient_accumulation_fusion = more.get(
+                "gradient_accumulation_fusion", False
+            )
+        losses, parameters = trained(model, ddp)
+    torch.testing.assert_close(losses, right, rtol=2e-5, atol=0)
+    assert parameters.keys() == right_parameters.keys()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(
+            parameter, right_parameters[name], rtol=2e-4, atol=2e-5, msg=name
+        )
+    report = flux_megatron.report()
+    assert not report.copies, report
+    assert report.overlapped == report.total > 0
+    places = built, lies(model, lambda one: one.data), lies(model, lambda one: one.main_grad)
+    sbs.stop()
+    return places
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "ddp", "more", "world_size"),
+    [
+        ("sequential", "two a token", {}, FUSION, 2),
+        ("sequential", "swiglu, empty experts", ZERO, FUSION, 2),
+        ("sequential", "two a token", OVERLAP, FUSION, 4),
+        ("grouped", "swiglu, empty experts", {}, {}, 2),
+        ("grouped", "two a token", ZERO, FUSION, 2),
+    ],
+)
+def test_training_copies_nothing(kind, case, ddp, more, world_size):
+    for built, weights, gradients in run_ranks(beside_stock, world_size, kind, case, ddp, more):
+        # two layers of two linears
+        assert built == ["in order"] * 4
+        assert weights == (["reverse"] * 4 if ddp else built)
+        assert gradients == ["reverse"] * 4
+
+
+def grown(rank: int) -> None:
+    """A layer that is moved has one storage again, and is loaded and saved as stock's."""
+    sbs.start(1, expert_model_parallel_size=2)
+    with stock():
+        state = build(SEQUENCE, **CASES["two a token"]).state_dict()
+    with ours():
+        model = build(SEQUENCE, **CASES["two a token"])
+    named = dict(model.named_parameters())
+    assert model.state_dict().keys() == state.keys()
+    model.load_state_dict({name: value if value is None else value.clone()
+                           for name, value in state.items()})  # fmt: skip
+    for name, value in model.state_dict().items():
+        assert value is None or torch.equal(value, state[name]), name
+    assert lies(model, lambda one: one.data) == ["in order"] * 4
+    assert all(one.data._base is None for one in model.parameters()), "as Megatron's buffers ask"
+    sizes = []
+    for one in (state, model.state_dict()):
+        file = io.BytesIO()
+        torch.save(one, file)
+        sizes.append(len(file.getvalue()))
+    assert abs(sizes[1] - sizes[0]) < 4096, sizes
+    model.bfloat16()  # makes a tensor for each
+    assert lies(model, lambda one: one.data) == ["in order"] * 4
+    assert all(one is named[name] for name, one in model.named_parameters())
+    sbs.stop()
+
+
+def test_parameters_are_placed_again_and_saved_as_before():
+    run_ranks(grown, 2)
+
+
+def test_what_a_buffer_holds_stays():
+    parameters = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(3)]
+    parameters[0].main_grad = torch.zeros(4, 8)
+    addresses = [one.data_ptr() for one in parameters]
+    expert_parameters.place(parameters)
+    assert [one.data_ptr() for one in parameters] == addresses
+
+
+def test_scattered_main_grads_are_added_to_and_counted():
+    parameters = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(2)]
+    for one in parameters:
+        one.main_grad, one.grad_added_to_main_grad = torch.ones(3, 2), False
+    dy, x = torch.ones(5, 3), torch.ones(5, 2)
+    received = torch.tensor([[2, 1]], dtype=torch.int32)
+    flux_megatron.reset_report()
+    with pytest.warns(UserWarning, match="weight gradients of experts are copied: 2 of"):
+        dummies = expert_parameters.into_main_grads(parameters, dy, x, received)
+    assert [one.main_grad[0, 0].item() for one in parameters] == [3, 2]
+    assert all(one.grad_added_to_main_grad for one in parameters)
+    assert [one.shape for one in dummies] == [(3, 2)] * 2
+    assert [*flux_megatron.report().copies.values()] == [1]
+
+
+def test_a_weight_without_main_grad_is_named():
+    with pytest.raises(RuntimeError, match="a weight of the experts has no main_grad"):
+        expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
+
+
+def buffers(rank: int) -> None:
+    """Rows go from the tokens to the experts' GEMM and back without a buffer in between."""
+    sbs.start(1, expert_model_parallel_size=2)
+    with ours():
+        model = build(SEQUENCE, **CASES["two a token"])
+    dispatcher = next(one.token_dispatcher for one in model.modules()
+                      if hasattr(one, "token_dispatcher"))  # fmt: skip
+    if hasattr(dispatcher, "get_expert_zero_copy_buffers"):  # from 0.19
+        assert dispatcher.get_expert_zero_copy_buffers() == (None, None)
+    sbs.stop()
+
+
+def test_no_buffer_between_dispatcher_and_experts():
+    run_ranks(buffers, 2)
+
+
+@pytest.mark.skipif(
+    "GroupedMLP" not in expert_layers.OURS, reason="this Megatron has no GroupedMLP"
+)
+def test_legacy_grouped_experts():
+    run_ranks(legacy, 2)
+
+
+def legacy(rank: int) -> None:
+    """Its constructor and forward, which need a package that is not here, are left out."""
+    sbs.start(1, expert_model_parallel_size=2)
+    with ours():
+        model = build(SEQUENCE, **CASES["two a token"])
+    layer = layers(model)[0]
+    with mock.patch.object(megatron_experts.GroupedMLP, "__init__", torch.nn.Module.__init__):
+        experts = expert_layers.OURS["GroupedMLP"]()
+    experts.config, experts.ep_group = layer.config, layer.ep_group
+    experts.num_local_experts = layer.num_local_experts
+    for number, name in enumerate(expert_layers.LINEARS, 1):
+        stack = torch.stack([one.detach().t() for one in layer._parameters_of(name)])
+        shape = (layer.config.hidden_size, -1) if number == 1 else (-1, layer.config.hidden_size)
+        setattr(experts, f"weight{number}", torch.nn.Parameter(stack.reshape(shape)))
+    made = torch.Generator().manual_seed(rank)
+    x, counts = torch.randn(8, 32, generator=made), torch.tensor([[3, 1], [0, 4]])
+    probs = torch.rand(8, generator=made)
+    got, _ = experts(x, counts.to(torch.int32), probs)
+    right, _ = layer(x, counts.to(torch.int32), probs)
+    torch.testing.assert_close(got, right)
+    got.sum().backward()
+    right.sum().backward()
+    for number, name in enumerate(expert_layers.LINEARS, 1):
+        stack = torch.stack([one.grad.t() for one in layer._parameters_of(name)])
+        gradient = getattr(experts, f"weight{number}").grad
+        torch.testing.assert_close(gradient, stack.reshape(gradient.shape))
+    sbs.stop()

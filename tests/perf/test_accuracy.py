@@ -1,0 +1,67 @@
+"""The errors that predictions carry are those of the committed rows and published runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic", reason="needs the extra `launch`")
+
+from flux_megatron.launch.experiment import load
+from flux_megatron.perf import accuracy, published_runs
+from flux_megatron.simulate import speed
+
+ROWS = Path(__file__).parents[2] / "docs/results/h200x2/iterations.jsonl"
+
+
+def hundredths(value):
+    return round(value * 100) / 100
+
+
+def test_errors_on_h200_are_those_of_the_iterations():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    rows = [row for row in rows if not row["arm"].endswith(speed.GRAPHS)]
+    places = {arm: place for place, arm in enumerate(speed.ARMS)}
+    cases = {}
+    for row in rows:
+        case = (row["model"], row["M"], row["tp"], row["seq_length"])
+        if case not in cases:
+            cases[case] = [float(ms) for ms in speed.predictions(row)]
+        row["predicted_ms"] = cases[case][places[row["arm"]]]
+    steps = [row["predicted_ms"] / row["median_ms"] - 1 for row in rows]
+    speedups = []
+    stock = {(row["model"], row["M"], row["commit"]): row for row in rows if row["arm"] == "stock"}
+    for row in rows:
+        if row["arm"] == "flux":
+            of = stock[row["model"], row["M"], row["commit"]]
+            measured = of["median_ms"] / row["median_ms"]
+            speedups.append(of["predicted_ms"] / row["predicted_ms"] / measured - 1)
+    known = accuracy.KNOWN["H200", "nvlink"]
+    assert known.of.startswith(f"{len(rows)} iterations")
+    assert known.step == (hundredths(min(steps)), hundredths(max(steps)))
+    assert known.speedup == (hundredths(min(speedups)), hundredths(max(speedups)))
+
+
+def test_errors_on_a100_are_those_of_published_runs():
+    times = [published_runs.seconds(run, full=f) for run in published_runs.RUNS for f in (0, 1)]
+    errors = [predicted / published - 1 for published, predicted in times]
+    known = accuracy.KNOWN["A100", "nvlink"]
+    assert known.of.startswith("eight published runs")
+    assert len(errors) == 8
+    assert known.step == (hundredths(min(errors)), hundredths(max(errors)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("node/gpt3-175b-4-layers_h200", "steps -"),
+        ("paper/gpt3-175b_a100-nvlink", "eight published runs"),
+        ("paper/gpt3-175b_a100-pcie", "unknown; no step is measured or published for A100-PCIE"),
+        ("paper/gpt3-175b_h800-nvlink", "unknown; no step is measured or published for H800"),
+    ],
+)
+def test_every_prediction_says_its_error_or_that_none_is_known(name, words):
+    cluster = load(name).arms["megatron"].cluster
+    assert words in accuracy.sentence(cluster)

@@ -1,0 +1,57 @@
+"""Memory order in one compiled kernel of each kind: what another version of Triton is tried with.
+`test_ptx` and `test_hopper_ptx` check every configuration. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+from compiled_apart import compiled_by, named
+from hopper_order import CHECKS as HOPPER_CHECKS
+from ptx_order import (
+    check_acquire,
+    check_bounded,
+    check_count,
+    check_gives_up,
+    check_release,
+    parsed,
+)
+
+from flux_megatron.kernels import hopper_gemm
+
+pytestmark = pytest.mark.timeout(900)
+
+CHECKS = {
+    "ag_gemm": [check_acquire, check_bounded, check_gives_up],
+    "recorded_ag_gemm": [check_acquire, check_bounded],
+    "gemm_rs": [check_release, check_count],
+    "signalled_gemm": [check_release],
+    "reduce_received": [check_acquire, check_bounded, check_gives_up],
+    "recorded_reduce_received": [check_acquire, check_bounded],
+    "wait_sources": [check_bounded, check_gives_up],
+    "rank_barrier": [check_bounded, check_gives_up],
+}
+HOPPER = {"ag_gemm", "gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("compile_sample.py", tmp_path_factory.mktemp("ptx"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_portable_kernels_keep_their_order(compiled, architecture):
+    kernels = {name.split()[1]: k for name, k in named(compiled, architecture).items()}
+    assert kernels.keys() == CHECKS.keys()
+    for kind, kernel in kernels.items():
+        for check in CHECKS[kind]:
+            check(parsed(kernel["ptx"]))
+
+
+def test_hopper_kernels_keep_their_order(compiled):
+    if reason := hopper_gemm.gluon_unavailable():
+        pytest.skip(reason)
+    kernels = {name.split()[1]: k for name, k in named(compiled, "hopper").items()}
+    assert kernels.keys() == HOPPER
+    for kind, kernel in kernels.items():
+        for check in HOPPER_CHECKS[kind]:
+            check(parsed(kernel["ptx"]))

@@ -1,0 +1,123 @@
+"""The measurement of expert parallelism in small, and that it measures nothing that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import DEVICE, run_ranks
+
+from flux_megatron.bench import provenance
+from flux_megatron.bench.operations import expert_all_to_all, worker
+from flux_megatron.bench.operations.expert_work import SMALL, Work
+from flux_megatron.bench.operations.worker import OperationOptions
+from flux_megatron.bench.table_run import Run
+from flux_megatron.expert_parallel import call, fused, ops
+
+# with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
+
+
+def _run(out: Path | None = None) -> Run:
+    device = torch.device("cpu")
+    about = provenance.describe(device, 2, torch.float32, 1, False, "")
+    return Run(dist.group.WORLD, device, about, out)
+
+
+def _measured(rank: int, rows: list) -> list[dict]:
+    run = _run()
+    run.row = lambda table, **values: rows.append({"table": table, **values})
+    assert not expert_all_to_all.verify(run)
+    expert_all_to_all.measure(run, replace(SMALL[0], tokens=8), 2)
+    return rows
+
+
+def test_rows_of_all_candidates():
+    ours = {"fused", "signalled", "sequential"}
+    forward = ours | {"nccl", "nccl + sync", "gemm", "own gemm", "a2a"}
+    backward = ours | {"nccl", "gemm", "wgrad", "own wgrad", "a2a"}
+    names = {
+        "a2a_gemm": forward, "gemm_a2a": forward,
+        "a2a_gemm backward": backward, "gemm_a2a backward": backward,
+    }  # fmt: skip
+    for rows in run_ranks(_measured, 2, []):
+        assert [row["operation"] for row in rows] == [*names]
+        for row in rows:
+            assert (row["table"], row["skew"]) == ("expert_parallel", 0.33)
+            assert row["times_us"].keys() == names[row["operation"]]
+            assert row["plans"].keys() == ours
+            assert not row["failures"]
+
+
+def _same(rank: int) -> None:
+    """The baseline computes what is timed beside it, backward too."""
+    run = _run()
+    work = Work(replace(SMALL[0], tokens=8), run)
+    known, plan = work.known, work.plans["fused"]
+    x, w, z, v = (one.requires_grad_() for one in (work.x, work.w, work.z, work.v))
+    hidden = work.there(x, w, work.counts, plan)
+    y = work.back(z, v, work.counts, len(x), plan)
+    dx, dw = torch.autograd.grad(hidden, (x, w), work.dh)
+    dz, dv = torch.autograd.grad(y, (z, v), work.dy)
+    with torch.no_grad():
+        rows = known.exchange(x, known.sent, known.received)[known.order]
+        plain = {
+            "hidden": (hidden[: work.came], known.a2a_gemm(x, w)),
+            "y": (y, known.gemm_a2a(z, v)),
+        }
+        right_dx, right_dw = known.a2a_gemm_backward(work.dh[: work.came], w, rows)
+        right_dz, right_dv = known.gemm_a2a_backward(work.dy, v, z[: work.came])
+    plain |= {"dx": (dx, right_dx), "dw": (dw, right_dw)}
+    plain |= {"dz": (dz[: work.came], right_dz), "dv": (dv, right_dv)}
+    for name, (ours, right) in plain.items():
+        torch.testing.assert_close(ours, right, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_baseline_computes_the_same():
+    run_ranks(_same, 2)
+
+
+def _backward_is_wrong(rank: int) -> str:
+    made = ops.weight_gradient
+    ops.weight_gradient = lambda *rows: made(*rows) + 1
+    return expert_all_to_all.verify(_run())
+
+
+def test_a_wrong_gradient_is_not_measured():
+    for text in run_ranks(_backward_is_wrong, 2):
+        assert "elements of dw are wrong" in text
+
+
+def _wrong(rank: int, out: Path) -> str:
+    """Rows of rank 1's kernel are wrong, so no rank times anything."""
+    made = fused.a2a_gemm_kernels.a2a_gemm
+    fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
+    options = OperationOptions(("expert_all_to_all",), str(out), device="cpu")
+    with pytest.raises(ArithmeticError) as error:
+        worker.measure(_run(out), options)
+    return str(error.value)
+
+
+def test_a_wrong_result_is_not_measured(tmp_path):
+    for text in run_ranks(_wrong, 2, tmp_path / "rows.jsonl"):
+        assert text.startswith("expert_all_to_all: fused, 3 experts of 24 x 16: ")
+        assert "elements of hidden are wrong on rank 1" in text
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def _one_is_wrong(rank: int, wrong: str) -> str:
+    strategy = call.STRATEGIES[wrong]
+    right = strategy.gemm_a2a
+    with mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1):
+        return expert_all_to_all.verify(_run())
+
+
+@pytest.mark.parametrize("wrong", ["signalled", "sequential"])
+def test_every_strategy_is_verified(wrong):
+    for text in run_ranks(_one_is_wrong, 2, wrong):
+        assert text.startswith(wrong)
+        assert "elements of y are wrong" in text

@@ -1,0 +1,137 @@
+"""What pictures of runs, rows and predictions show: nothing hidden, nothing cut off in silence."""
+
+from __future__ import annotations
+
+import pytest
+from bench_rows import H200, rows_of
+
+pytest.importorskip("matplotlib", reason="needs the extra `bench`")
+pytest.importorskip("pydantic", reason="needs the extra `launch`")
+
+from flux_megatron.bench import panels, plots, roofline, suites
+from flux_megatron.launch.experiment import load
+from flux_megatron.perf import layer, layer_timeline
+from flux_megatron.results import plot, report
+from flux_megatron.results.iterations import Iteration, Series
+from flux_megatron.train import curves
+
+LOSSES = [5.0, 4.0, 3.0]
+
+
+def rows(losses):
+    return [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+
+
+def line(axes, name):
+    (found,) = [one for one in axes.lines if one.get_label() == name]
+    return found
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that `curves` would write."""
+    figures = []
+    monkeypatch.setattr(curves, "_save", lambda figure, file: figures.append(figure))
+    return figures
+
+
+def test_equal_losses_are_both_seen(saved, tmp_path):
+    compared = {"flux": rows(LOSSES), "stock": rows(LOSSES)}
+    curves.draw_compared(tmp_path / "x.png", compared, 1e-5, "any step", "4 x NVIDIA H200")
+    (figure,) = saved
+    losses, differences = figure.axes
+    ours, stock = line(losses, "flux"), line(losses, "stock")
+    assert stock.get_linewidth() > 3 * ours.get_linewidth()
+    assert [*losses.lines].index(ours) > [*losses.lines].index(stock)  # ours is on top
+    assert figure.get_suptitle() == "4 x NVIDIA H200"
+    assert [*line(differences, "|flux - stock|").get_ydata()] == [0.0, 0.0, 0.0]
+    assert differences.get_ylim()[0] < 0  # a line at 0 is not on the frame
+    assert set(line(differences, "tolerance of any step").get_ydata()) == {1e-5}
+
+
+def test_steps_are_whole_numbers(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    made = []
+    monkeypatch.setattr(curves, "_figure", lambda *_: made.append(Figure()) or (
+        made[0], [made[0].add_subplot()]
+    ))  # fmt: skip
+    curves.draw(tmp_path / "x.png", rows(LOSSES), "a run")
+    (axes,) = made[0].axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def clipped_cases(gpu="NVIDIA H200"):
+    """A case whose competitor has an E of -2."""
+    (case, *_) = suites.cases("gpt3-175b", "gemm_rs", (8192,), 4)
+    times = {"gemm": 3000.0, "serial": 3500.0, "auto": 3100.0, "te_pipeline": 4500.0}
+    found = {row.candidate: row for row in rows_of(case, times)}
+    return {("gpt3-175b", "gemm_rs", case.op, 8192): found}
+
+
+@pytest.mark.parametrize("of", [plots.efficiency_by_shape, plots.efficiency_over_M])
+def test_what_lies_below_the_axis_has_a_mark_and_its_value(of):
+    axis = of(clipped_cases()).axes[0]
+    assert axis.get_ylim()[0] > -2
+    assert [text.get_text() for text in axis.texts] == ["-2.0"]
+    assert [one for one in axis.lines if one.get_marker() == "v"]
+
+
+def test_a_title_names_the_gpus():
+    assert panels.machine(clipped_cases()) == f"4 x {H200.gpu}"
+
+
+def test_both_roofs_have_names():
+    (axis,) = roofline.draw(clipped_cases()).axes
+    link, gemm = (text.get_text() for text in axis.texts)
+    assert link.startswith("link: ")
+    assert gemm.startswith("GEMM: ")
+    figure = axis.figure
+    figure.canvas.draw()
+    ticks = [label.get_text() for label in axis.get_xticklabels() if label.get_text()]
+    assert ticks
+    assert all(tick.replace(".", "").isdigit() for tick in ticks)  # 2000, no power of ten
+
+
+def test_a_layers_timeline_has_its_tensor_parallel_communication():
+    workloads = load("paper/gpt3-175b_a100-pcie").arms
+    exposed = {}
+    for arm, workload in workloads.items():
+        pieces = layer.pieces(workload)
+        spans = layer_timeline.spans(pieces)
+        whole = sum(piece.forward_us + piece.backward_us for piece in pieces)
+        assert spans[-1].start_us + spans[-1].time_us == pytest.approx(whole)
+        assert all(span.time_us > 0 for span in spans)
+        forward = [span.name for span in spans if span.kind == "forward"]
+        backward = [span.name for span in spans if span.kind == "backward"]
+        assert forward == backward[::-1]
+        exposed[arm] = sum(span.time_us for span in spans if span.kind == "exposed")
+    assert exposed["megatron"] > exposed["flux"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("paper/gpt3-175b_a100-pcie", "128 x A100-PCIE-80GB"),
+        ("cpu/tiny", "4 ranks on a CPU, kernels interpreted"),
+    ],
+)
+def test_results_name_the_machine_and_hide_no_arm(name, machine, tmp_path, monkeypatch):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figures = []
+    monkeypatch.setattr(
+        FigureCanvasAgg, "print_png", lambda canvas, file: figures.append(canvas.figure)
+    )
+    experiment = load(name)
+    series = Series(tuple(Iteration(i, i, 0.1, 3.0) for i in range(1, 9)), (1,))
+    run = report.Run(tmp_path, experiment, dict.fromkeys(experiment.arms, series))
+    (found,) = report.reports([run])
+    plot.draw(found, tmp_path / "x.png")
+    (figure,) = figures
+    assert figure.get_suptitle() == f"{name}: {machine}"
+    assert found.plain()["machine"] == machine
+    losses = figure.axes[1]
+    widths = [one.get_linewidth() for one in losses.lines]
+    assert widths == sorted(widths, reverse=True)  # thin lines on wide ones
+    assert len(set(widths)) == len(experiment.arms)

@@ -1,0 +1,101 @@
+"""Every name by which an option of a recorded Megatron-LM reaches our layers has a decision."""
+
+from __future__ import annotations
+
+import pytest
+from test_argument_table import exists
+
+from flux_megatron.integration import seams
+from flux_megatron.patching import seams as recorder
+from flux_megatron.patching.series import supported
+
+RELEASES = {series.folder.name: recorder.recorded(series.folder) for series in supported()}
+SUPPORTED = sorted({row.because for row in seams.table().values() if row.kind == "supported"})
+
+LAYERS = """
+class ColumnParallelLinear:
+    def __init__(self, size, *, bias=True):
+        self.size = size
+
+    def forward(self, input_, weight=None):
+        return self._forward_impl(input=input_, weight=weight, brand_new=self.size)
+
+    def _forward_impl(self, **options):
+        return options
+"""
+CONFIG = "class TransformerConfig:\n    width: int = 3\n    height: int\n\n    def f(self): ...\n"
+PROVIDER = "class LocalSpecProvider:\n    def linear(self): ...\n\n    def norm(self, rms): ...\n"
+
+
+def undecided(release: str) -> list[str]:
+    found = RELEASES[release]
+    fields = [name for name in found["config"] if seams.row_of_field(name) is None]
+    others = [
+        f"{seam} {name}"
+        for seam in ("provider", "linear", "forward")
+        for name in found[seam]
+        if (seam, name) not in seams.table()
+    ]
+    return fields + others
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_name_of_a_recorded_release_is_decided(release):
+    assert not undecided(release)
+
+
+@pytest.mark.parametrize("seam", ["config", "provider", "linear", "forward"])
+def test_a_name_that_nobody_decided_on_is_seen(monkeypatch, seam):
+    newest = RELEASES["main-d98e8a64"]
+    monkeypatch.setitem(newest, seam, [*newest[seam], "brand_new"])
+    assert [name.split()[-1] for name in undecided("main-d98e8a64")] == ["brand_new"]
+
+
+def test_every_row_is_a_name_of_some_release():
+    names = {(seam, n) for found in RELEASES.values() for seam in found for n in found[seam]}
+    assert not seams.table().keys() - names
+
+
+@pytest.mark.parametrize("test", SUPPORTED)
+def test_what_is_supported_names_a_test_that_exists(test):
+    assert exists(test)
+
+
+def test_names_of_a_checkout(tmp_path):
+    for path, text in {
+        "tensor_parallel/layers.py": LAYERS,
+        "transformer/transformer_config.py": CONFIG,
+        "models/backends.py": PROVIDER,
+    }.items():
+        file = tmp_path / "megatron" / "core" / path
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assert recorder.names(tmp_path) == {
+        "config": ["height", "width"],
+        "provider": ["linear", "norm", "norm.rms"],
+        "linear": ["bias", "size"],
+        "forward": ["brand_new", "input", "input_", "weight"],
+    }
+    file = recorder.write(tmp_path, tmp_path)
+    assert recorder.recorded(file.parent) == recorder.names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "option"),
+    [("bf16", "--bf16"), ("rotary_interleaved", "--rotary-interleaved"), ("fp8", "fp8"),
+     ("tensor_parallel_num_weight_shards", "tensor_parallel_num_weight_shards")],
+)  # fmt: skip
+def test_a_field_has_its_own_row_or_that_of_its_argument(field, option):
+    assert seams.row_of_field(field).option == option
+    assert seams.row_of_field("brand_new") is None
+
+
+@pytest.mark.parametrize(
+    "line", ["config\ta\tharmless", "config\tb\tfine\tdata", "config\tfp8\trefused\tno"]
+)
+def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
+    file = tmp_path / "seams.tsv"
+    file.write_text(f"seam\tname\tclass\tbecause\nconfig\tfp8\tharmless\tdata\n{line}\n")
+    monkeypatch.setattr(seams, "FILE", file)
+    with pytest.raises(ValueError, match=r"seams\.tsv: 'config"):
+        seams.table.__wrapped__()

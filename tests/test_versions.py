@@ -1,0 +1,102 @@
+"""Which versions were run, and what is said of others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flux_megatron.versions import library
+from flux_megatron.versions.library import Library, release, warn_of_untested
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+from flux_megatron.versions.python import PYTHON
+from flux_megatron.versions.torch import TORCH
+from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
+from flux_megatron.versions.triton import TRITON, run_expands_descriptors, runs_directly
+
+CHECKOUT = Path(__file__).parents[1]
+ALL = (PYTHON, TORCH, TRITON, MEGATRON_CORE, TRANSFORMER_ENGINE)
+# besides `versions`: what is written into rows and keys of measurements, and shown
+READS_VERSIONS = {
+    "bench/competitors/async_tp.py", "doctor.py", "tuning/environment.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.15.0+cu132", (2, 15)), ("3.9.0a0+git1", (3, 9)), ("0.20.0rc0", (0, 20)), ("3.1", (3, 1))],
+)
+def test_a_release_is_two_numbers(version, expected):
+    assert release(version) == expected
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.distribution)
+def test_newer_than_what_was_run_is_untested(one):
+    major, minor = release(one.newest)
+    assert one.untested(f"{major}.{minor}.99") is None
+    assert one.untested(f"{major}.{minor + 1}.0").startswith(one.distribution)
+    assert one.untested(f"{major + 1}.0.0+cu150").endswith(f"{one.newest}, the newest that was run")
+    assert one.untested("of an unknown version") is None
+    assert release(one.oldest) <= release(one.newest)
+
+
+@pytest.fixture
+def torch_3(monkeypatch) -> Library:
+    monkeypatch.setitem(library.sys.modules, "torch", SimpleNamespace(__version__="3.0.1"))
+    monkeypatch.setattr(library, "_warned", set())
+    return TORCH
+
+
+def test_it_warns_once(torch_3):
+    nowhere = Library("no such package", "no_such_module", "1.0", "1.0")
+    with pytest.warns(UserWarning, match=r"torch 3\.0\.1 is newer than 2\.15"):
+        warn_of_untested(torch_3, nowhere)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested(torch_3, nowhere)
+
+
+def test_only_rank_0_warns(torch_3, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested(torch_3)
+
+
+def test_what_was_run_warns_of_nothing(monkeypatch):
+    monkeypatch.setattr(library, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested(TORCH, TRITON, MEGATRON_CORE, TRANSFORMER_ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("version", "directly", "expands"),
+    [("3.5.1", True, True), ("3.6.0", True, False), ("3.7.1", True, True), ("3.9.0", False, True)],
+)
+def test_how_a_triton_launches(monkeypatch, version, directly, expands):
+    monkeypatch.setitem(library.sys.modules, "triton", SimpleNamespace(__version__=version))
+    assert (runs_directly(), run_expands_descriptors()) == (directly, expands)
+
+
+def test_the_package_asks_for_all_that_was_run_and_forbids_nothing_newer():
+    project = (CHECKOUT / "pyproject.toml").read_text()
+    core = re.search(r"^dependencies = \[(.*?)\]", project, re.M | re.S)[1]
+    assert re.findall(r'"(\w+)([^";]*)', core) == [
+        ("torch", f">={TORCH.oldest}"), ("triton", f">={TRITON.oldest}")
+    ]  # fmt: skip
+    assert f'requires-python = ">={PYTHON.oldest}"' in project
+
+
+def test_no_other_file_compares_versions():
+    compares = re.compile(r"(?<!flux_megatron)\b\w+\.__version__|version_info|PkgVersion\(\"[1-9]")
+    package = CHECKOUT / "flux_megatron"
+    found = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if file.parent.name != "versions" and compares.search(file.read_text())
+    }
+    assert found <= READS_VERSIONS, found - READS_VERSIONS
