@@ -48,19 +48,25 @@ def simulate(
     gpu: Annotated[
         str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks that share a layer, 4 by default")] = None,
-    dp: Annotated[int | None, typer.Option(help="Replicas on the same node, 1 by default")] = None,
-    hidden: Annotated[
-        int | None, typer.Option(help="Width; without the rest, Llama's 8192")
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="8 by default")] = None,
-    heads: Annotated[int | None, typer.Option(help="HIDDEN / 128 by default")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="HEADS by default")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Width of the MLP, 4 HIDDEN by default")] = None,
-    vocab: Annotated[int | None, typer.Option(help="32000 by default")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="4096 by default")] = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Replicas on the same node, 1 by default")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Width; without the rest, Llama's 8192")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="8 by default")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="HEADS by default")] = None,
+    ffn: Annotated[
+        int | None, typer.Option(min=1, help="Width of the MLP, 4 HIDDEN by default")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="32000 by default")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="4096 by default")] = None,
     swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences, 1 by default")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences, 1 by default")] = None,
     assumptions: Annotated[
         bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
     ] = False,
