@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flux_megatron import doctor as plain_doctor
+from flux_megatron import option_values
 from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
@@ -59,7 +60,8 @@ def run(
         typer.Argument(metavar="ARGS...", help="Its arguments, and --flux-overlap"),
     ] = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="Ranks to start; default: one for each GPU, 2 on the CPU")
+        int | None,
+        typer.Option(min=1, help="Ranks to start; default: one for each GPU, 2 on the CPU"),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu: try it out without GPUs")] = "cuda",
 ) -> None:
@@ -67,17 +69,26 @@ def run(
 
     Under torchrun this is one rank of the run, otherwise it starts torchrun on this machine.
     """
+    from flux_megatron.integration import bootstrap
+
     command = ["--device", device, str(script), *(arguments or [])]
     if "RANK" in os.environ:
         from flux_megatron.launch.__main__ import main
 
         main(command)
         return
-    import torch
+    from flux_megatron.bench import machine
 
-    ranks = nproc_per_node or (2 if device == "cpu" else torch.cuda.device_count())
-    if not ranks:
-        raise typer.BadParameter("no GPU found: --device cpu tries it without")
+    machine.check_device(device)
+    bootstrap.check(str(script))
+    ranks = machine.ranks(
+        device,
+        nproc_per_node,
+        "--device cpu before the script",
+        option="--nproc-per-node",
+        on_gpus=None,
+    )
+    typer.echo(f"starting torchrun with {ranks} ranks of {script}", err=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     torchrun += ["-m", "flux_megatron.launch", *command]
     os.execv(sys.executable, [sys.executable, *torchrun])
@@ -87,15 +98,25 @@ def run(
 def tune(
     config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the suite")] = 4,
-    M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",
-    dtype: Annotated[str, typer.Option(help="Data type of the suite's problems")] = "bfloat16",
-    scale: Annotated[int, typer.Option(help="Divide the suite's widths, to try it out")] = 1,
+    tp: Annotated[
+        int | None, typer.Option(min=2, help="Ranks of the suite; default 4, on the CPU 2")
+    ] = None,
+    M: Annotated[
+        str | None,
+        typer.Option("--M", help="Rows of the suite's problems; default 8192,4096,2048, CPU 64"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the suite's problems; default bfloat16, CPU float32")
+    ] = None,
+    scale: Annotated[
+        int | None,
+        typer.Option(min=1, help="Divide the suite's widths; default 1, on the CPU 512"),
+    ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option(help="Of the suite; without it GEMM+AR is tuned")
     ] = True,
     connections: Annotated[
-        int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
+        int, typer.Option(min=0, help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
     beside: Annotated[
         bool, typer.Option("--beside", help="Also beside NCCL, for data and pipeline parallelism")
@@ -104,69 +125,53 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; default: of the config, else cuda")
+    ] = None,
 ) -> None:
     """Measure which plan is the fastest for each problem of a model, and keep it for later runs."""
-    from flux_megatron.bench import tune as tuning
-    from flux_megatron.train import config as configs
-    from flux_megatron.train import launcher
+    from flux_megatron.bench import tune_request
 
-    if (config is None) == (suite is None):
-        raise typer.BadParameter("one of --config and --suite is needed")
-    try:
-        run = configs.load(config, {}) if config is not None else None
-        tp = run.parallel.tp if run is not None else tp
-        device = "cuda" if launcher.gpu_count() >= tp else "cpu"
-        if run is not None:
-            problems = tuning.problems_of_config(run, device)
-        else:
-            Ms = [int(rows) for rows in M.split(",")]
-            problems = tuning.problems_of_suite(
-                str(suite), Ms, tp, dtype, device, scale, sequence_parallel
-            )
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    if beside:
-        problems = tuning.and_beside(problems)
+    request = tune_request.Request(
+        config, suite, tp, M, dtype, scale, sequence_parallel, beside, device
+    )
+    problems, name = request.problems()
+    if out is not None:
+        option_values.folder("--out", out)
     if "RANK" not in os.environ:
-        raise typer.Exit(tuning.start_ranks(tp, device == "cuda", connections, sys.argv[1:]))
-    name = config.stem if config is not None else str(suite)
-    if suite is not None and not sequence_parallel:
-        name += "_all-reduced"  # beside the file of the same suite
+        ranks, on = problems[0].world_size, problems[0].device
+        raise typer.Exit(tune_request.start(ranks, on, connections, sys.argv[1:]))
+    from flux_megatron.bench import tune as tuning
+
     tuning.tune(problems, again, out, name)
 
 
 @app.command("tune-experts")
 def tune_experts(
-    hidden: Annotated[int, typer.Option(help="Width of a token")],
-    ffn: Annotated[int, typer.Option(help="Width of an expert")],
-    experts: Annotated[int, typer.Option(help="Of all ranks")],
-    topk: Annotated[int, typer.Option(help="Experts of a token")],
-    tokens: Annotated[int, typer.Option(help="Of a micro-batch, on each rank")],
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks")] = 2,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of a token")],
+    ffn: Annotated[int, typer.Option(min=1, help="Width of an expert")],
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks")],
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token")],
+    tokens: Annotated[int, typer.Option(min=1, help="Of a micro-batch, on each rank")],
+    ep: Annotated[int, typer.Option(min=2, help="Expert-parallel ranks")] = 2,
     gated: Annotated[bool, typer.Option("--gated", help="The first GEMM is twice as wide")] = False,
     dtype: Annotated[str, typer.Option(help="Data type")] = "bfloat16",
     connections: Annotated[
-        int, typer.Option(help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
+        int, typer.Option(min=0, help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
     again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
 ) -> None:
     """Measure which strategy is the fastest for a model's experts, and keep it for later runs."""
-    from flux_megatron.bench import tune as tuning
+    from flux_megatron.bench import machine, tune_request
     from flux_megatron.bench import tune_experts as of_experts
-    from flux_megatron.train import launcher
 
-    device = "cuda" if launcher.gpu_count() >= ep else "cpu"
-    try:
-        problems = of_experts.problems(
-            hidden, ffn, experts, topk, tokens, ep, dtype, device, gated
-        )  # fmt: skip
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.names("--dtype", dtype, tune_request.DTYPES)
+    machine.ranks(device, ep, "--device cpu with a small model", option="--ep")
+    wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
     if "RANK" not in os.environ:
-        raise typer.Exit(tuning.start_ranks(ep, device == "cuda", connections, sys.argv[1:]))
-    of_experts.run(problems, again)
+        raise typer.Exit(tune_request.start(ep, device, connections, sys.argv[1:]))
+    of_experts.run(wanted, again)
 
 
 bench_app = typer.Typer(invoke_without_command=True)
@@ -176,21 +181,34 @@ app.add_typer(bench_app, name="bench")
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="Models")] = "gpt3-175b,llama2-70b",
-    pattern: Annotated[str, typer.Option(help="Patterns")] = "ag_gemm,gemm_rs,backward,gemm",
-    M: Annotated[str, typer.Option("--M", help="Rows")] = "64,128,256,512,1024,2048,4096,8192",
+    suite: Annotated[
+        str | None, typer.Option(help="Models; default gpt3-175b,llama2-70b, on the CPU gpt3-175b")
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="Default ag_gemm,gemm_rs,backward,gemm, on the CPU ag_gemm,gemm_rs"),
+    ] = None,
+    M: Annotated[
+        str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
+    ] = None,
     out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
-    rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Every candidate runs once a round; default 12, on the CPU 2"),
+    ] = None,
     beside: Annotated[
         bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
     ] = False,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
     ] = False,
-    tp: Annotated[int, typer.Option(help="Ranks")] = 4,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    scale: Annotated[int, typer.Option(help="Divide the models' widths, for the CPU")] = 1,
+    scale: Annotated[
+        int | None,
+        typer.Option(min=1, help="Divide the models' widths; default 1, on the CPU 512"),
+    ] = None,
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
     ] = None,
@@ -204,33 +222,17 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from flux_megatron.bench import launch
-    from flux_megatron.bench.options import Options
+    from flux_megatron.bench import options as bench_options
 
-    def words(text: str) -> tuple[str, ...]:
-        return tuple(filter(None, text.split(",")))
-
-    try:
-        options = Options(
-            suites=words(suite),
-            patterns=words(pattern),
-            Ms=tuple(map(int, words(M))),
-            out=str(out),
-            candidates=words(candidates),
-            rounds=rounds,
-            tp=tp,
-            device=device,
-            scale=scale,
-            time_limit_s=time_limit,
-            nvls=nvls,
-            commit=commit,
-            beside=beside,
-            graphs=graphs,
-        )
-        options.cases()  # complains before any rank is started
-        code = launch.start(options)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
+    options = bench_options.parsed(
+        suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
+        candidates=candidates, out=str(out), time_limit_s=time_limit, nvls=nvls,
+        commit=commit, beside=beside, graphs=graphs,
+    )  # fmt: skip
+    option_values.file("--out", out)
+    kept = f"{out} has the rows of what is done; --suite, --pattern and --M choose the rest"
+    code = launch.start(options, kept)
     raise typer.Exit(code)
 
 
@@ -239,8 +241,8 @@ def bench_operations(
     names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
     out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("operations.jsonl"),
     only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
-    rounds: Annotated[int, typer.Option(help="Every candidate runs once a round")] = 12,
-    tp: Annotated[int, typer.Option(help="Ranks")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Every candidate runs once a round")] = 12,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks")] = 2,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
@@ -249,26 +251,25 @@ def bench_operations(
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
-    from flux_megatron.bench import launch
+    from flux_megatron.bench import launch, machine
     from flux_megatron.bench.operations import NAMES
     from flux_megatron.bench.operations.worker import OperationOptions
 
-    try:
-        options = OperationOptions(
-            names=tuple(names or NAMES),
-            out=str(out),
-            only=only,
-            rounds=rounds,
-            tp=tp,
-            device=device,
-            time_limit_s=time_limit,
-            nvls=nvls,
-            commit=commit,
-        )
-        code = launch.start(options, "flux_megatron.bench.operations.worker")
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
+    options = OperationOptions(
+        names=tuple(names or NAMES),
+        out=str(out),
+        only=only,
+        rounds=rounds,
+        tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
+        device=device,
+        time_limit_s=time_limit,
+        nvls=nvls,
+        commit=commit,
+    )
+    option_values.file("--out", out)
+    kept = f"{out} has the rows of what is done; --only chooses the rest"
+    code = launch.start(options, kept, "flux_megatron.bench.operations.worker")
     raise typer.Exit(code)
 
 
@@ -276,7 +277,7 @@ def bench_operations(
 def bench_check(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not met")] = False,
-    tp: Annotated[int, typer.Option(help="Ranks of the rows that count")] = 4,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the rows that count")] = 4,
 ) -> None:
     """Hold rows against the targets: every target with met, missed or missing; fails unless all are
     met. Rows of operations are asked for where there are some.
@@ -284,8 +285,7 @@ def bench_check(
     from flux_megatron.bench import check, records
     from flux_megatron.bench.operations import check as operations_check
 
-    of_layers = [row for file in rows for row in records.load(file)]
-    of_tables = [row for file in rows for row in records.load_tables(file)]
+    of_layers, of_tables = records.load_all(rows)
     verdicts: list[check.Verdict | operations_check.Verdict] = []
     if of_layers or not of_tables:
         verdicts += check.check(of_layers, tp)
@@ -302,44 +302,44 @@ def bench_check(
 def trace(
     out: Annotated[Path, typer.Option(help="Folder of trace.json, timeline.png, summary.json")],
     layer: Annotated[str, typer.Option(help="column or row")] = "column",
-    M: Annotated[int | None, typer.Option("--M", help="Rows of x")] = None,
-    N: Annotated[int | None, typer.Option("--N", help="Columns of y")] = None,
-    K: Annotated[int | None, typer.Option("--K", help="Columns of x")] = None,
-    tp: Annotated[int, typer.Option(help="Ranks")] = 4,
+    M: Annotated[int | None, typer.Option("--M", min=1, help="Rows of x")] = None,
+    N: Annotated[int | None, typer.Option("--N", min=1, help="Columns of y")] = None,
+    K: Annotated[int | None, typer.Option("--K", min=1, help="Columns of x")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
     strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     waits: Annotated[bool, typer.Option("--waits", help="Record the waits in kernels")] = False,
     nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
-    from flux_megatron.bench import launch
+    from flux_megatron.bench import launch, machine
     from flux_megatron.bench.trace.options import TraceOptions, sizes
 
-    try:
-        options = TraceOptions(
-            out=str(out),
-            layer=layer,
-            **sizes(layer, device, M, N, K),
-            tp=tp,
-            strategy=strategy,
-            device=device,
-            waits=waits,
-            nvls=nvls,
-        )
-        code = launch.start(options, "flux_megatron.bench.trace.worker")
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    options = TraceOptions(
+        out=str(out),
+        layer=layer,
+        **sizes(layer, device, M, N, K),
+        tp=machine.ranks(device, tp, "--device cpu"),
+        strategy=strategy,
+        device=device,
+        waits=waits,
+        nvls=nvls,
+    )
+    option_values.folder("--out", out)
+    kept = f"nothing is in {out}: the same command starts again"
+    code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
     raise typer.Exit(code)
 
 
 @app.command()
 def patterns(
-    tp: Annotated[int, typer.Option(help="Ranks of the problem that is asked about")] = 4,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of the problem that is asked about")] = 4,
 ) -> None:
     """Show which strategies can run which patterns on this machine, forward and backward."""
     from rich.console import Console
 
+    if sys.stderr.isatty():
+        typer.echo("asking every strategy; torch and Triton take seconds to load", err=True)
     from flux_megatron.bench import patterns as page
 
     Console().print(page.table(tp))
@@ -351,25 +351,31 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],
 ) -> None:
     """Draw rows, and write the page OUT.md with the plots and the tables."""
-    from flux_megatron.bench import page, plots, records
+    from flux_megatron.bench import records
 
-    loaded = [row for file in rows for row in records.load(file)]
-    page.write(out, plots.draw(loaded, out), loaded, rows)
+    loaded = records.load_layers(rows)
+    option_values.folder("--out", out)
+    option_values.file("--out", out.with_suffix(".md"))
+    typer.echo(f"drawing {len(loaded)} rows", err=True)
+    from flux_megatron.bench import page, plots
+
+    files = plots.draw(loaded, out)
+    page.write(out, files, loaded, rows)
+    typer.echo(f"wrote {out.with_suffix('.md')} and {len(files)} plots in {out}")
 
 
 @app.command()
 def reliability(
     rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    out: Annotated[Path, typer.Option(help="The page")] = Path("docs/reliability.md"),
+    out: Annotated[Path, typer.Option(help="The page")],
 ) -> None:
     """Write the page of faults, of calls beside held SMs, and of racing orders."""
     from flux_megatron.bench import reliability as page
 
-    try:
-        page.write(out, rows)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    text = page.text(out, rows)
+    option_values.file("--out", out)
+    out.write_text(text)
+    typer.echo(f"wrote {out}")
 
 
 if __name__ == "__main__":

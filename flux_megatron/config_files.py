@@ -49,7 +49,7 @@ def read(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not a text file: {error}") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from None
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):

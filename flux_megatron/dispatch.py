@@ -19,6 +19,7 @@ from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice, environment
 
@@ -69,6 +70,7 @@ def decide(
     layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new kind of call with the other ranks."""
+    name_of(group)
     space = workspace(group, x.device)
     space.check()  # before a question: a rank that has failed would not answer
     if space.settings is not settings.get():

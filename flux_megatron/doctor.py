@@ -6,6 +6,7 @@ that it is missing.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -32,6 +33,7 @@ from flux_megatron.versions.triton import TRITON
 COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 # apex builds this beside itself; the package `apex` on PyPI is another project
 APEX = "fused_weight_gradient_mlp_cuda"
+PACKAGES = ("transformer_engine", "apex")
 
 
 @dataclass(frozen=True)
@@ -61,37 +63,43 @@ def parser() -> Parser:
         "fails if none could start.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--gpus", type=int, help="GPUs that this node must have; 0: it runs on the CPU")
+    add("--gpus", type=_count, help="GPUs that this node must have; 0: it runs on the CPU")
     add("--megatron-lm", type=Path, metavar="DIR", help="The checkout that is to run")
-    add("--need", action="append", default=[], help="transformer_engine or apex: must be there")
+    add("--need", action="append", default=[], choices=PACKAGES, help="Must be there")
     add("--quiet", action="store_true", help="Only what is missing")
     add("--json", action="store_true", help="For programs")
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} given, a number of GPUs from 0 on expected")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     given = parser().parse_args(arguments)
-    findings = examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need)))
-    shown = [f for f in findings if f.status == "missing" or not given.quiet]
-    if given.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
-    else:
-        for finding in shown:
-            print(_line(finding))
-    return 1 if any(finding.status == "missing" for finding in findings) else 0
-
-
-def examine(wanted: Wanted) -> list[Finding]:
-    """The findings of all probes, in the order in which one would repair."""
     findings = []
+    for finding in examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need))):
+        findings.append(finding)
+        if not given.json and (finding.status == "missing" or not given.quiet):
+            print(_line(finding), flush=True)
+    missing = [finding for finding in findings if finding.status == "missing"]
+    if given.json:
+        shown = missing if given.quiet else findings
+        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
+    return 1 if missing else 0
+
+
+def examine(wanted: Wanted) -> Iterator[Finding]:
+    """The findings of all probes, in the order in which one would repair."""
     for probe in PROBES:
         try:
-            findings += probe(wanted)
+            yield from probe(wanted)
         except Exception as error:  # noqa: PERF203, the other probes are to speak
             subject = probe.__name__.strip("_").replace("_", " ")
-            findings.append(Finding(subject, "note", f"not examined: {error!r}"))
-    return findings
+            yield Finding(subject, "note", f"not examined: {error!r}")
 
 
 def _line(finding: Finding) -> str:
@@ -223,6 +231,28 @@ def _megatron(wanted: Wanted) -> Iterator[Finding]:
     yield from _untested(MEGATRON_CORE, version or "")
 
 
+def _megatron_imports(wanted: Wanted) -> Iterator[Finding]:
+    """What pretrain_gpt.py of the checkout imports and this Python has not."""
+    if wanted.checkout is None or not (wanted.checkout / "pretrain_gpt.py").is_file():
+        return
+    from flux_megatron.launch import megatron_imports
+
+    for name, file in megatron_imports.missing(wanted.checkout).items():
+        text = f"not installed, {file} of {wanted.checkout} imports it"
+        yield Finding(name, "missing", text, f"pip install {name}")
+
+
+def _variables(wanted: Wanted) -> Iterator[Finding]:
+    from flux_megatron import settings
+
+    for line in settings.unknown(os.environ).values():
+        yield Finding("variable", "note", line)
+    try:
+        settings.read(os.environ)
+    except ValueError as error:
+        yield Finding("variable", "missing", str(error), "unset it, or give it such a value")
+
+
 def _data_set_helper(wanted: Wanted) -> Iterator[Finding]:
     """Megatron compiles it at the first start, for the Python whose python3-config is on PATH:
     outside a virtual environment that may be another one's.
@@ -338,8 +368,8 @@ def _gpus_seen() -> int:
 
 
 PROBES: tuple[Callable[[Wanted], Any], ...] = (
-    _python, _torch, _triton, _gpus, _shared_memory, _megatron, _data_set_helper,
-    _other_packages, _connections, _kernels, _plans,
+    _python, _torch, _triton, _gpus, _shared_memory, _megatron, _megatron_imports,
+    _data_set_helper, _variables, _other_packages, _connections, _kernels, _plans,
 )  # fmt: skip
 
 if __name__ == "__main__":

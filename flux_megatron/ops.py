@@ -19,6 +19,7 @@ from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
+from flux_megatron.symm.groups import name_of
 
 __all__ = [
     "OPERATIONS",
@@ -64,7 +65,7 @@ def all_gather_gemm(
     """
     if _eager(x, w):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
-    return _all_gather_gemm(x, w, bias, group.group_name, layout, _text(plan))
+    return _all_gather_gemm(x, w, bias, name_of(group), layout, _text(plan))
 
 
 def gemm_reduce_scatter(
@@ -85,7 +86,7 @@ def gemm_reduce_scatter(
     """
     if _eager(x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan)
-    return _gemm_reduce_scatter(x, w, group.group_name, layout, _text(plan))
+    return _gemm_reduce_scatter(x, w, name_of(group), layout, _text(plan))
 
 
 def gemm_all_reduce(
@@ -106,7 +107,7 @@ def gemm_all_reduce(
     """
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
-    return _gemm_all_reduce(x, w, group.group_name, layout, _text(plan))
+    return _gemm_all_reduce(x, w, name_of(group), layout, _text(plan))
 
 
 def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
@@ -120,11 +121,12 @@ def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = 
     all ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
     """
     if x.dim() == 2 and x.shape[0] > MOST_ROWS:
+        name_of(group)
         error = f"gemv_all_reduce: {x.shape[0]} rows given, {MOST_ROWS} at most expected"
         refuse(error, group, x.device)
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout)
-    return _gemv_all_reduce(x, w, group.group_name, layout)
+    return _gemv_all_reduce(x, w, name_of(group), layout)
 
 
 def _eager(x: Tensor, w: Tensor) -> bool:

@@ -20,9 +20,11 @@ pipeline parallelism that is overlapped, else 0.
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from pathlib import Path
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
+PREFIX = "FLUX_MEGATRON_"
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
 
@@ -70,7 +73,7 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
 def _one_of(environment: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
     text = environment.get(name, values[0])
     if text not in values:
-        raise ValueError(f"{name}={text!r}, expected one of {values}")
+        raise ValueError(f"{name}={text!r}, expected one of {', '.join(values)}")
     return text
 
 
@@ -93,10 +96,32 @@ def read(environment: Mapping[str, str]) -> Settings:
     )
 
 
+def unknown(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that look like ours and are none, each with what to say of it. LM is the
+    checkout of `flux-megatron launch`.
+    """
+    known = ["LM", *(field.name.upper() for field in fields(Settings))]
+    found = {}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and (end := name.removeprefix(PREFIX)) not in known:
+            near = difflib.get_close_matches(end, known, n=1)
+            meant = f"{PREFIX}{near[0]} expected?" if near else f"known ends: {', '.join(known)}"
+            found[name] = f"{name} is no variable of flux_megatron, it is ignored; {meant}"
+    return found
+
+
 @lru_cache(maxsize=1)
 def get() -> Settings:
-    """The settings of this process."""
+    """The settings of this process. Rank 0 warns of variables that are none."""
+    if os.environ.get("RANK", "0") == "0":
+        _warn()
     return read(os.environ)
+
+
+@lru_cache(maxsize=1)
+def _warn() -> None:
+    for line in unknown(os.environ).values():
+        warnings.warn(line, stacklevel=4)
 
 
 def reload() -> Settings:

@@ -254,7 +254,9 @@ def test_a_bad_input_is_one_line(name, places):
 def test_a_bound_that_is_none(places, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_TIMEOUT_S", "soon")
     settings.get.cache_clear()
-    assert "FLUX_MEGATRON_TIMEOUT_S='soon'" in line_of("train --out {new} --data {text}", "", places)
+    assert "FLUX_MEGATRON_TIMEOUT_S='soon'" in line_of(
+        "train --out {new} --data {text}", "", places
+    )
 
 
 def test_a_folder_that_another_run_has(places):

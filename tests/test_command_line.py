@@ -86,7 +86,10 @@ def test_debug_shows_the_traceback(failing, monkeypatch):
         ("nope", "flux-megatron: No such command 'nope'."),
         ("trace --M abc --out x", "flux-megatron trace: Invalid value for '--M': "),
         ("trace", "flux-megatron trace: Missing option '--out'."),
-        ("doctor --gpus abc", "flux-megatron doctor: argument --gpus: invalid int value: 'abc'"),
+        (
+            "doctor --gpus abc",
+            "flux-megatron doctor: argument --gpus: 'abc' given, a number of GPUs",
+        ),
         ("doctor --nope", "flux-megatron doctor: unrecognized arguments: --nope"),
     ],
 )

@@ -141,6 +141,38 @@ def test_checkout_is_looked_at_in_its_place(tmp_path):
     assert (finding.status, finding.text) == ("ok", f"0.18.2 in {tmp_path}")
 
 
+SOURCES = {
+    "pretrain_gpt.py": "import json\nfrom megatron.training import (\n    pretrain,\n)",
+    "megatron/training/__init__.py": "from .training import pretrain",
+    "megatron/training/training.py": "from megatron.training.tokenizer import build",
+    "megatron/training/tokenizer/__init__.py": "from ..tokenizer import bert\n"
+    "try:\n    import one_that_is_tried\nexcept ImportError:\n    pass",
+    "megatron/training/tokenizer/bert.py": "import absent_six\ndef f():\n    import one_in_use",
+    "megatron/training/not_imported.py": "import one_of_another_script",
+}
+
+
+def test_a_package_that_the_checkout_imports_stops_a_run(tmp_path):
+    for name, text in SOURCES.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    names = {finding.subject for finding in examine(Wanted(checkout=tmp_path))}
+    assert not {name for name in names if name.startswith("one_")}
+    finding = found("absent_six", Wanted(checkout=tmp_path))
+    assert finding.status == "missing"
+    assert "not installed, megatron/training/tokenizer/bert.py of" in finding.text
+    assert finding.remedy == "pip install absent_six"
+
+
+def test_variables_that_mean_nothing(monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGIE", "fused")
+    assert found("variable").status == "note"
+    monkeypatch.delenv("FLUX_MEGATRON_STRATEGIE")
+    monkeypatch.setenv("FLUX_MEGATRON_TUNE", "eager")
+    assert found("variable").status == "missing"
+
+
 def test_what_an_arm_is_built_of_must_be_there(monkeypatch):
     monkeypatch.setattr(module, "_version", lambda name: None)
     monkeypatch.setattr(module, "find_spec", lambda name: None)

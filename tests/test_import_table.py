@@ -48,11 +48,12 @@ TABLE = {
     "patterns": room(),
     "problem": room("patterns"),
     "config_files": room(packages="yaml"),
+    "option_values": room("errors"),  # what any command may be given
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "config_files errors problem perf version versions.python integration.arguments "
-        "integration.bootstrap train.cpu_pretrain",
+        "config_files errors option_values problem perf version versions.python "
+        "integration.arguments integration.bootstrap train.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors patterns problem", "torch"),
@@ -71,13 +72,15 @@ TABLE = {
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings perf symm.workspace overlap.registry overlap.report tuning.choice"
-        " tuning.environment",
+        "errors problem settings perf symm.groups symm.workspace overlap.registry overlap.report"
+        " tuning.choice tuning.environment",
         "torch",
     ),
     # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
-    "expert_parallel": room("errors problem settings symm kernels overlap tuning versions", "torch"),
-    "ops": room("errors problem overlap dispatch", "torch"),
+    "expert_parallel": room(
+        "errors problem settings symm kernels overlap tuning versions", "torch"
+    ),
+    "ops": room("errors problem overlap dispatch symm.groups", "torch"),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`
@@ -110,8 +113,8 @@ TABLE |= {
     # runs on a node before the ranks, and once as ranks of its own
     "preflight": room(packages="torch"),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "results": room("launch perf", "typer", lazily="matplotlib rich"),
-    "simulate": room("launch perf", "typer", lazily="rich"),
+    "results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
+    "simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
     "patching": room("errors", "typer"),
     "cli": Room(BELOW | {"bench", "doctor", "patching", "results", "simulate"}, ANY),
@@ -122,7 +125,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"config_files", "version", "errors", "problem", "perf"}),
+        frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "versions"}),
@@ -130,7 +133,14 @@ AT_IMPORT = {
     "cli": Room(
         BASE
         | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
-        | {"patching", "results.commands", "simulate.commands", "train.commands", "versions"},
+        | {
+            "option_values",
+            "patching",
+            "results.commands",
+            "simulate.commands",
+            "train.commands",
+            "versions",
+        },
         frozenset({"rich", "typer"}),
     ),
 }

@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.errors import BadInput
 from flux_megatron.patching import checkout as checkouts
 from flux_megatron.patching import series as all_series
 from flux_megatron.patching.checkout import Refused
@@ -257,7 +258,7 @@ def test_half_applied_is_refused(checkout):
 
 
 def test_what_is_no_checkout_is_refused(checkout):
-    with pytest.raises(Refused, match="no checkout of Megatron-LM"):
+    with pytest.raises(BadInput, match="no checkout of Megatron-LM"):
         checkouts.examine(checkout / "megatron")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -83,6 +84,33 @@ def test_strategies(strategy):
 def test_errors_name_the_variable_and_its_value(name, value, expected):
     with pytest.raises(ValueError, match=f"^{name}={value!r}, {expected}"):
         read({name: value})
+
+
+def test_a_mistyped_name_is_said_with_the_nearest():
+    given = {"FLUX_MEGATRON_STRATEGIE": "fused", "FLUX_MEGATRON_LM": "/lm", "OTHER": "1"}
+    assert settings.unknown(given) == {
+        "FLUX_MEGATRON_STRATEGIE": "FLUX_MEGATRON_STRATEGIE is no variable of flux_megatron, it is "
+        "ignored; FLUX_MEGATRON_STRATEGY expected?"
+    }
+    (line,) = settings.unknown({"FLUX_MEGATRON_ZQJ": ""}).values()
+    assert "known ends: LM, STRATEGY, STRICT" in line
+
+
+@pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+def test_a_mistyped_name_is_said_once_and_by_one_rank(rank, times, monkeypatch):
+    monkeypatch.setenv("FLUX_MEGATRON_STRATEGIE", "fused")
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    settings._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        settings.reload()
+        settings.reload()
+    assert [str(one.message).split()[0] for one in said] == ["FLUX_MEGATRON_STRATEGIE"] * times
+    monkeypatch.undo()
+    settings._warn.cache_clear()
+    settings.reload()
 
 
 def test_read_once_until_reload(monkeypatch):

@@ -19,15 +19,15 @@ pytest.importorskip("pydantic")
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.bench import tune
+from flux_megatron.bench import tune, tune_request
 from flux_megatron.train import config as configs
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--dtype", "float32"]
+SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]
 
 
 def test_the_problems_of_a_suite():
-    found = tune.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
+    found = tune_request.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
     assert len(found) == len(set(found)) == 8
     fc1 = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
     fc1_dgrad = Problem(Pattern.GEMM_RS, 8192, 12288, 49152, "bfloat16", 4, layout="nn")
@@ -36,7 +36,7 @@ def test_the_problems_of_a_suite():
 
 
 def test_the_problems_of_a_suite_without_sequence_parallelism():
-    found = tune.problems_of_suite(
+    found = tune_request.problems_of_suite(
         "gpt3-175b", [8192], 4, "bfloat16", "cuda", sequence_parallel=False
     )
     assert {(p.pattern, p.layout, p.N, p.K) for p in found} == {
@@ -47,7 +47,7 @@ def test_the_problems_of_a_suite_without_sequence_parallelism():
 
 def test_the_problems_of_a_run():
     run = configs.load(ROOT / "configs/train/h200.yaml", {"model.swiglu": True})
-    found = tune.problems_of_config(run, "cuda")
+    found = tune_request.problems_of_config(run, "cuda")
     # qkv, gate and up, the LM head; proj and down; each with its dual
     assert len(found) == len(set(found)) == 10
     assert {problem.M for problem in found} == {2 * 2048}
@@ -61,7 +61,7 @@ def test_the_problems_of_a_run():
 
 def test_the_problems_of_a_run_without_sequence_parallelism():
     run = configs.load(ROOT / "configs/train/h200.yaml", {"parallel.sequence_parallel": False})
-    found = tune.problems_of_config(run, "cuda")
+    found = tune_request.problems_of_config(run, "cuda")
     assert {(p.pattern, p.M) for p in found} == {(Pattern.GEMM_AR, 2 * 2048)}
     assert {(p.layout, p.N, p.K) for p in found} == {
         ("nt", 2048, 2048), ("nt", 2048, 8192),  # proj and down
@@ -72,12 +72,12 @@ def test_the_problems_of_a_run_without_sequence_parallelism():
 def test_a_run_without_problems():
     run = configs.load(ROOT / "configs/train/demo.yaml", {"parallel.tp": 1})
     with pytest.raises(ValueError, match="only layers over several ranks have plans"):
-        tune.problems_of_config(run, "cpu")
+        tune_request.problems_of_config(run, "cpu")
 
 
 def test_each_problem_alone_and_beside():
-    (one, *_) = tune.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
-    assert tune.and_beside([one]) == [one, beside(one)]
+    (one, *_) = tune_request.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
+    assert tune_request.and_beside([one]) == [one, beside(one)]
     assert not one.beside
 
 
@@ -109,7 +109,8 @@ def test_the_command(tmp_path):
     entries, errors = plan_cache.read_folder(out)
     assert errors == []
     assert len(entries) == 8
-    assert f"8 entries in {file}" in first.stdout.replace("\n", "")
+    assert f"8 entries in {file}" in first.stdout
+    assert f"8 plans kept in {cache / 'plans'}" in first.stdout
     assert " ".join(first.stdout.split()).count("12 rounds, noise") == 8
     assert len([*cache.rglob("*.json")]) == 8
     for entry in entries:
@@ -132,8 +133,8 @@ def test_the_command(tmp_path):
     ("arguments", "said"),
     [
         ([], "one of --config and --suite is needed"),
-        (["--suite", "gpt5"], "suite 'gpt5' given, one of"),
-        (["--suite", "gpt3-175b", "--M", "63"], "multiples of the 4 ranks expected"),
+        (["--suite", "gpt5"], "--suite 'gpt5' given, one of"),
+        (["--suite", "gpt3-175b", "--device", "cpu", "--M", "63"], "of the 2 ranks expected"),
         (["--config", "none.yaml"], "none.yaml: No such file"),
     ],
 )

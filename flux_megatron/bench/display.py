@@ -1,6 +1,10 @@
-"""The display of a bench run on rank 0: a progress bar, and a table at the end."""
+"""The display of a bench run on rank 0: a progress bar, or a line a case in a file, and a table at
+the end.
+"""
 
 from __future__ import annotations
+
+import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,8 +30,8 @@ class Display:
             console=self._console,
             disable=not (shown and self._console.is_terminal),
         )
-        total = len(options.cases()) * len(options.conditions)
-        self._task = self._progress.add_task("", total=total)
+        self._total = len(options.cases()) * len(options.conditions)
+        self._task = self._progress.add_task("", total=self._total)
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -41,6 +45,8 @@ class Display:
     def show(self, case: Case, rows: list[Row]) -> None:
         self._rows.append(rows)
         self._progress.update(self._task, advance=1, description=str(case))
+        if self._shown and not self._console.is_terminal:
+            print(f"{len(self._rows)} of {self._total}: {case}", file=sys.stderr, flush=True)
         for row in rows:
             of_competitor = row.status not in (OK, MISSING) and row.role == COMPETITOR
             if of_competitor or (row.status == OK and row.reason):

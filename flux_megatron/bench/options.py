@@ -6,8 +6,57 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flux_megatron.bench import suites
+from flux_megatron import option_values, settings
+from flux_megatron.bench import machine, suites, targets
 from flux_megatron.bench.suites import Case
+from flux_megatron.errors import BadInput
+
+# in every race: E is the same whoever else takes part
+BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
+COMPETITORS = (*dict.fromkeys(n for names in targets.COMPETITORS.values() for n in names),)
+KNOWN = (*settings.STRATEGIES, *COMPETITORS, *BASELINES)  # every candidate's name
+# what is measured where nothing else is asked for
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "suite": "gpt3-175b,llama2-70b",
+        "pattern": "ag_gemm,gemm_rs,backward,gemm",
+        "M": "64,128,256,512,1024,2048,4096,8192",
+        "rounds": 12,
+        "scale": 1,
+    },
+    "cpu": {
+        "suite": "gpt3-175b",
+        "pattern": "ag_gemm,gemm_rs",
+        "M": "64",
+        "rounds": 2,
+        "scale": suites.CPU_SCALE,
+    },
+}
+TRIAL = "`flux-megatron bench --device cpu`"
+
+
+def parsed(
+    *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
+    scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
+) -> Options:  # fmt: skip
+    """The options of the command line, None for what was not given there. `BadInput` for what
+    this machine cannot measure.
+    """
+    machine.check_device(device)
+    given = {"suite": suite, "pattern": pattern, "M": M, "rounds": rounds, "scale": scale}
+    chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = {
+        "suites": option_values.names("--suite", chosen["suite"], suites.SUITES),
+        "patterns": option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
+        "Ms": option_values.numbers("--M", chosen["M"]),
+        "candidates": option_values.names("--candidates", candidates, KNOWN) if candidates else (),
+    }
+    options = Options(
+        **asked, rounds=chosen["rounds"], scale=chosen["scale"], device=device,
+        tp=machine.ranks(device, tp, TRIAL), **others,
+    )  # fmt: skip
+    options.check()
+    return options
 
 
 @dataclass(frozen=True)
@@ -47,6 +96,15 @@ class Options:
             for pattern in self.patterns
             for case in suites.cases(suite, pattern, (M,), self.tp, self.scale)
         ]
+
+    def check(self) -> None:
+        """`BadInput` for what cannot be measured, before any rank is started."""
+        cases = self.cases()
+        if not cases:
+            raise BadInput(f"no case of {self.suites} has a pattern of {self.patterns}")
+        if self.device == "cpu":
+            sizes = ((case.M, case.N_local, case.K_local) for case in cases)
+            machine.check_interpreted(sizes, f"--scale {suites.CPU_SCALE} and a smaller --M fit")
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

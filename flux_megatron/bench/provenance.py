@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from flux_megatron.bench.records import Provenance
+from flux_megatron.errors import BadInput
 from flux_megatron.tuning import environment
 
 WITHOUT_MULTICAST = {
@@ -24,11 +25,11 @@ WITHOUT_MULTICAST = {
 
 
 def refuse_multicast() -> None:
-    """Raise `ValueError` unless the environment forbids NVLink multicast to every library."""
+    """Raise `BadInput` unless the environment forbids NVLink multicast to every library."""
     wrong = {n: os.environ.get(n) for n, v in WITHOUT_MULTICAST.items() if os.environ.get(n) != v}
     if wrong:
         expected = " ".join(f"{name}={value}" for name, value in WITHOUT_MULTICAST.items())
-        raise ValueError(
+        raise BadInput(
             f"{wrong} given, {expected} expected: results are labelled NVLS off. "
             "--nvls allows NVLink multicast, which not every machine survives"
         )

@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.errors import BadInput
+
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
+WRITTEN_BY = "a file that `flux-megatron bench` has written expected"
 OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported", "missing"
 
 
@@ -95,26 +98,57 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """Every row of a file but those of other tables. `ValueError` names the line that is none."""
-    return [_row(values, place) for values, place in _lines(path) if "table" not in values]
+    """Every row of a file but those of other tables. `BadInput` names the line that is none."""
+    return [_row(values, place) for values, place in lines(path) if "table" not in values]
 
 
 def load_tables(path: Path) -> list[dict[str, Any]]:
-    """The other rows of a file, which name their table. `ValueError` as for `load`."""
-    return [values for values, _ in _lines(path) if "table" in values]
+    """The other rows of a file, which name their table. `BadInput` as for `load`."""
+    return [values for values, _ in lines(path) if "table" in values]
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Objects, and where they stand."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        place = f"{path.name} line {number}"
+def load_all(paths: Iterable[Path]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """What `load` and `load_tables` give of all files; `BadInput` where that is nothing."""
+    paths = [*paths]
+    rows = [row for path in paths for row in load(path)]
+    tables = [row for path in paths for row in load_tables(path)]
+    if not rows and not tables:
+        raise BadInput(f"{_named(paths)}: no rows, {WRITTEN_BY}")
+    return rows, tables
+
+
+def load_layers(paths: Iterable[Path]) -> list[Row]:
+    """What `load` gives of all files; `BadInput` where that is nothing."""
+    paths = [*paths]
+    rows, tables = load_all(paths)
+    if not rows:
+        found = ", ".join(sorted({str(row["table"]) for row in tables}))
+        raise BadInput(f"{_named(paths)}: only rows of {found}, {WRITTEN_BY}")
+    return rows
+
+
+def lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Objects, and where they stand. `BadInput` for a file or a line that has none."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise BadInput(f"{path}: {reason}; {WRITTEN_BY}") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path}: not text; {WRITTEN_BY}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        place = f"{path} line {number}"
         try:
             values = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}; a row expected") from None
+        except ValueError:
+            raise BadInput(f"{place}: {line[:40]!r} is not JSON, a row expected") from None
         if not isinstance(values, dict):
-            raise ValueError(f"{place}: {line[:80]!r} given, a row expected")
+            raise BadInput(f"{place}: {line[:40]!r} given, a row expected")
         yield values, place
+
+
+def _named(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def _row(values: dict[str, Any], place: str) -> Row:
@@ -122,7 +156,7 @@ def _row(values: dict[str, Any], place: str) -> Row:
         return Row(**values | {"provenance": Provenance(**values["provenance"])})
     except (TypeError, KeyError) as error:
         names = ", ".join(field.name for field in fields(Row))
-        raise ValueError(f"{place}: {error}; a row with {names} expected") from None
+        raise BadInput(f"{place}: {error}; a row with {names} expected") from None
 
 
 def latest(

@@ -7,22 +7,25 @@ case the later one counts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.bench import records
 from flux_megatron.bench.markdown import folded, table
+from flux_megatron.errors import BadInput
 
 Rows = list[dict[str, Any]]
 FAULT = ("fault", "device", "ranks", "runs", "ended", "named", "longest_s", "bound_s", "orphans",
          "leftovers", "errors", "git", "date")  # fmt: skip
 HOLD = ("piece", "M", "N", "K", "tp", "version", "strategy", "held_sms", "held_on", "gpu")
+BESIDE = ("pattern", "op", "M", "N_local", "K_local", "status", "median_us", "efficiency",
+          "provenance")  # fmt: skip
 RACE = ("calls", "hangs", "wrong", "replays", "all_reduces", "tp", "max_connections", "gpu")
 
 
-def write(out: Path, sources: Sequence[Path]) -> None:
-    """Write the page `out` from files of rows; `ValueError` names a row without its fields."""
+def text(out: Path, sources: Sequence[Path]) -> str:
+    """The page `out` of files of rows; `BadInput` names a row without its fields."""
     rows = [row for file in sources for row in _load(file)]
     command = f"flux-megatron reliability {' '.join(map(str, sources))} --out {out}"
     parts = [
@@ -30,10 +33,14 @@ def write(out: Path, sources: Sequence[Path]) -> None:
         f"`{command}` writes this page from committed rows; do not edit it. "
         "[Faults of a job](testing.md#faults-of-a-job) says how each is made and how it must end.",
     ]
+    empty = len(parts)
     for name, render in TABLES.items():
         if own := [row for row in rows if _table_of(row) == name]:
             parts += render(own)
-    out.write_text("\n\n".join(parts) + "\n")
+    if len(parts) == empty:
+        given, known = ", ".join(map(str, sources)), ", ".join(TABLES)
+        raise BadInput(f"{given}: no rows of the tables {known}, one expected")
+    return "\n\n".join(parts) + "\n"
 
 
 def faults(rows: Rows) -> list[str]:
@@ -156,7 +163,7 @@ CANDIDATES = ("gemm", "serial", "megatron", "hopper", "fused", "pipelined")
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "faults": faults, "hold": hold, "beside": beside, "race": race
 }  # fmt: skip
-FIELDS = {"faults": FAULT, "hold": HOLD, "race": RACE}
+FIELDS = {"faults": FAULT, "hold": HOLD, "beside": BESIDE, "race": RACE}
 
 
 def _table_of(row: dict[str, Any]) -> str:
@@ -165,11 +172,9 @@ def _table_of(row: dict[str, Any]) -> str:
 
 def _load(file: Path) -> Rows:
     rows = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        row = json.loads(line)
-        expected = FIELDS.get(row.get("table", ""), ())
-        if missing := [name for name in expected if name not in row]:
-            raise ValueError(f"{file.name} line {number}: without {', '.join(missing)}")
+    for row, place in records.lines(file):
+        if missing := [name for name in FIELDS.get(_table_of(row), ()) if name not in row]:
+            raise BadInput(f"{place}: without {', '.join(missing)}")
         rows.append(row)
     return rows
 

@@ -26,14 +26,12 @@ from flux_megatron.bench.candidates import Call, Candidate, in_graphs
 from flux_megatron.bench.competitors import Competitor, all_competitors
 from flux_megatron.bench.efficiency import baselines, percentile
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.options import Options
+from flux_megatron.bench.options import BASELINES, Options
 from flux_megatron.bench.records import COMPETITOR, Provenance, Row
 from flux_megatron.bench.suites import Case
 from flux_megatron.bench.verify import Verdict, examine
 from flux_megatron.tuning.timing import Race, host_time_us, race
 
-# in every race: E is the same whoever else takes part
-BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 WITH_HOST_TIME = ("auto", "serial")
 # the experiments that are more than one GEMM, by pattern
 KINDS: dict[str, type[Backward]] = {"backward": Backward, "backward_ar": AllReducedBackward}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux_megatron import patterns
+from flux_megatron.errors import BadInput
 from flux_megatron.patterns import Pattern, PatternSpec
 
 PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
+CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
 ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -32,7 +34,7 @@ class Model:
         """The same model with every width divided by `scale`, for machines without GPUs."""
         widths = (self.hidden, self.qkv, self.attention, self.fc1, self.ffn)
         if any(width % scale for width in widths):
-            raise ValueError(f"scale {scale} given, a divisor of {widths} expected")
+            raise BadInput(f"scale {scale} given, a divisor of {widths} expected")
         return Model(*(width // scale for width in widths))
 
 
@@ -109,18 +111,18 @@ class Case:
 def cases(
     suite: str, pattern: str, Ms: tuple[int, ...], world_size: int, scale: int = 1
 ) -> list[Case]:
-    """Every case of a suite's pattern, largest M first. `ValueError` where ranks cannot share."""
+    """Every case of a suite's pattern, largest M first. `BadInput` where ranks cannot share."""
     if suite not in SUITES:
-        raise ValueError(f"suite {suite!r} given, one of {[*SUITES]} expected")
+        raise BadInput(f"suite {suite!r} given, one of {[*SUITES]} expected")
     if pattern not in PATTERNS:
-        raise ValueError(f"pattern {pattern!r} given, one of {PATTERNS} expected")
+        raise BadInput(f"pattern {pattern!r} given, one of {PATTERNS} expected")
     whole = pattern in WHOLE_TOKENS
     if bad := [M for M in Ms if M <= 0 or (M % world_size and not whole)]:
-        raise ValueError(f"M {bad} given, multiples of the {world_size} ranks expected")
+        raise BadInput(f"M {bad} given, multiples of the {world_size} ranks expected")
     model = MODELS[SUITES[suite].model].scaled(scale)
     layers = _layers(SUITES[suite], model, pattern)
     if uneven := [op for op, N, K, _ in layers if N % world_size or K % world_size]:
-        raise ValueError(f"{suite}: {uneven} cannot be split over {world_size} ranks")
+        raise BadInput(f"{suite}: {uneven} cannot be split over {world_size} ranks")
     if pattern == "gemm":
         layers = _local_gemms(SUITES[suite], model, world_size)
     return [

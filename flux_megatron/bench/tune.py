@@ -1,16 +1,14 @@
 """`flux-megatron tune`: measure the plans of a model's problems ahead of a run, and keep them.
 
-The parent starts one rank a GPU under torchrun; every rank runs `tune`, rank 0 shows it.
+`tune_request` has what is asked for. Every rank runs `tune`, rank 0 shows it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -20,84 +18,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flux_megatron import settings
-from flux_megatron.bench import suites
+from flux_megatron.bench.rank_processes import rendezvous
 from flux_megatron.expert_parallel.plans import ExpertEntry
 from flux_megatron.overlap import registry
-from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
-from flux_megatron.train.config import TrainConfig
 from flux_megatron.tuning import choice, environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 
 Advance = Callable[[Problem, "Plan | None", int], None]
-
-
-def problems_of_suite(
-    suite: str, Ms: Sequence[int], tp: int, dtype: str, device: str, scale: int = 1,
-    sequence_parallel: bool = True,
-) -> list[Problem]:  # fmt: skip
-    """The problems of a model of `bench.suites`, forward and backward."""
-    problems = [
-        Problem(Pattern(pattern), case.M, case.N, case.K, dtype, tp, case.layout, device)
-        for pattern in (COLUMN, ROW)
-        for case in suites.cases(suite, str(pattern), tuple(Ms), tp, scale)
-    ]
-    return problems if sequence_parallel else all_reduced(problems)
-
-
-def all_reduced(problems: Sequence[Problem]) -> list[Problem]:
-    """The same layers' problems without sequence parallelism: a row layer's forward and a column
-    layer's dgrad.
-    """
-    return [replace(one, pattern=Pattern.GEMM_AR) for one in problems if one.spec.scatters]
-
-
-def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
-    """The problems of a training run: each linear layer's forward and its dual, and the LM head's.
-
-    `ValueError` if the run has none.
-    """
-    model, tp = config.model, config.parallel.tp
-    if tp == 1:
-        raise ValueError("parallel.tp=1 given: only layers over several ranks have plans")
-    fc1 = 2 * model.ffn if model.swiglu else model.ffn
-    column = dict.fromkeys([3 * model.hidden, fc1, config.padded_vocab])
-    row = dict.fromkeys([model.hidden, model.ffn])
-    M, hidden = model.seq_length * config.train.micro_batch, model.hidden
-    shapes = [(COLUMN, N, hidden) for N in column] + [(ROW, hidden, K) for K in row]
-    forward = [
-        Problem(pattern, M, N, K, config.train.dtype, tp, device=device) for pattern, N, K in shapes
-    ]
-    problems = forward + [problem.dual for problem in forward]
-    return problems if config.parallel.sequence_parallel else all_reduced(problems)
-
-
-def and_beside(problems: Sequence[Problem]) -> list[Problem]:
-    """Each problem alone, and beside others."""
-    return [replace(problem, beside=beside) for problem in problems for beside in (False, True)]
-
-
-def start_ranks(tp: int, on_gpu: bool, connections: int, arguments: Sequence[str]) -> int:
-    """Run `flux-megatron ARGUMENTS` on `tp` ranks of this machine; their exit code.
-
-    They get CUDA_DEVICE_MAX_CONNECTIONS=`connections`, or none for 0.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
-    command += ["127.0.0.1", f"--nproc-per-node={tp}", "-m", "flux_megatron.cli", *arguments]
-    cores = len(os.sched_getaffinity(0))
-    variables = {
-        "OMP_NUM_THREADS": str(max(1, cores // tp)),
-        "FLUX_MEGATRON_TIMEOUT_S": "30",  # a plan that hangs has failed
-        **os.environ,
-        "CUDA_DEVICE_MAX_CONNECTIONS": str(connections),
-    }
-    if not connections:
-        del variables["CUDA_DEVICE_MAX_CONNECTIONS"]
-    if not on_gpu:
-        variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=variables, check=False).returncode
 
 
 def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) -> None:
@@ -111,11 +41,14 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
     assert group is not None, "joined above"
     try:
         entries = _tune_all(problems, group, device, again)
+        if dist.get_rank() == 0:
+            where = choice.user_folder(settings.get().cache)
+            Console().print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
         if out is not None and dist.get_rank() == 0:
             connections = environment.of(device).max_connections
             file = out / f"{name}_tp{group.size()}_connections-{connections}.json"
             plan_cache.write_file(file, entries)
-            Console().print(f"{len(entries)} entries in {file}")
+            Console().print(f"{len(entries)} entries in {file}", soft_wrap=True)
     finally:
         dist.destroy_process_group()
 
@@ -123,11 +56,11 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
 def join(device_type: str) -> torch.device:
     """Become a rank of torchrun's job; the device of this rank."""
     if device_type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **rendezvous())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, **rendezvous())
     return device
 
 

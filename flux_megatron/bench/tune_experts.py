@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from flux_megatron.bench.tune import join, table
+from flux_megatron.errors import BadInput
 from flux_megatron.expert_parallel import plans, tune
 from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.tuning import tuner
@@ -22,12 +23,12 @@ def problems(
     """A layer's two operations and their dgrads, with the capacity that `--flux-experts` asks for:
     each of `tokens` of each rank chooses an expert once at most.
 
-    `ValueError` if the ranks cannot share the experts.
+    `BadInput` if the ranks cannot share the experts.
     """
     if ep < 2 or experts % ep:
-        raise ValueError(f"{experts} experts over {ep} ranks given, as many on 2 or more expected")
+        raise BadInput(f"{experts} experts over {ep} ranks given, as many on 2 or more expected")
     if not 0 < topk <= experts or min(hidden, ffn, tokens) < 1:
-        raise ValueError(
+        raise BadInput(
             f"hidden {hidden}, ffn {ffn}, tokens {tokens}, topk {topk} of {experts} experts given, "
             "sizes above 0 and at most all experts expected"
         )

@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from flux_megatron.bench.launch import RankOptions
 from flux_megatron.bench.options import Options
+from flux_megatron.bench.rank_processes import as_rank, rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ def joined(options: RankOptions) -> Iterator[tuple[ProcessGroup, torch.device]]:
         "nccl" if on_gpu else "gloo",
         device_id=device if on_gpu else None,
         timeout=timedelta(seconds=LIMIT_S),
+        **rendezvous(),
     )
     try:
         world = dist.group.WORLD
@@ -65,15 +67,5 @@ def joined(options: RankOptions) -> Iterator[tuple[ProcessGroup, torch.device]]:
         dist.destroy_process_group()
 
 
-def leave() -> NoReturn:
-    """End this process, which has done all it had to: at a usual exit gloo's threads now and then
-    abort it.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(Options.loads(sys.argv[1]))
-    leave()
+    as_rank(main, Options.loads(sys.argv[1]), "bench")

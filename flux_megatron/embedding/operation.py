@@ -21,6 +21,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.workspace import Workspace, capturing, workspace
 
 NAME = "embedding_a2a"
@@ -57,10 +58,11 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     their calls differ. That is a small all-reduce for which the host waits, left out of captures.
     Without it shapes alone are checked, and an index outside its table adds nothing under "fused".
     """
+    name = name_of(group)
     if tables is None:
         tables = [weight.shape[0]] * group.size()
     return _embedding_all_to_all(
-        weight, indices, offsets, list(tables), group.group_name, mode, strategy, validate, sparse
+        weight, indices, offsets, list(tables), name, mode, strategy, validate, sparse
     )
 
 

@@ -16,6 +16,7 @@ from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.problem import Plan
+from flux_megatron.symm.groups import name_of
 
 
 def a2a_gemm(
@@ -42,7 +43,7 @@ def a2a_gemm(
     """
     keep = torch.is_grad_enabled() and w.requires_grad
     y, received, _ = _a2a_gemm(
-        x, w, counts, capacity, group.group_name, layout, _words(plan), keep, reverse
+        x, w, counts, capacity, name_of(group), layout, _words(plan), keep, reverse
     )
     return y, received
 
@@ -65,7 +66,7 @@ def gemm_a2a(
 
     `reverse` and errors as for `a2a_gemm`. Differentiable in x and w.
     """
-    return _gemm_a2a(x, w, counts, tokens, group.group_name, layout, _words(plan), reverse)
+    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan), reverse)
 
 
 @torch.library.custom_op("flux_megatron::a2a_gemm", mutates_args=())

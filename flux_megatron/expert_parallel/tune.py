@@ -22,6 +22,7 @@ from flux_megatron.expert_parallel import fused, plans
 from flux_megatron.expert_parallel.call import STRATEGIES
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.kernels.expert_routes import header_bytes
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import tuner
@@ -81,7 +82,7 @@ class Trial:
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         strategy, p = STRATEGIES[plan.strategy], self.problem
-        given, space = (self._x, self._w, self._counts), self._space
+        given, space = (self._x, ExpertWeights(self._w), self._counts), self._space
         if p.operation == "a2a_gemm":
             return lambda: strategy.a2a_gemm(*given, p.capacity, p.layout, True, plan, space)[0]
         return lambda: strategy.gemm_a2a(*given, self._rows, p.layout, plan, space)

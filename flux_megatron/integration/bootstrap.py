@@ -11,27 +11,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.errors import BadInput
 from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
 
 
-def enter(script: str, arguments: list[str]) -> None:
-    """Let this process look like `python SCRIPT ARGUMENTS`, before anything of Megatron is loaded:
-    it is looked for beside the script first. `FileNotFoundError` where it is not.
-    """
+def check(script: str) -> None:
+    """`BadInput` unless `script` is a file that megatron.training is beside, or on PYTHONPATH."""
     if not Path(script).is_file():
-        raise FileNotFoundError(f"{script}: no such file")
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        found = importlib.util.find_spec("megatron.training")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise FileNotFoundError(
+        raise BadInput(f"{script}: no such file; Megatron-LM's pretrain_gpt.py or another expected")
+    beside = Path(script).resolve().parent / "megatron" / "training"
+    if not beside.is_dir() and not _installed("megatron.training"):
+        raise BadInput(
             f"no megatron.training beside {script} or on PYTHONPATH: the package megatron-core "
             "does not have it, a checkout of Megatron-LM does"
         )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def enter(script: str, arguments: list[str]) -> None:
+    """Let this process look like `python SCRIPT ARGUMENTS`, before anything of Megatron is loaded:
+    it is looked for beside the script first. `BadInput` as `check`.
+    """
+    check(script)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
 
 
 def run() -> None:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 
+from flux_megatron.errors import BadInput
 from flux_megatron.launch.environment import CPU, ONE_QUEUE
 
 
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> None:
 
     try:
         bootstrap.enter(given.script, given.arguments)
-    except FileNotFoundError as error:
+    except BadInput as error:
         parser.error(str(error))
     if given.device == "cpu":
         from flux_megatron.train.cpu_pretrain import pretend_gpu

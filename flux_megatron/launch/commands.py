@@ -23,7 +23,8 @@ def launch(
         list[str] | None, typer.Option(help="Instead of mock data, or of Python's sources")
     ] = None,
     save_interval: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; 0: none, a requeue starts anew")
+        int | None,
+        typer.Option(min=0, help="Steps between checkpoints; 0: none, a requeue starts anew"),
     ] = None,
     site: Annotated[Path | None, typer.Option(help="YAML of what is special here")] = None,
     sbatch: Annotated[
@@ -46,6 +47,7 @@ def launch(
     """
     if dry_run + submit + here > 1:
         raise typer.BadParameter("one of --dry-run, --submit and --local expected")
+    from flux_megatron.errors import BadInput
     from flux_megatron.launch import launching
     from flux_megatron.launch.errors import ExperimentError, LaunchError
 
@@ -70,9 +72,15 @@ def launch(
         elif submit:
             typer.echo(prepared.submit())
         elif here:
-            raise typer.Exit(prepared.run_here(typer.echo))
+            code = prepared.run_here(typer.echo)
+            if code:
+                again = "--resume --local" + "".join(f" --set {text}" for text in set_ or ())
+                run = prepared.options.run
+                words = f"flux-megatron launch {experiment} --run-dir {run} {again}"
+                typer.echo(f"go on with: {words}", err=True)
+            raise typer.Exit(code)
         else:
             typer.echo(f"wrote {prepared.write()}: start it with sbatch")
-    except (ExperimentError, LaunchError) as error:
+    except (ExperimentError, LaunchError, BadInput) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

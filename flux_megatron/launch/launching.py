@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from flux_megatron import option_values
 from flux_megatron.launch import (
     command_line,
     experiment,
@@ -76,6 +77,7 @@ class Prepared:
             print(remark, file=sys.stderr)
         if not self.request.resume:
             run_folder.refuse_used(run)
+        option_values.folder("--run-dir", run)
         how = {"command": sys.argv, "request": asdict(self.request)}
         for folder in dict.fromkeys(command.folder.parent for command in self.commands):
             commands = [command for command in self.commands if command.folder.parent == folder]
@@ -113,6 +115,8 @@ def prepare(request: Request) -> Prepared:
         save_interval=_save_interval(loaded, request.save_interval),
     )
     site.check_images(options.site, kept.arms)
+    _check_data(kept.program, options)
+    sbatch.check_options(options.site, next(iter(kept.arms.values())))
     rounds = [f"round-{number}" for number in range(1, request.rounds + 1)] or [""]
     commands = tuple(
         command_line.of(kept, arm, replace(options, round=one))
@@ -193,6 +197,13 @@ def _absolute(argument: str) -> str:
     """Ranks run in another folder. Among the prefixes of data sets may stand their weights."""
     there = Path(argument).exists() or Path(f"{argument}.idx").exists()
     return str(Path(argument).resolve()) if there else argument
+
+
+def _check_data(program: str, options: RunOptions) -> None:
+    """`LaunchError` for a folder of text that is not there; a container may have another one."""
+    missing = [path for path in options.data if not Path(path).is_dir()]
+    if program == "train" and missing and options.site.container is None:
+        raise LaunchError(f"--data-path {missing[0]} given, a folder of text files expected")
 
 
 def _save_interval(loaded: Experiment, given: int | None) -> int:

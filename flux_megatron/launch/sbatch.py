@@ -10,6 +10,8 @@ from pathlib import Path
 
 from flux_megatron.launch.command_line import Command, render
 from flux_megatron.launch.errors import LaunchError
+from flux_megatron.launch.site import Site
+from flux_megatron.perf.workload import Workload
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
@@ -94,6 +96,25 @@ def _option(name: str, value: str | int | None) -> str:
     if not re.fullmatch(r"[\w%+,./:@=\[\]-]+", text):
         text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return f"--{name}={text}"
+
+
+def check_options(site: Site, workload: Workload) -> None:
+    """`LaunchError` for an option of the site that the ranks of this job cannot live with."""
+    cluster = workload.cluster
+    expected = {"nodes": cluster.nodes, "ntasks-per-node": 1}
+    if cluster.gpu != "cpu":
+        expected["gpus-per-node"] = cluster.gpus_per_node
+    for name, value in expected.items():
+        given = str(site.sbatch.get(name, value))
+        if given.rpartition(":")[2] != str(value):  # a type of GPU may stand before the number
+            raise LaunchError(
+                f"--sbatch {name}={given} given, {name}={value} expected: the experiment has "
+                f"{cluster.nodes} x {cluster.gpus_per_node} ranks; --set cluster.nodes=N changes it"
+            )
+    if "array" in site.sbatch:
+        raise LaunchError("--sbatch array given: its tasks are the arms, --arm chooses among them")
+    if short := [name for name in site.sbatch if len(name) < 2]:
+        raise LaunchError(f"--sbatch {short[0]} given, the long name of an option expected")
 
 
 def check_there() -> None:

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flux_megatron.errors import FluxError
+from flux_megatron.errors import BadInput, FluxError
 from flux_megatron.patching.fingerprints import RELIED_ON, Function, digest, functions
 from flux_megatron.patching.series import (
     FINGERPRINTS,
@@ -55,7 +55,7 @@ class State:
 def examine(checkout: Path) -> State:
     """Compare a checkout, our insertions left out, with the series closest to its version.
 
-    `Refused` for a folder that is no checkout.
+    `BadInput` for a folder that is no checkout.
     """
     version = version_of(checkout)
     series = min(supported(), key=lambda one: _distance(version, one.version))
@@ -124,7 +124,7 @@ def version_of(checkout: Path) -> str:
     text = _read(checkout, PACKAGE_INFO)
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
     if len(parts) < 3:
-        raise Refused(
+        raise BadInput(
             f"{checkout} is no checkout of Megatron-LM: no version in {PACKAGE_INFO} found"
         )
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH"))

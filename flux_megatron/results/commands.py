@@ -22,15 +22,22 @@ def results(
     """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
     from rich.console import Console
 
+    from flux_megatron import option_values
+    from flux_megatron.errors import BadInput
     from flux_megatron.launch import run_folder
     from flux_megatron.results import plot, tables
     from flux_megatron.results.iterations import ResultsError
     from flux_megatron.results.report import read, reports
 
     try:
+        option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
         folders = [folder for run in runs for folder in run_folder.of_run(run)]
         found = reports([read(folder) for folder in folders], loss_bound)
-    except ResultsError as error:
+        if json_ is not None:
+            option_values.file("--json", json_)
+        if out is not None:
+            option_values.folder("--out", out)
+    except (ResultsError, BadInput) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     console = Console()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+GPUS_MAX = 1 << 20  # of a sweep
+
+
 def simulate(
     name: Annotated[
         str | None,
@@ -45,19 +48,25 @@ def simulate(
     gpu: Annotated[
         str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks that share a layer, 4 by default")] = None,
-    dp: Annotated[int | None, typer.Option(help="Replicas on the same node, 1 by default")] = None,
-    hidden: Annotated[
-        int | None, typer.Option(help="Width; without the rest, Llama's 8192")
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="8 by default")] = None,
-    heads: Annotated[int | None, typer.Option(help="HIDDEN / 128 by default")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="HEADS by default")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Width of the MLP, 4 HIDDEN by default")] = None,
-    vocab: Annotated[int | None, typer.Option(help="32000 by default")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="4096 by default")] = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Replicas on the same node, 1 by default")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Width; without the rest, Llama's 8192")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="8 by default")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="HEADS by default")] = None,
+    ffn: Annotated[
+        int | None, typer.Option(min=1, help="Width of the MLP, 4 HIDDEN by default")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="32000 by default")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="4096 by default")] = None,
     swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences, 1 by default")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences, 1 by default")] = None,
     assumptions: Annotated[
         bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
     ] = False,
@@ -68,6 +77,7 @@ def simulate(
 
     docs/simulator.md has the model and how to read the output.
     """
+    from flux_megatron import option_values
     from flux_megatron.launch.experiment import parse_override
     from flux_megatron.perf import timeline
     from flux_megatron.simulate import dlrm_tables, predictions, study, tables
@@ -78,6 +88,12 @@ def simulate(
         name, overrides = _what(name, of_options)
         overrides |= dict(map(parse_override, set_ or []))
         gpus, alternatives = _sweeps(sweep or [])
+        option_values.number("--nic-gbps", nic_gbps, unit="Gb/s")
+        option_values.number("--nic-latency-us", nic_latency_us, zero=True, unit="microseconds")
+        if json_ is not None:
+            option_values.file("--json", json_)
+        if out is not None and not study.is_study(name):
+            option_values.folder("--out", out)
         if study.is_study(name):
             if arm or gpus or nic_gbps is not None or nic_latency_us is not None or out:
                 raise ValueError(f"{name}: --set, --sweep assumed and --json expected with a study")
@@ -132,9 +148,12 @@ def _sweeps(texts: list[str]) -> tuple[list[int], bool]:
         bounds = re.fullmatch(r"gpus=(\d+)(?:\.\.(\d+))?", text)
         if text == "assumed":
             alternatives = True
-        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]):
+        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]) <= GPUS_MAX:
             first, last = int(bounds[1]), int(bounds[2] or bounds[1])
             gpus += [first << n for n in range((last // first).bit_length())]
         else:
-            raise ValueError(f"--sweep {text}: gpus=8..16384 or assumed expected")
+            raise ValueError(
+                f"--sweep {text} given, assumed or gpus=FIRST..LAST expected, such as "
+                f"gpus=8..16384; at most {GPUS_MAX}"
+            )
     return gpus, alternatives

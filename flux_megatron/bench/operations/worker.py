@@ -15,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 
 from flux_megatron.bench.operations import NAMES
-from flux_megatron.bench.worker import joined, leave
+from flux_megatron.bench.rank_processes import as_rank
+from flux_megatron.bench.worker import joined
+from flux_megatron.errors import BadInput
 
 GRACE_S = 15
 
@@ -39,7 +41,7 @@ class OperationOptions:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in NAMES]:
-            raise ValueError(f"operations {unknown} given, some of {NAMES} expected")
+            raise BadInput(f"operations {unknown} given, some of {NAMES} expected")
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -70,15 +72,18 @@ def main(options: OperationOptions) -> None:
 
 def measure(run, options: OperationOptions) -> None:
     """Verify and measure each operation. `ArithmeticError`, on every rank, for a wrong result."""
-    for name in options.names:
-        module = import_module(f"flux_megatron.bench.operations.{name}")
+    modules = [import_module(f"flux_megatron.bench.operations.{name}") for name in options.names]
+    cases = [[c for c in module.cases(run) if options.only in str(c)] for module in modules]
+    if not any(cases):
+        known = "; ".join(str(case) for module in modules for case in module.cases(run))
+        raise BadInput(f"--only {options.only!r} given, a part of one of these expected: {known}")
+    for name, module, some in zip(options.names, modules, cases, strict=True):
         if said := module.verify(run):
             raise ArithmeticError(f"{name}: {said}")
-        for case in module.cases(run):
-            if options.only in str(case) and run.time_left():
+        for case in some:
+            if run.time_left():
                 module.measure(run, case, options.rounds)
 
 
 if __name__ == "__main__":
-    main(OperationOptions.loads(sys.argv[1]))
-    leave()
+    as_rank(main, OperationOptions.loads(sys.argv[1]), "bench operations")

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from flux_megatron import option_values, settings
+from flux_megatron.bench import machine
+from flux_megatron.errors import BadInput
+
 LAYERS = ("column", "row")
 # M, N, K of a column layer: fc1 of GPT-3 175B, and one that an interpreter can run
 SIZES = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
@@ -27,13 +31,17 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         if self.layer not in LAYERS:
-            raise ValueError(f"layer {self.layer!r} given, one of {LAYERS} expected")
+            raise BadInput(f"layer {self.layer!r} given, one of {LAYERS} expected")
         if self.device not in SIZES:
-            raise ValueError(f"device {self.device!r} given, one of {(*SIZES,)} expected")
+            raise BadInput(f"device {self.device!r} given, one of {(*SIZES,)} expected")
+        option_values.names("--strategy", self.strategy, settings.STRATEGIES)
         split = {"M": self.M, "N": self.N} if self.layer == "column" else {"M": self.M, "K": self.K}
         for name, size in split.items():
             if size < 1 or size % self.tp:
-                raise ValueError(f"{name} {size} given, a multiple of the {self.tp} ranks expected")
+                raise BadInput(f"{name} {size} given, a multiple of the {self.tp} ranks expected")
+        if self.device == "cpu":
+            local = (self.N // self.tp, self.K) if "N" in split else (self.N, self.K // self.tp)
+            machine.check_interpreted([(self.M, *local)], "smaller --M, --N, --K or none of them")
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
+from flux_megatron.bench.rank_processes import as_rank
 from flux_megatron.bench.trace import merge, picture, timeline
 from flux_megatron.bench.trace.merge import RankTrace
 from flux_megatron.bench.trace.options import TraceOptions
 from flux_megatron.bench.trace.timeline import KernelWait, KernelWaits, Timeline
-from flux_megatron.bench.worker import joined, leave
+from flux_megatron.bench.worker import joined
 from flux_megatron.kernels import wait_records
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import wait_log
@@ -71,6 +72,8 @@ def main(options: TraceOptions) -> None:
         os.environ["FLUX_MEGATRON_RECORD_WAITS"] = "1"
     settings.reload()
     with joined(options) as (group, device):
+        if group.rank() == 0:
+            print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
         trace = _traced(Layer(options, group, device), group, device)
         traces: list[RankTrace] = [trace] * group.size()
         dist.all_gather_object(traces, trace, group=group)
@@ -168,5 +171,4 @@ def _gpu() -> str:
 
 
 if __name__ == "__main__":
-    main(TraceOptions.loads(sys.argv[1]))
-    leave()
+    as_rank(main, TraceOptions.loads(sys.argv[1]), "trace")

@@ -1,0 +1,79 @@
+"""What commands are given: numbers, names, and places to write. Each check is made before a command
+begins its work, and its error is one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from flux_megatron.errors import BadInput
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers above 0, as in "64,128"; at least one."""
+    given = [word.strip() for word in text.split(",") if word.strip()]
+    if not given or not all(word.isdecimal() and int(word) for word in given):
+        raise BadInput(
+            f"{option} {text!r} given, whole numbers above 0 with commas between expected, "
+            "such as 8192,4096"
+        )
+    return tuple(map(int, given))
+
+
+def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Some of the `known` names, as in "ag_gemm,gemm_rs"; at least one."""
+    given = tuple(word.strip() for word in text.split(",") if word.strip())
+    known = [*known]
+    for name in given or (text,):
+        if name not in known:
+            raise BadInput(f"{option} {name!r} given, {nearest(name, known)}")
+    return given
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What is expected in place of `name`, with the nearest of the `known` names first."""
+    known = [*known]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"{f'{near[0]}? ' if near else ''}one of {', '.join(known)} expected"
+
+
+def number(option: str, value: float | None, *, zero: bool = False, unit: str = "") -> None:
+    """`value` is finite and above 0, or 0 where `zero` is allowed. None was not given."""
+    if value is None or (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+        return
+    expected = f"a finite number of {unit}" if unit else "a finite number"
+    raise BadInput(f"{option} {value:g} given, {expected} {'from 0 on' if zero else 'above 0'} "
+                   "expected")  # fmt: skip
+
+
+def folder(option: str, path: Path) -> None:
+    """Files can be written into the folder `path`, which is made where it does not exist."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise BadInput(
+            f"{option} {path}: {_reason(error)}; a folder that can be written expected"
+        ) from None
+
+
+def file(option: str, path: Path) -> None:
+    """The file `path` can be written; its folder is made. What is in it stays."""
+    try:
+        new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise BadInput(
+            f"{option} {path}: {_reason(error)}; a file that can be written expected"
+        ) from None
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()

@@ -1,0 +1,281 @@
+"""Every command with what it cannot work with: one line that says why, and the exit status.
+
+A row is the words of a command, and what its only line has. They run in a folder with the files of
+`FILES`; no GPU is there. Commands `train` and `generate` have a table of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pydantic")
+
+from typer.testing import CliRunner
+
+from flux_megatron.bench import machine
+from flux_megatron.cli import app
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    "empty.jsonl": "",
+    "garbage.jsonl": "not json\n",
+    "bytes.jsonl": b"\xff\xfe\x00\x80",
+    "list.jsonl": "[1, 2]\n",
+    "strange.jsonl": '{"a": 1}\n',
+    "table.jsonl": '{"table": "gemv_ar"}\n',
+    "faults.jsonl": '{"table": "faults"}\n',
+    "torn.yaml": "a: [1",
+    "empty.yaml": "",
+    "words.yaml": "just words",
+    "file": "a file, where a folder is asked for",
+    "folder/in_it": "",
+    "script.py": "",
+    "run/experiment.json": '{"format": 1, "experi',
+    "old/experiment.json": json.dumps({"format": 0}),
+}
+PAPER = "simulate paper/gpt3-175b_a100-pcie"
+TINY = "launch cpu/tiny --run-dir new"
+ON_CPU = "tries it out on the CPU"
+
+ROWS = [
+    # files of rows
+    ("plot none.jsonl --out new", "none.jsonl: no such file or directory", "bench` has written"),
+    ("plot folder --out new", "folder: is a directory"),
+    ("plot empty.jsonl --out new", "empty.jsonl: no rows"),
+    ("plot garbage.jsonl --out new", "garbage.jsonl line 1: 'not json' is not JSON"),
+    ("plot bytes.jsonl --out new", "bytes.jsonl: not text"),
+    ("plot list.jsonl --out new", "list.jsonl line 1: '[1, 2]' given, a row expected"),
+    ("plot strange.jsonl --out new", "strange.jsonl line 1: 'provenance'; a row with suite,"),
+    ("plot table.jsonl --out new", "table.jsonl: only rows of gemv_ar"),
+    ("plot garbage.jsonl", "Missing option '--out'"),
+    ("plot --out new", "Missing argument"),
+    ("bench check none.jsonl", "none.jsonl: no such file or directory"),
+    ("bench check folder", "folder: is a directory"),
+    ("bench check empty.jsonl", "empty.jsonl: no rows"),
+    ("bench check empty.jsonl garbage.jsonl", "garbage.jsonl line 1: 'not json' is not JSON"),
+    ("bench check bytes.jsonl", "bytes.jsonl: not text"),
+    ("bench check strange.jsonl", "strange.jsonl line 1: 'provenance'"),
+    ("bench check --tp 0 empty.jsonl", "--tp", "0"),
+    ("bench check --tp x empty.jsonl", "--tp", "x"),
+    ("reliability none.jsonl --out new.md", "none.jsonl: no such file or directory"),
+    ("reliability empty.jsonl --out new.md", "empty.jsonl: no rows of the tables faults, hold"),
+    ("reliability strange.jsonl --out new.md", "strange.jsonl: no rows of the tables"),
+    ("reliability garbage.jsonl --out new.md", "garbage.jsonl line 1: 'not json' is not JSON"),
+    ("reliability list.jsonl --out new.md", "list.jsonl line 1: '[1, 2]' given"),
+    ("reliability faults.jsonl --out new.md", "faults.jsonl line 1: without fault, device"),
+    ("reliability empty.jsonl", "Missing option '--out'"),
+    # tune
+    ("tune", "one of --config and --suite is needed"),
+    ("tune --suite gpt3-175b --config torn.yaml", "one of --config and --suite is needed"),
+    ("tune --suite gpt3-175b", "--tp 4: as many GPUs expected, 0 found", ON_CPU),
+    ("tune --suite gpt3", "--suite 'gpt3' given", "one of gpt3-175b, llama2-70b"),
+    ("tune --suite gpt3-175b --device tpu", "--device 'tpu' given, one of cuda, cpu expected"),
+    ("tune --suite gpt3-175b --dtype fp8", "--dtype 'fp8' given", "bfloat16, float16, float32"),
+    ("tune --suite gpt3-175b --M abc", "--M 'abc' given, whole numbers above 0 with commas"),
+    ("tune --suite gpt3-175b --M 0", "--M '0' given"),
+    ("tune --suite gpt3-175b --M -64", "--M '-64' given"),
+    ("tune --suite gpt3-175b --M ,", "--M ',' given"),
+    ("tune --suite gpt3-175b --tp 1", "--tp", "1"),
+    ("tune --suite gpt3-175b --device cpu --tp 17", "--tp 17 given, at most 16 on the CPU"),
+    ("tune --suite gpt3-175b --device cpu --tp 7", "M [64] given, multiples of the 7 ranks"),
+    ("tune --suite gpt3-175b --device cpu --scale 0", "--scale", "0"),
+    ("tune --suite gpt3-175b --device cpu --scale 5", "scale 5 given, a divisor of"),
+    ("tune --suite gpt3-175b --device cpu --scale 1", "64 x 18432 x 12288", "too large"),
+    ("tune --suite gpt3-175b --connections -1", "--connections", "-1"),
+    ("tune --suite gpt3-175b --device cpu --out file", "--out file: file exists"),
+    ("tune --suite gpt3-175b --device cpu --out /proc/new", "--out /proc/new: no such file"),
+    ("tune --config none.yaml", "none.yaml: No such file"),
+    ("tune --config torn.yaml", "torn.yaml: not YAML"),
+    ("tune --config words.yaml", "words.yaml: a mapping expected, str given"),
+    ("tune --config CONFIGS/demo.yaml --dtype fp8", "--dtype given with --config"),
+    ("tune --config CONFIGS/demo.yaml", "parallel.tp 2: as many GPUs expected, 0 found", ON_CPU),
+    ("tune --config CONFIGS/h200.yaml --device cpu", "on each rank is too large for kernels"),
+    # bench
+    ("bench", "--tp 4: as many GPUs expected, 0 found", "`flux-megatron bench --device cpu`"),
+    ("bench --device tpu", "--device 'tpu' given, one of cuda, cpu expected"),
+    ("bench --rounds 0", "--rounds", "0"),
+    ("bench --rounds many", "--rounds", "many"),
+    ("bench --candidates fusd", "--candidates 'fusd' given, fused? one of auto, fused,"),
+    ("bench --candidates auto,megatrn", "--candidates 'megatrn' given, megatron?"),
+    ("bench --suite gpt4", "--suite 'gpt4' given", "gpt3-175b"),
+    ("bench --suite ,", "--suite ',' given, one of"),
+    ("bench --pattern ag_gem", "--pattern 'ag_gem' given, ag_gemm? one of"),
+    ("bench --M 1k", "--M '1k' given"),
+    ("bench --device cpu --M 63", "M [63] given, multiples of the 2 ranks expected"),
+    ("bench --device cpu --M 8192 --scale 1", "8192 x 18432 x 12288", "--scale 512"),
+    ("bench --device cpu --scale 7", "scale 7 given, a divisor of"),
+    ("bench --device cpu --suite paper-operators --pattern backward", "no case of"),
+    ("bench --tp 0", "--tp", "0"),
+    ("bench --time-limit -1", "--time-limit -1 given, a finite number of seconds"),
+    ("bench --time-limit nan", "--time-limit nan given"),
+    ("bench --device cpu --out folder", "--out folder: is a directory"),
+    ("bench --device cpu --out /proc/new", "--out /proc/new: no such file"),
+    ("bench nothing", "No such command 'nothing'"),
+    ("bench operations", "--tp 2: as many GPUs expected, 0 found", ON_CPU),
+    ("bench operations --device cpu conv", "operations ['conv'] given"),
+    ("bench operations --rounds 0", "--rounds", "0"),
+    ("bench operations --device cpu --time-limit inf", "--time-limit inf given"),
+    ("bench operations --device cpu --out file/rows", "--out file/rows: ", "expected"),
+    # trace
+    ("trace", "Missing option '--out'"),
+    ("trace --out new", "--tp 4: as many GPUs expected, 0 found", ON_CPU),
+    ("trace --out new --device tpu", "--device 'tpu' given, one of cuda, cpu expected"),
+    ("trace --out new --device cpu --layer both", "layer 'both' given"),
+    ("trace --out new --device cpu --strategy fusd", "--strategy 'fusd' given, fused?"),
+    ("trace --out new --device cpu --M 7", "M 7 given, a multiple of the 2 ranks expected"),
+    ("trace --out new --device cpu --N -2", "--N", "-2"),
+    ("trace --out new --device cpu --K 0", "--K", "0"),
+    ("trace --out new --device cpu --M 8192 --N 8192 --K 8192", "too large for kernels"),
+    ("trace --out file --device cpu", "--out file: file exists; a folder"),
+    # run
+    ("run nope.py", "nope.py: no such file"),
+    ("run folder", "folder: no such file"),
+    ("run script.py", "no megatron.training beside script.py or on PYTHONPATH"),
+    ("run --device tpu script.py", "--device 'tpu' given, one of cuda, cpu expected"),
+    ("run --nproc-per-node 0 script.py", "--nproc-per-node", "0"),
+    # simulate
+    ("simulate", "an experiment, or --gpu H100"),
+    ("simulate --gpu H900", "--gpu H900: one of H200, H100"),
+    ("simulate --gpu H100 --tp 0", "--tp", "0"),
+    ("simulate --gpu H100 --dp 0", "--dp", "0"),
+    ("simulate --gpu H100 --hidden -8", "--hidden", "-8"),
+    ("simulate --gpu H100 --ffn 7", "model.ffn: 7 is not divisible by parallel.tp, 4"),
+    ("simulate cpu/tiny --gpu H100", "cpu/tiny: no --gpu, --tp, --hidden"),
+    ("simulate nope", "nope: known: "),
+    ("simulate paper/gpt3-175b_a100-pci", "did you mean paper/gpt3-175b_a100-pcie?"),
+    ("simulate torn.yaml", "torn.yaml: not YAML"),
+    ("simulate none.yaml", "none.yaml: No such file"),
+    (f"{PAPER} --nic-gbps 0", "--nic-gbps 0 given, a finite number of Gb/s above 0 expected"),
+    (f"{PAPER} --nic-gbps -1", "--nic-gbps -1 given"),
+    (f"{PAPER} --nic-gbps nan", "--nic-gbps nan given"),
+    (f"{PAPER} --nic-gbps inf", "--nic-gbps inf given"),
+    (f"{PAPER} --nic-gbps fast", "--nic-gbps", "fast"),
+    (f"{PAPER} --nic-latency-us -1", "--nic-latency-us -1 given", "from 0 on expected"),
+    (f"{PAPER} --sweep gpus=9..3", "--sweep gpus=9..3 given, assumed or gpus=FIRST..LAST"),
+    (f"{PAPER} --sweep gpus=1..99999999999", "--sweep gpus=1..99999999999 given", "at most"),
+    (f"{PAPER} --sweep all", "--sweep all given"),
+    (f"{PAPER} --arm nope", "has arms", "['nope'] given"),
+    (f"{PAPER} --set nope", "--set: 'nope' given, key=value expected"),
+    (f"{PAPER} --set parallel.tp=0", "--set: parallel.tp: 0 given"),
+    (f"{PAPER} --set 'parallel.tp=[1'", "parallel.tp: not YAML: '[1'"),
+    (f"{PAPER} --json folder", "--json folder: is a directory; a file that can be written"),
+    (f"{PAPER} --json /proc/new/a.json", "--json /proc/new/a.json: "),
+    (f"{PAPER} --out file", "--out file: file exists"),
+    ("simulate study/dlrm-128-nodes --nic-gbps 100", "expected with a study"),
+    # launch
+    ("launch nope", "nope: known: "),
+    ("launch study/dlrm-128-nodes", "a study, which `flux-megatron simulate` alone takes"),
+    (f"{TINY} --sbatch nodes=3", "--sbatch nodes=3 given, nodes=2 expected", "cluster.nodes"),
+    (f"{TINY} --sbatch ntasks-per-node=8", "ntasks-per-node=1 expected"),
+    (f"{TINY} --sbatch array=0-3", "--sbatch array given", "--arm chooses"),
+    (f"{TINY} --sbatch N=2", "--sbatch N given, the long name of an option expected"),
+    (f"{TINY} --sbatch =1", "--sbatch '=1' given, KEY=VALUE expected"),
+    (f"{TINY} --env WORD", "--env ['WORD'] given, KEY=VALUE expected"),
+    (f"{TINY} --arm nope", "arms ['nope'] given, some of"),
+    (f"{TINY} --alternate -1", "--alternate", "-1"),
+    (f"{TINY} --save-interval -5", "--save-interval", "-5"),
+    (f"{TINY} --set training.steps=-1", "training.steps: -1 given, more than 0 expected"),
+    (f"{TINY} --site none.yaml", "none.yaml: No such file"),
+    (f"{TINY} --site torn.yaml", "torn.yaml: not YAML"),
+    (f"{TINY} --site bytes.jsonl", "bytes.jsonl: not a text file"),
+    (f"{TINY} --data-path nowhere", "--data-path", "nowhere given, a folder of text files"),
+    (f"{TINY} --resume", "new is no run folder"),
+    (f"{TINY} --dry-run --submit", "one of --dry-run, --submit and --local expected"),
+    ("launch cpu/tiny --run-dir folder", "folder exists and is not empty"),
+    ("launch cpu/tiny --run-dir /proc/new", "--run-dir /proc/new: no such file"),
+    ("launch node/small_h200 --run-dir new --local", "4 GPUs needed on this machine, 0 found"),
+    ("launch cpu/tiny-pretrain_gpt --run-dir new", "--megatron-lm: none given"),
+    # results
+    ("results nowhere", "nowhere is no run folder"),
+    ("results file", "file is no run folder"),
+    ("results run", "run/experiment.json: "),
+    ("results old", "old/experiment.json: format 0 given, 1 expected"),
+    ("results folder --loss-bound -1", "--loss-bound -1 given"),
+    ("results folder --loss-bound nan", "--loss-bound nan given"),
+    # the others
+    ("patch check nowhere", "nowhere is no checkout of Megatron-LM"),
+    ("patch apply folder", "folder is no checkout of Megatron-LM"),
+    ("patch undo file", "file is no checkout of Megatron-LM"),
+    ("patch nothing", "No such command 'nothing'"),
+    ("patterns --tp 0", "--tp", "0"),
+    ("doctor --need foo", "--need", "'foo'", "transformer_engine"),
+    ("doctor --gpus -1", "--gpus", "-1"),
+    ("nothing", "No such command 'nothing'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        file = made / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return made
+
+
+@pytest.fixture(autouse=True)
+def place(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without nvidia-smi
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_bad_input(row, folder, capfd):
+    words, *parts = row
+    done = CliRunner().invoke(app, shlex.split(words.replace("CONFIGS", f"{ROOT}/configs/train")))
+    said = done.output + "".join(capfd.readouterr())
+    assert done.exit_code == 2, said
+    assert said.strip(), "silent"
+    assert len(said.strip().splitlines()) == 1, said
+    for part in parts:
+        assert part in said
+    assert not (folder / "new").exists() or not any((folder / "new").iterdir())
+
+
+def cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def command(*words: str, cwd: Path, **variables: str) -> tuple[subprocess.CompletedProcess, float]:
+    """What the process said, and the CPU time it took: nothing here waits for anything."""
+    begin = cpu_s()
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        cwd=cwd, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done, cpu_s() - begin
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "status", "part"),
+    [
+        ("run nope.py", {}, 2, "nope.py: no such file"),
+        ("tune --suite gpt3-175b", {}, 2, "as many GPUs expected, 0 found"),
+        (
+            "bench --device cpu --out rows.jsonl",
+            {"FLUX_MEGATRON_STRATEGY": "fast"},
+            2,
+            "FLUX_MEGATRON_STRATEGY='fast', expected one of auto, fused, pipelined",
+        ),
+    ],
+)
+def test_a_process_ends_as_soon(words, variables, status, part, folder):
+    """Without torch, whose import alone takes 3 s."""
+    done, took_s = command(*words.split(), cwd=folder, CUDA_VISIBLE_DEVICES="", **variables)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    assert part in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert took_s < 2
