@@ -189,7 +189,7 @@ def known_calls_in_another_order(rank: int, late: int) -> tuple[str, float]:
 @pytest.mark.parametrize("strategy", ["fused", "pipelined", "sequential"])
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_known_calls_in_another_order_are_reported_to_every_rank(late, strategy):
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}  # and the long bound of all tests
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy, "FLUX_MEGATRON_TIMEOUT_S": "8"}
     answers = on_device(known_calls_in_another_order, 3, late, environment=environment)
     for rank, (said, seconds) in enumerate(answers):
         mine, theirs = (27, 18) if rank == 1 else (18, 27)
@@ -211,7 +211,8 @@ def a_new_call_and_a_known_one(rank: int, late: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_new_call_beside_a_known_one_is_reported_to_every_rank(late):
-    answers = on_device(a_new_call_and_a_known_one, 3, late, environment=FUSED)
+    environment = FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "8"}
+    answers = on_device(a_new_call_and_a_known_one, 3, late, environment=environment)
     for said, seconds in answers:
         assert "rank 1 asks: ag_gemm M=27 N=15 K=4" in said
         assert "ag_gemm M=18 N=15 K=4" in said, "what the others call"

@@ -44,14 +44,18 @@ def refuse_used(out: Path, resume: bool) -> None:
 
     No run is ever overwritten.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file, a folder expected: give another --out")
+    try:
+        held = {*os.listdir(out)}
+    except FileNotFoundError:
+        held = set()
+    except OSError as error:
+        raise unwritable(out, error) from None
     if resume and not (out / CONFIG).is_file():
         raise ConfigError(
             f"--resume: {out} holds no run (no {CONFIG}): give the --out of one, or leave --resume "
             "out to start one there"
         )
-    if not resume and out.exists() and not {*os.listdir(out)} <= OF_A_START:
+    if not resume and not held <= OF_A_START:
         raise ConfigError(f"{out} is not empty: give another --out, or --resume to continue it")
 
 
@@ -88,8 +92,8 @@ def _lock(out: Path) -> IO[str]:
 
 def unwritable(out: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"--out {out}: {error.filename or out} cannot be written ({error.strerror}): "
-        "free it, or give another --out"
+        f"--out {out}: {error.filename or out} cannot be written ({error.strerror}): a folder "
+        "with room expected, give another --out"
     )
 
 
