@@ -100,9 +100,15 @@ def unwritable(out: Path, error: OSError) -> ConfigError:
 def _record(config: TrainConfig, out: Path) -> None:
     """Write down what is run, which a resumption must match."""
     file, new = out / CONFIG, config.model_dump(mode="json")
-    old = recorded_config(out).model_dump(mode="json") if file.exists() else new
-    if changed := config_files.differences(old, new, but=MAY_CHANGE):
+    old = recorded_config(out) if file.exists() else config
+    if changed := config_files.differences(old.model_dump(mode="json"), new, but=MAY_CHANGE):
         raise ConfigError(f"{out} cannot be resumed with other settings: {changed}")
+    if old.padded_vocab != config.padded_vocab:
+        raise ConfigError(
+            f"parallel.tp={config.parallel.tp} given: a padded vocabulary of {config.padded_vocab} "
+            f"rows, {old.padded_vocab} expected for the same losses, as with "
+            f"parallel.tp={old.parallel.tp}"
+        )
     try:
         write_json(file, new)
     except OSError as error:
