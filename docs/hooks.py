@@ -24,6 +24,8 @@ DOCS = ROOT / "docs"
 PAGES = {  # a file of the repository: its page
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "patches/README.md": "patches.md",
     "configs/tuned/README.md": "plans.md",
 }
@@ -77,9 +79,11 @@ def _command_line() -> str:
     sys.path.insert(0, str(ROOT))
     import typer
 
+    from flux_megatron import doctor
     from flux_megatron.cli import app
 
-    return "\n".join(_command(typer.main.get_command(app), "flux-megatron"))
+    lines = "\n".join(_command(typer.main.get_command(app), "flux-megatron"))
+    return f"{lines}\n\n```\n{doctor.parser().format_help()}```\n"
 
 
 def _command(command: Any, name: str) -> Iterator[str]:

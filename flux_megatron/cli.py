@@ -85,7 +85,7 @@ def run(
 
 @app.command()
 def tune(
-    config: Annotated[Path | None, typer.Option(help="YAML file of a training run")] = None,
+    config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the suite")] = 4,
     M: Annotated[str, typer.Option("--M", help="Rows of the suite's problems")] = "8192,4096,2048",

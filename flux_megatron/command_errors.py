@@ -7,9 +7,10 @@ line names the extra that brings it. All else names its type, as it may be a fau
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from typing import NoReturn
 
-from flux_megatron.errors import FluxError
+from flux_megatron.errors import BadInput, FluxError
 
 # of pyproject.toml, which tests hold this against
 EXTRAS = {
@@ -48,6 +49,23 @@ def missing(module: str, command: str = "") -> str | None:
     extra = EXTRA_OF_COMMAND.get(command, EXTRAS[package])
     subject = f"flux-megatron {command}".rstrip()
     return f"{subject}: {package} is not installed: pip install 'flux-megatron[{extra}]'"
+
+
+def require(command: str, *modules: str) -> None:
+    """`BadInput` that names all of the modules which are not installed, and the extra."""
+    if lacking := ", ".join(module for module in modules if not _is_there(module)):
+        raise BadInput(f"flux-megatron {command}: {lacking} not installed: {remedy(command)}")
+
+
+def remedy(command: str) -> str:
+    return f"pip install 'flux-megatron[{EXTRA_OF_COMMAND.get(command, 'launch')}]'"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # the package it is in, or it is loaded but in part
+        return False
 
 
 class Parser(argparse.ArgumentParser):

@@ -203,7 +203,7 @@ def _megatron(wanted: Wanted) -> Iterator[Finding]:
         text, remedy = f"{version} in {wanted.checkout}", "is the checkout on a shared file system?"
     else:
         subject, version = "megatron-core", _version("megatron-core")
-        text, remedy = str(version), "pip install megatron-core"
+        text, remedy = str(version), "pip install 'flux-megatron[megatron]'"
     if version is None:
         yield Finding(subject, "missing", f"not in {wanted.checkout or 'this Python'}", remedy)
     elif ".".join(version.split(".")[:2]) in {".".join(v.split(".")[:2]) for v in known}:
@@ -254,9 +254,11 @@ def _other_packages(wanted: Wanted) -> Iterator[Finding]:
     else:
         yield Finding("apex", "note", "not installed", "with --flux-overlap our kernel stands in")
     if wanted.checkout is None:
-        for name in ("numpy", "psutil", "pydantic", "yaml", "rich", "matplotlib"):
+        for name in ("numpy", "psutil", "pydantic", "yaml", "rich", "matplotlib", "typer"):
             if find_spec(name) is None:
-                yield Finding(name, "missing", "not installed", "pip install flux-megatron[train]")
+                yield Finding(
+                    name, "missing", "not installed", "pip install 'flux-megatron[train]'"
+                )
 
 
 def _connections(wanted: Wanted) -> Iterator[Finding]:

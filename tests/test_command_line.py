@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -131,3 +133,25 @@ def test_the_core_has_doctor_version_and_help(monkeypatch, capsys):
     status, shown, said = ended(monkeypatch, capsys, "doctor", "--gpus", "0")
     assert said == ""
     assert "Python" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("flux-megatron tr", ["train", "trace"]), ("flux-megatron train --co", ["--config"])],
+)
+def test_a_shell_completes_commands_and_options(words, found):
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    asked["_FLUX_MEGATRON_COMPLETE"] = "complete_bash"
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron"], env=os.environ | asked, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {*found} <= {*done.stdout.split()}
+
+
+def test_a_command_names_all_that_it_lacks(monkeypatch, capsys):
+    monkeypatch.setattr(command_errors, "find_spec", lambda name: None)
+    line = "flux-megatron train: megatron.core, numpy, psutil not installed: pip install "
+    line += "'flux-megatron[train]'\n"
+    assert ended(monkeypatch, capsys, "train", "--config", "demo") == (2, "", line)

@@ -88,11 +88,13 @@ TABLE = {
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "config_files errors settings ops nn integration overlap.report symm.step",
+        "command_errors config_files errors settings ops nn integration overlap.report symm.step",
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
-    "generate": room("overlap.report symm.step train", "torch megatron pydantic rich typer"),
+    "generate": room(
+        "command_errors overlap.report symm.step train", "torch megatron pydantic rich typer"
+    ),
 }
 BELOW = frozenset(TABLE)
 TABLE |= {
@@ -121,16 +123,8 @@ AT_IMPORT = {
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE
-        | {
-            "command_group",
-            "doctor",
-            "generate.commands",
-            "launch.commands",
-            "patching",
-            "results.commands",
-            "train.commands",
-        }
-        | {"simulate.commands"},
+        | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
+        | {"patching", "results.commands", "simulate.commands", "train.commands"},
         frozenset({"rich", "typer"}),
     ),
 }

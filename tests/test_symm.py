@@ -19,7 +19,7 @@ from ranks import DEVICE, FUSED, be_late, here, on_device, run_ranks
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import cpu_backend, signals
+from flux_megatron.symm import cpu_backend, objects, signals
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.buffer import SymmetricBuffer
@@ -64,6 +64,20 @@ def test_no_two_slots_are_the_same(world_size):
     tiles = range(signals.MAX_COMM_TILES)
     slots = [signals.slot(source, tile) for source in range(world_size) for tile in tiles]
     assert sorted(slots) == list(range(world_size * signals.MAX_COMM_TILES))
+
+
+def objects_come_without_numpy(rank: int) -> None:
+    group = dist.group.WORLD
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("not available")):
+        found = objects.all_gather({"rank": rank, "words": ["a"] * 10**rank}, group)
+        leader = objects.broadcast(f"of {rank}" * (rank + 1), group)
+    assert found == [{"rank": r, "words": ["a"] * 10**r} for r in range(group.size())]
+    assert leader == "of 0"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_objects_among_ranks(world_size):
+    run_ranks(objects_come_without_numpy, world_size)
 
 
 def peers_see_each_other(rank: int) -> None:

@@ -20,6 +20,7 @@ from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
 from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.symm import objects
 from flux_megatron.symm.workspace import Workspace, capturing, workspace
 
 NAME = "embedding_a2a"
@@ -136,8 +137,7 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
-    said: list[tuple[str, str]] = [("", "")] * space.world_size
-    dist.all_gather_object(said, (error, words), group=space.group)
+    said = objects.all_gather((error, words), space.group)
     if wrong:
         wrongs = [f"rank {r}: {one}" for r, (one, _) in enumerate(said) if one]
         raise ValueError(f"{NAME}: {'; '.join(wrongs)}")

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron import command_errors
+
 
 def generate(
     checkpoint: Annotated[
@@ -33,6 +35,7 @@ def generate(
     json_: Annotated[Path | None, typer.Option("--json", help="Write everything there")] = None,
 ) -> None:
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
+    command_errors.require("generate", "megatron.core", "numpy", "psutil")
     from flux_megatron.generate import launcher, request
     from flux_megatron.train.config import ConfigError
 

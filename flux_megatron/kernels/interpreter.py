@@ -18,6 +18,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 from flux_megatron.kernels.interpreter_types import make_types_once
@@ -27,16 +28,30 @@ def prepare() -> None:
     """Choose the interpreter on a machine without a GPU, and repair it where it is chosen.
 
     Triton decides at its first import, so call this before. `supports` of the kernels gives the
-    reason if triton was imported first.
+    reason if triton was imported first, or if there is no numpy for its interpreter.
     """
     import torch
 
-    if "triton" not in sys.modules and not torch.cuda.is_available():
+    early = "triton" not in sys.modules and find_spec("numpy") is not None
+    if early and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if triton_interprets():
+        repair()
+
+
+def triton_interprets() -> bool:
     import triton
 
-    if triton.knobs.runtime.interpret:
-        repair()
+    return bool(triton.knobs.runtime.interpret)
+
+
+def refuses() -> str | None:
+    """Why kernels are not interpreted in this process, so that CPU tensors cannot be taken."""
+    if triton_interprets():
+        return None
+    if find_spec("numpy") is None:
+        return "CPU tensors need numpy, in which Triton's interpreter is written"
+    return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
 
 
 @lru_cache(maxsize=1)

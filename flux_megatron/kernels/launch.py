@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import triton
 
+from flux_megatron.kernels import interpreter
 from flux_megatron.problem import Problem, Tile
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,10 +25,9 @@ def supports_tensors(dtype: str, device: str) -> str | None:
     """The same of tensors of a dtype on a kind of device."""
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of {', '.join(DTYPES)}"
-    interpreted = triton.knobs.runtime.interpret
-    if device == "cpu" and not interpreted:
-        return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
-    if device != "cpu" and interpreted:
+    if device == "cpu":
+        return interpreter.refuses()
+    if triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
     return None
 

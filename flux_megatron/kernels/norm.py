@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flux_megatron.kernels import interpreter
 from flux_megatron.kernels.launch import persistent_grid
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import Launcher
@@ -33,10 +34,9 @@ def supports(x: Tensor, weight: Tensor) -> str | None:
         return f"dtypes {dtypes} are not all of {DTYPES}"
     if x.shape[-1] * x.element_size() > ROW_BYTES_MAX:
         return f"rows of {x.shape[-1]} {x.dtype} take more than {ROW_BYTES_MAX} bytes"
-    interpreted = triton.knobs.runtime.interpret
-    if not x.is_cuda and not interpreted:
-        return "CPU tensors need TRITON_INTERPRET=1, set before triton is imported"
-    if x.is_cuda and interpreted:
+    if not x.is_cuda:
+        return interpreter.refuses()
+    if triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
     return None
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flux_megatron import config_files
-from flux_megatron.config_files import flat
+from flux_megatron.config_files import configs, flat
 from flux_megatron.launch.errors import ErrorDetail, ExperimentError
 
-PACKAGE = Path(__file__).parents[1]
 # sections that a file may take whole by name, and the folders of those that we ship
 SHIPPED = {"model": "models", "cluster": "clusters"}
 BY_CALLER = "set by the caller"
@@ -77,12 +76,6 @@ def is_below(key: str, prefix: str) -> bool:
 
 def covers(prefix: str, key: str) -> bool:
     return key == prefix or is_below(key, prefix)
-
-
-def configs() -> Path:
-    """The folder of models, clusters and experiments: in an installed package, or a checkout."""
-    inside = PACKAGE / "configs"
-    return inside if (inside / "experiments").is_dir() else PACKAGE.parent / "configs"
 
 
 def shown(file: Path) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
+from flux_megatron.symm import objects
 
 _REFUSED = "refused: "
 _BROKEN = "broken"  # the key of the first failure in the middle of a call
@@ -35,10 +36,9 @@ class Agreement:
         self._name = group.group_name
         self.broken = ""  # the first failure of a rank in the middle of a call, once it is known
         # a group created later under the same name must not read old answers
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        nonce = objects.broadcast(uuid.uuid4().hex, group)
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"flux_megatron/{nonce[0]}", store)
+        self._store = dist.PrefixStore(f"flux_megatron/{nonce}", store)
         self._number = 0
 
     def store(self, name: str) -> dist.Store:

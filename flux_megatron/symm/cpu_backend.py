@@ -12,10 +12,10 @@ import mmap
 import os
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
+from flux_megatron.symm import objects
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
 
@@ -26,7 +26,6 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
     `WorkspaceError`, on every rank, if one has too little memory, or cannot open another's memfd:
     ranks in separate containers do not see each other's /proc.
     """
-    rank, world_size = group.rank(), group.size()
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = os.memfd_create("flux_megatron")
     problem = ""
@@ -34,22 +33,20 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         problem = f"{size_bytes} bytes of shared memory: {error}"
-    paths: list[str] = [""] * world_size
-    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{descriptor}", group=group)
+    paths = objects.all_gather(f"/proc/{os.getpid()}/fd/{descriptor}", group)
     maps: list[mmap.mmap] = []
     try:
         maps += [_mapped(path, size_bytes) for path in paths]
     except (OSError, ValueError) as error:  # ValueError: the other rank's is too short
         problem = problem or str(error)
-    problems: list[str] = [""] * world_size
-    dist.all_gather_object(problems, problem, group=group)
+    problems = objects.all_gather(problem, group)
     os.close(descriptor)  # all ranks have mapped it
     if any(problems):
         listed = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
         raise errors.WorkspaceError(f"ranks cannot share memory: {listed}")
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in maps]
     return SymmetricBuffer(
-        rank=rank,
+        rank=group.rank(),
         shards=tuple(torch.frombuffer(m, dtype=torch.uint8) for m in maps),
         pointers=torch.tensor(addresses, dtype=torch.int64),
         keep_alive=maps,

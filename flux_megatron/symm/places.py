@@ -6,10 +6,10 @@ import socket
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
+from flux_megatron.symm import objects
 
 
 class Place(NamedTuple):
@@ -20,10 +20,8 @@ class Place(NamedTuple):
 
 def places(group: ProcessGroup, device: torch.device, doorbell: str) -> list[Place]:
     """The place of each rank, by its number. Collective."""
-    mine = Place(device.type, socket.gethostname(), doorbell)
-    found = [mine] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    mine = (device.type, socket.gethostname(), doorbell)
+    return [Place(*one) for one in objects.all_gather(mine, group)]
 
 
 def why_unavailable(ranks: list[Place]) -> str | None:

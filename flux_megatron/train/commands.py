@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from flux_megatron import command_errors
+
 
 def train(
-    config: Annotated[Path, typer.Option(help="YAML file, such as configs/train/demo.yaml")],
+    config: Annotated[Path, typer.Option(help="YAML file, or demo or h200, which we ship")],
     out: Annotated[Path | None, typer.Option(help="Folder of this run; default out/CONFIG")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
@@ -28,6 +30,7 @@ def train(
     ] = False,
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
+    command_errors.require("train", "megatron.core", "numpy", "psutil")
     from flux_megatron.train import config as configs
     from flux_megatron.train.rank_process import INTERRUPTED
 

@@ -154,14 +154,18 @@ class TrainConfig(Section):
 
 
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
-    """The run of `file` with dotted `overrides`, as {"train.steps": 10}.
+    """The run of `file`, or of one that we ship, as "demo", with `overrides`: {"train.steps": 10}.
 
     `ConfigError` names what is wrong.
     """
     try:
-        raw = config_files.read(file)
+        raw = config_files.read(_found(file))
     except ValueError as error:
-        raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
+        names = ", ".join(sorted(one.stem for one in (config_files.configs() / "train").iterdir()))
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"--config {file}: {said}; a YAML file, or one of {names} expected"
+        ) from None
     for dotted, value in overrides.items():
         _override(raw, dotted, value)
     try:
@@ -169,6 +173,12 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     except ValidationError as error:
         said = "; ".join(_explain(item, overrides) for item in error.errors())
         raise ConfigError(f"{file}: {said}") from None
+
+
+def _found(file: Path) -> Path:
+    """The file itself, or the one that we ship by that name."""
+    shipped = config_files.configs() / "train" / f"{file}.yaml"
+    return shipped if not file.exists() and shipped.is_file() else file
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
+from flux_megatron.symm import objects
 
 BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one all-reduce
 # The blocks last so many times as long as the longest candidate takes alone: a kernel that gets its
@@ -116,10 +117,9 @@ def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
     on how many groups a rank has.
     """
     if group not in _seconds:
-        nonce = [uuid.uuid4().hex]
-        dist.broadcast_object_list(nonce, group=group, group_src=0)
+        nonce = objects.broadcast(uuid.uuid4().hex, group)
         root = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"flux_megatron/beside/{nonce[0]}", root)
+        store = dist.PrefixStore(f"flux_megatron/beside/{nonce}", root)
         limit = timedelta(seconds=settings.get().timeout_s)
         made: Any
         if device.type == "cuda":
@@ -144,8 +144,7 @@ def _block(group: ProcessGroup, device: torch.device) -> Tensor:
         found = torch.zeros(BLOCK_BYTES[device.type] // 4, device=device)
     except torch.OutOfMemoryError as error:
         said = str(error)
-    answers = [""] * group.size()
-    dist.all_gather_object(answers, said, group=group)
+    answers = objects.all_gather(said, group)
     if lacking := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]:
         size_bytes = BLOCK_BYTES[device.type]
         raise NoRoom(f"no {size_bytes} bytes for an all-reduce beside: {'; '.join(lacking)}")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.symm import workspace
+from flux_megatron.symm import objects, workspace
 from flux_megatron.tuning.beside import AllReduces
 
 Candidate = Callable[[], object]
@@ -122,8 +122,7 @@ def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup:
         workspace.check()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    answers = [""] * group.size()
-    dist.all_gather_object(answers, said, group=group)
+    answers = objects.all_gather(said, group)
     if len(set(answers)) == 1:
         return said
     return "; ".join(f"rank {r}: {answer}" for r, answer in enumerate(answers) if answer)

@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
@@ -26,6 +25,7 @@ from flux_megatron.perf.band_plans import best_plans
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
 from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
@@ -196,9 +196,7 @@ def _trial(problem: Problem, group: ProcessGroup, device: torch.device) -> Trial
     trial = None
     with suppress(torch.OutOfMemoryError):
         trial = Trial(problem, group, device)
-    rooms = [False] * group.size()
-    dist.all_gather_object(rooms, trial is not None, group=group)
-    if trial is None or not all(rooms):
+    if not all(objects.all_gather(trial is not None, group)) or trial is None:
         return None
     trial.begin()
     return trial
@@ -206,9 +204,7 @@ def _trial(problem: Problem, group: ProcessGroup, device: torch.device) -> Trial
 
 def leaders(group: ProcessGroup, value: Any) -> Any:
     """The leader's value, on all ranks."""
-    said = [value]
-    dist.broadcast_object_list(said, group=group, group_src=0)
-    return said[0]
+    return objects.broadcast(value, group)
 
 
 def _rounds(seconds: float, times_us: Iterable[float], most: int) -> int:

@@ -1,0 +1,44 @@
+"""Python objects among the ranks of a group. torch.distributed has functions for it, but they need
+numpy, which torch does not bring along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def all_gather(mine: T, group: ProcessGroup) -> list[T]:
+    """The object of every rank, by its number. Collective; anything that pickle takes."""
+    data, device = pickle.dumps(mine), _device(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    sent = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    received = [torch.empty_like(sent) for _ in lengths]
+    dist.all_gather(received, sent, group=group)
+    return [pickle.loads(_bytes(one)) for one in received]
+
+
+def broadcast(value: T, group: ProcessGroup) -> T:
+    """The object of the group's first rank. Collective."""
+    return all_gather(value if group.rank() == 0 else None, group)[0]  # type: ignore[return-value]
+
+
+def _bytes(words: torch.Tensor) -> bytes:
+    """Pickle ends by itself, before what a shorter object is filled up with."""
+    on_host = words.cpu()
+    return ctypes.string_at(on_host.data_ptr(), on_host.numel())
+
+
+def _device(group: ProcessGroup) -> str:
+    """Where the group's collectives take tensors: on the host, if it has a backend for that."""
+    kinds = [device.type for device in group._device_types]
+    return "cpu" if "cpu" in kinds or not kinds else kinds[0]

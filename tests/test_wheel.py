@@ -1,0 +1,183 @@
+"""The wheel and the sdist of this checkout, installed into clean environments, far from any
+checkout: what is in them, what runs with the core alone, what the commands find with their extras.
+
+Nothing is downloaded: see `wheel_environment`. So it cannot tell whether an index has the
+requirements; that pip takes those installed here for enough, it does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from wheel_environment import ROOT, build, environment, requirements
+
+from flux_megatron import command_errors
+from flux_megatron.cli import app
+from flux_megatron.version import __version__
+
+pytest.importorskip("hatchling", reason="builds the wheel: pip install -e '.[dev]'")
+EMPTY = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+CALL = """
+import sys
+import flux_megatron
+assert not {"torch", "triton"} & sys.modules.keys(), "the package itself loads neither"
+import torch
+import torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+x, w = torch.full((2, 4), rank + 1.0), torch.ones(3, 4)
+y = flux_megatron.all_gather_gemm(x, w, dist.group.WORLD)
+assert y.tolist() == [[4.0] * 3] * 2 + [[8.0] * 3] * 2, y
+print(flux_megatron.report())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("dist"), "wheel")
+
+
+@pytest.fixture(scope="module")
+def core(wheel, tmp_path_factory):
+    """The commands of an environment with the wheel and what it requires."""
+    return environment(tmp_path_factory.mktemp("core") / "venv", wheel)
+
+
+@pytest.fixture(scope="module")
+def launch(wheel, tmp_path_factory):
+    """The same with the extra that most commands need."""
+    return environment(tmp_path_factory.mktemp("launch") / "venv", wheel, "launch")
+
+
+def ran(folder: Path, *command: object, code: int = 0) -> str:
+    """Stdout, or stderr where the command fails, of a command that sees nothing but its venv."""
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=EMPTY, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code == 2 else done.stdout
+
+
+def test_the_wheel_has_what_the_commands_read(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert sorted(names) == sorted(set(names))
+    for folder in ("configs", "patches"):
+        files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
+        assert {f"flux_megatron/{file.relative_to(ROOT)}" for file in files} <= {*names}
+    assert "flux_megatron/py.typed" in names
+    assert f"flux_megatron-{__version__}.dist-info/licenses/LICENSE" in names
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"flux_megatron", f"flux_megatron-{__version__}.dist-info"}
+
+
+def test_the_core_is_torch_and_triton(wheel):
+    assert {one.name for one in requirements(wheel)} == {"torch", "triton"}
+
+
+def test_a_missing_module_leads_to_the_extra_that_brings_it(wheel):
+    """The table of `command_errors` is that of pyproject.toml, and every extra has typer."""
+    distributions = {"megatron": "megatron-core", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+    for module, extra in command_errors.EXTRAS.items():
+        name = distributions.get(module, module)
+        assert name in {one.name for one in requirements(wheel, extra)}, (module, extra)
+    for extra in {*command_errors.EXTRA_OF_COMMAND.values()}:
+        brought = {one.name for one in requirements(wheel, extra)}
+        assert {one.name for one in requirements(wheel, "launch")} <= brought
+
+
+def test_the_core_alone_has_doctor(core, tmp_path):
+    assert ran(tmp_path, core / "flux-megatron", "--version") == f"{__version__}\n"
+    assert "torch" in ran(tmp_path, core / "flux-megatron", "doctor", "--gpus", "0", code=1)
+    assert "doctor" in ran(tmp_path, core / "python", "-m", "flux_megatron", "--help")
+    line = "flux-megatron train: typer is not installed: pip install 'flux-megatron[train]'\n"
+    assert ran(tmp_path, core / "flux-megatron", "train", "--help", code=2) == line
+
+
+def test_the_core_alone_computes_on_the_cpu(core, tmp_path):
+    """Without overlap, as numpy, in which Triton's interpreter is written, is no requirement."""
+    command = [core / "python", "-W", "ignore", "-c", CALL]
+    ranks = [
+        subprocess.Popen(
+            [*map(str, command), str(rank), str(tmp_path / "store")], cwd=tmp_path, env=EMPTY,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        shown, said = rank.communicate(timeout=100)
+        assert rank.returncode == 0, said
+        assert "CPU tensors need numpy" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--help", "Tensor-parallel layers for Megatron"),
+        ("train --help", "Pretrain a GPT"),
+        ("launch cpu/tiny --dry-run", "torch.distributed.run"),
+        ("simulate node/small_h200", "small_h200"),
+    ],
+)
+def test_commands_work_outside_a_checkout(launch, tmp_path, words, text):
+    assert text in ran(tmp_path, launch / "flux-megatron", *words.split())
+
+
+def test_patterns_works_outside_a_checkout(launch, tmp_path):
+    assert "ag_gemm" in ran(tmp_path, launch / "python", "-m", "flux_megatron", "patterns")
+
+
+def test_train_names_all_that_it_lacks(launch, tmp_path):
+    line = "flux-megatron train: megatron.core, psutil not installed: pip install "
+    line += "'flux-megatron[train]'\n"
+    assert ran(tmp_path, launch / "flux-megatron", "train", "--config", "demo", code=2) == line
+
+
+def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
+    """What a distributor needs: sources, tests, and the pages and scripts that tests read."""
+    with tarfile.open(build(tmp_path, "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / f"flux_megatron-{__version__}"
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert [name for name in tracked if not (source / name).exists()] == []
+    again = build(tmp_path / "again", "wheel", source)
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert {i.filename: i.CRC for i in one.infolist()} == {
+            i.filename: i.CRC for i in other.infolist()
+        }
+
+
+def test_every_dependency_has_its_licence_in_the_docs(wheel):
+    page = (ROOT / "docs/reference/licences.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    extras = ("", "megatron", "train", "launch", "bench", "docs", "dev")
+    named = {one.name.lower() for extra in extras for one in requirements(wheel, extra)}
+    assert sorted(named - {"flux-megatron"}) == sorted({*rows} - {"package", "---"})
+
+
+def test_every_file_of_a_release_has_the_version():
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"flux_megatron-{__version__}-py3" in (ROOT / "docs/install.md").read_text()
+
+
+COMMAND = re.compile(r"flux-megatron ([a-z]+)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_the_pages_of_a_beginner_name_commands_and_files_that_exist(page):
+    text = (ROOT / page).read_text()
+    known = {one.name or one.callback.__name__ for one in app.registered_commands}
+    known |= {one.name for one in app.registered_groups}
+    assert {*COMMAND.findall(text)} <= known
+    for script in re.findall(r"scripts/[\w.]+", text):
+        assert (ROOT / script).exists()
