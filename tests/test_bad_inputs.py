@@ -17,6 +17,9 @@ from flux_megatron.problem import Plan
 from flux_megatron.symm import workspace as workspaces
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+RANKS = 3 if DEVICE == "cpu" else 2  # of which rank 1 makes another call than the others
+LONG = {"FLUX_MEGATRON_TIMEOUT_S": "8"}  # what a wait that nobody ends would take
+SOON_S = 4.0
 GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
 STRATEGIES = {
     GATHER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
@@ -186,17 +189,19 @@ def known_calls_in_another_order(rank: int, late: int) -> tuple[str, float]:
     return said, seconds
 
 
-@pytest.mark.parametrize("strategy", ["fused", "pipelined", "sequential"])
-@pytest.mark.parametrize("late", [0, 1, 2])
+# on GPUs the whole device is waited for, which NCCL would hold
+@pytest.mark.parametrize("strategy", STRATEGIES[GATHER][1:] if DEVICE == "cpu" else ["fused"])
+@pytest.mark.parametrize("late", [0, 1])
 def test_known_calls_in_another_order_are_reported_to_every_rank(late, strategy):
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}  # and the long bound of all tests
-    answers = on_device(known_calls_in_another_order, 3, late, environment=environment)
+    environment = LONG | {"FLUX_MEGATRON_STRATEGY": strategy}
+    answers = on_device(known_calls_in_another_order, RANKS, late, environment=environment)
     for rank, (said, seconds) in enumerate(answers):
-        mine, theirs = (27, 18) if rank == 1 else (18, 27)
-        others = (0, 2) if rank == 1 else (1,)
-        assert f"of rank {rank} is ag_gemm M={mine} N=15 K=4" in said
-        assert any(f"of rank {other} ag_gemm M={theirs} N=15 K=4" in said for other in others)
-        assert seconds < 2
+        mine, theirs = (9, 6) if rank == 1 else (6, 9)
+        others = [other for other in range(RANKS) if (other == 1) != (rank == 1)]
+        assert f"of rank {rank} is ag_gemm M={mine * RANKS} N={5 * RANKS} K=4" in said
+        seen = [f"of rank {other} ag_gemm M={theirs * RANKS} N={5 * RANKS}" for other in others]
+        assert any(text in said for text in seen)
+        assert seconds < SOON_S
 
 
 def a_new_call_and_a_known_one(rank: int, late: int) -> tuple[str, float]:
@@ -209,13 +214,13 @@ def a_new_call_and_a_known_one(rank: int, late: int) -> tuple[str, float]:
     return seconds_until(errors.ProblemMismatch, lambda: GATHER(x, tensor(5, 4), group))
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_new_call_beside_a_known_one_is_reported_to_every_rank(late):
-    answers = on_device(a_new_call_and_a_known_one, 3, late, environment=FUSED)
+    answers = on_device(a_new_call_and_a_known_one, RANKS, late, environment=FUSED | LONG)
     for said, seconds in answers:
-        assert "rank 1 asks: ag_gemm M=27 N=15 K=4" in said
-        assert "ag_gemm M=18 N=15 K=4" in said, "what the others call"
-        assert seconds < 2
+        assert f"rank 1 asks: ag_gemm M={9 * RANKS} N={5 * RANKS} K=4" in said
+        assert f"ag_gemm M={6 * RANKS} N={5 * RANKS} K=4" in said, "what the others call"
+        assert seconds < SOON_S
 
 
 def one_refuses(rank: int, bad: dict, plan: Plan | None) -> tuple[str, float]:
@@ -269,10 +274,10 @@ def one_refuses_what_is_known(rank: int) -> tuple[str, float]:
 
 
 def test_a_missing_signal_is_explained_by_a_refusal():
-    (said, seconds), _ = on_device(one_refuses_what_is_known, 2, environment=FUSED)
+    (said, seconds), _ = on_device(one_refuses_what_is_known, 2, environment=FUSED | LONG)
     assert "rank 1 refused: " in said
     assert "equal K expected" in said
-    assert seconds < 2
+    assert seconds < SOON_S
 
 
 def one_never_comes(rank: int, known: bool, pattern: str) -> tuple[str, float]:

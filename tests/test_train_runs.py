@@ -159,6 +159,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, text, number):
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == INTERRUPTED, output
+    assert f"to go on: flux-megatron train --config configs/train/demo.yaml --out {out} " in output
     assert_no_rank_of(out)
     done = len(losses(out))
     assert (out / "checkpoints" / "latest").read_text() == f"step_{done}\n"

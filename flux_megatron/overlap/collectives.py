@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import torch.distributed as dist
 
 from flux_megatron.symm.workspace import Workspace
 
-_POLL_S = 1e-4
+_LOOK_S = 0.05
 
 
 def wait(work: dist.Work, workspace: Workspace) -> None:
     """Return when the current stream may use the result; raise as `Workspace.check` does.
 
-    On GPUs the stream waits, not the host. gloo holds the host, which could learn nothing meanwhile
-    from a rank that makes another call.
+    On GPUs the stream waits, not the host. gloo holds who waits, so a thread does: the host may
+    learn meanwhile that another rank makes another call. gloo does not say whether a reduce-scatter
+    is complete.
     """
-    while workspace.device.type == "cpu" and not work.is_completed():
+    if workspace.device.type == "cuda":
+        work.wait()
+        return
+    failures: list[BaseException] = []
+    thread = threading.Thread(target=_wait, args=(work, failures), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
         workspace.check()
-        time.sleep(_POLL_S)
-    work.wait()
+    if failures:
+        raise failures[0]
+
+
+def _wait(work: dist.Work, failures: list[BaseException]) -> None:
+    try:
+        work.wait()
+    except BaseException as error:
+        failures.append(error)

@@ -16,7 +16,7 @@ _RINGS = 4096  # bytes of the pipe that one answer takes
 
 
 def address(answer: Callable[[], None]) -> str:
-    """Where this process is rung; its thread then calls `answer`, that of the first caller."""
+    """Where this process is rung, for a thread of it to call `answer`: one for each `answer`."""
     return _address(os.getpid(), answer)
 
 

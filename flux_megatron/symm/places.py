@@ -20,8 +20,8 @@ class Place(NamedTuple):
 
 def places(group: ProcessGroup, device: torch.device, doorbell: str) -> list[Place]:
     """The place of each rank, by its number. Collective."""
-    mine = Place(device.type, socket.gethostname(), doorbell)
-    return objects.all_gather(mine, group)
+    mine = (device.type, socket.gethostname(), doorbell)
+    return [Place(*one) for one in objects.all_gather(mine, group)]
 
 
 def why_unavailable(ranks: list[Place]) -> str | None:

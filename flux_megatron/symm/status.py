@@ -8,6 +8,7 @@ memory, so the host can read it while kernels run, and end their waits by it.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from flux_megatron import settings
 from flux_megatron.symm import signals
+
+# A GPU looks by an atomic add of 0, which over PCIe may write back an old 0 behind the host's word:
+# the host looks again.
+_LOOKS, _LOOK_S = 20, 1e-3
 
 
 class Status:
@@ -35,13 +40,15 @@ class Status:
     @property
     def tripped(self) -> bool:
         """Whether waits give up."""
-        return self._record[signals.STATUS_TRIPPED] != 0
+        return self._record[signals.STATUS_TRIPPED] != 0 or bool(self.mismatch)
 
     def end_waits(self, mismatch: str) -> None:
         """Have all waits give up, because what they wait for will not come."""
         self.mismatch = self.mismatch or mismatch
-        if not self.tripped:
-            self._record[signals.STATUS_TRIPPED] = signals.STATUS_MISMATCH
+        for _ in range(_LOOKS):
+            if not self._record[signals.STATUS_TRIPPED]:
+                self._record[signals.STATUS_TRIPPED] = signals.STATUS_MISMATCH
+            time.sleep(_LOOK_S)
 
     def late(self) -> str:
         """Who waited for what, and how long; "" while no wait is late."""

@@ -80,6 +80,8 @@ def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> i
         return worker.train(run, out, resume, None)
     from rich.console import Console
 
+    # a job that is queued again resumes, also where its first start did not come so far
+    resume = resume and (out / run_folder.CONFIG).is_file()
     launcher.check(run, ranks, out, resume)
     with run_folder.claimed(run, out, resume):
         return worker.train(run, out, resume, Console(file=sys.stdout))

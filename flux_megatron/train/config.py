@@ -161,8 +161,8 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     try:
         raw = config_files.read(_found(file))
     except ValueError as error:
-        said = " ".join(str(error).split())
         names = ", ".join(sorted(one.stem for one in (config_files.configs() / "train").iterdir()))
+        said = " ".join(str(error).split())
         raise ConfigError(
             f"--config {file}: {said}; a YAML file, or one of {names} expected"
         ) from None

@@ -103,14 +103,16 @@ class Loop:
         return self.step >= loop.steps
 
     def _refuse_bad(self, row: dict[str, Any]) -> None:
-        """`LossNotFinite`, on all ranks, which have the same loss."""
-        if math.isfinite(row["loss"]):
+        """`LossNotFinite`, on all ranks, which have the same numbers. Gradients that are not finite
+        have spoiled the weights; a step of float16 that skips its update has no norm.
+        """
+        if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"] or 0.0):
             return
         kept = run_folder.whole_names(self.out / "checkpoints")
         raise LossNotFinite(
-            f"the loss of step {self.step} is {row['loss']} (lr {row['lr']:g}, gradient norm "
-            f"{row['grad_norm']}); {kept[-1] if kept else 'no checkpoint'} is kept: "
-            "train anew with a smaller train.lr, or look at the data"
+            f"step {self.step}: loss {row['loss']}, gradient norm {row['grad_norm']}, finite ones "
+            f"expected (lr {row['lr']:g}); {kept[-1] if kept else 'no checkpoint'} is kept: train "
+            "anew with a smaller train.lr, or look at the data"
         )
 
     def _one_step(self, batches: Any) -> dict[str, Any]:

@@ -127,26 +127,30 @@ class RankProcesses:
         )
         first = reported[0] if reported else None
         said = f"rank_{first.rank} failed: {_words(first.raised)}" if first else ""
-        cause, kept = facts[0] if facts else said or reason, ""
-        for rank in self.ranks:
-            text = rank.error or rank.fact()
-            if rank.code is None:
-                text = text or f"rank_{rank.rank} was running"
-                text += f"; it was ended, because {reason}: {cause}"
-            elif not text:
-                text = f"rank_{rank.rank} had ended by itself: {cause}"
-            with contextlib.suppress(OSError):  # a full disk must not hide the error
-                self._error_file(rank.rank).write_text(text.strip() + "\n")
-                kept = f" (more in {self.logs})"
-        failure: Exception = RankFailure(
-            f"{'; '.join(filter(None, [*facts, said])) or reason}{kept}"
-        )
+        kept = self._keep_errors(reason, facts[0] if facts else said or reason)
+        words = "; ".join(filter(None, [*facts, said])) or reason
+        failure: Exception = RankFailure(f"{words} (more in {self.logs})" if kept else words)
         if first is None:
             return failure
         if first.raised["input"] and not facts:
             failure = ConfigError(first.raised["message"])
         failure.__cause__ = RankTraceback(f"of rank_{first.rank}:\n{first.error}")
         return failure
+
+    def _keep_errors(self, reason: str, cause: str) -> bool:
+        """Whether every rank's error is in its file: a full disk must not hide the first one."""
+        try:
+            for rank in self.ranks:
+                text = rank.error or rank.fact()
+                if rank.code is None:
+                    text = text or f"rank_{rank.rank} was running"
+                    text += f"; it was ended, because {reason}: {cause}"
+                elif not text:
+                    text = f"rank_{rank.rank} had ended by itself: {cause}"
+                self._error_file(rank.rank).write_text(text.strip() + "\n")
+        except OSError:
+            return False
+        return True
 
     def _error_file(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.error"

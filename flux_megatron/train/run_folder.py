@@ -44,14 +44,18 @@ def refuse_used(out: Path, resume: bool) -> None:
 
     No run is ever overwritten.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file, a folder expected: give another --out")
+    try:
+        held = {*os.listdir(out)}
+    except FileNotFoundError:
+        held = set()
+    except OSError as error:
+        raise unwritable(out, error) from None
     if resume and not (out / CONFIG).is_file():
         raise ConfigError(
             f"--resume: {out} holds no run (no {CONFIG}): give the --out of one, or leave --resume "
             "out to start one there"
         )
-    if not resume and out.exists() and not {*os.listdir(out)} <= OF_A_START:
+    if not resume and not held <= OF_A_START:
         raise ConfigError(f"{out} is not empty: give another --out, or --resume to continue it")
 
 
@@ -88,17 +92,23 @@ def _lock(out: Path) -> IO[str]:
 
 def unwritable(out: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"--out {out}: {error.filename or out} cannot be written ({error.strerror}): "
-        "free it, or give another --out"
+        f"--out {out}: {error.filename or out} cannot be written ({error.strerror}): a folder "
+        "with room expected, give another --out"
     )
 
 
 def _record(config: TrainConfig, out: Path) -> None:
     """Write down what is run, which a resumption must match."""
     file, new = out / CONFIG, config.model_dump(mode="json")
-    old = recorded_config(out).model_dump(mode="json") if file.exists() else new
-    if changed := config_files.differences(old, new, but=MAY_CHANGE):
+    old = recorded_config(out) if file.exists() else config
+    if changed := config_files.differences(old.model_dump(mode="json"), new, but=MAY_CHANGE):
         raise ConfigError(f"{out} cannot be resumed with other settings: {changed}")
+    if old.padded_vocab != config.padded_vocab:
+        raise ConfigError(
+            f"parallel.tp={config.parallel.tp} given: a padded vocabulary of {config.padded_vocab} "
+            f"rows, {old.padded_vocab} expected for the same losses, as with "
+            f"parallel.tp={old.parallel.tp}"
+        )
     try:
         write_json(file, new)
     except OSError as error:

@@ -117,9 +117,20 @@ class Case:
             end.wrong = f"code {job.code}, {says!r} expected, unnamed {unnamed}:\n{output[-3000:]}"
         return end
 
+    def refused(self, job: Job, says: str) -> End:
+        """The job must end by `says` as bad input: most of it before any rank is started."""
+        end = self.end(job)
+        end.named = bool(re.search(says, job.output))
+        if job.code != 2 or not end.named:
+            end.wrong = f"code {job.code}, {says!r} expected:\n{job.output[-3000:]}"
+        return end
+
     def resumed(self, end: End, name: str = "run", **options: Any) -> End:
-        """Also: the run goes on from its checkpoint, and changes no bit."""
-        job = self.start(name, resume=True, **options)
+        """Also: the run goes on from its checkpoint, and changes no bit. One that failed before
+        its first step starts again.
+        """
+        begun = (self.folder / name / "config.json").exists()
+        job = self.start(name, resume=begun, **options)
         if not job.wait(self.world.limit_s + 10 * self.world.seconds):
             os.kill(job.pid, signal.SIGKILL)
         return self.same(end, job)

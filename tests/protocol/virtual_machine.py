@@ -95,9 +95,6 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
 class _Work:
     """A collective in the current stream."""
 
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> None: ...
 
 
