@@ -23,6 +23,7 @@ from torch import nn
 
 DOCS = Path(__file__).parents[1] / "docs"
 ENVIRONMENT = {"FLUX_MEGATRON_STRATEGY": "sequential", "BACKEND": "eager"}
+LIMIT_S = 300  # other tests may run beside it
 TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
@@ -53,7 +54,7 @@ def run(rank: int, source: str, stand_in: bool = False) -> list[float]:
 
 
 def losses(source: str, ranks: int, *args) -> list[float]:
-    return run_ranks(run, ranks, source, *args, environment=ENVIRONMENT)[0]
+    return run_ranks(run, ranks, source, *args, environment=ENVIRONMENT, limit_s=LIMIT_S)[0]
 
 
 def falling(made: list[float]) -> None:
@@ -70,7 +71,7 @@ def test_the_plan_trains_as_pytorch_s_styles_and_as_one_process():
     named = re.sub(r"Flux(Colwise|Rowwise)Parallel", r"\1Parallel", eager)
     of_torch = named.replace("flux_megatron.nn", "torch.distributed.tensor.parallel")
     assert ours == pytest.approx(losses(of_torch, 2), abs=2e-6)  # it prints six digits
-    alone = re.sub(r"^ +parallelize_module\(block.*\n", "", eager, flags=re.MULTILINE)
+    alone = re.sub(r"parallelize_module\(block.*", "pass", eager)
     assert ours == pytest.approx(losses(alone, 1), abs=2e-6)
 
 
