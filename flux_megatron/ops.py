@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
@@ -139,7 +141,7 @@ def _eager(x: Tensor, w: Tensor) -> bool:
 
 def is_traced() -> bool:
     """Whether torch.compile, fake tensors or a checkpointing policy must see one operator."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0
 
 
 def group_named(name: str) -> ProcessGroup:
