@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
@@ -30,6 +32,7 @@ __all__ = [
     "gemv_all_reduce",
     "group_named",
     "guard",
+    "is_traced",
     "note_fallback",
     "note_layers",
     "phase",
@@ -65,7 +68,7 @@ def all_gather_gemm(
     """
     if _eager(x, w):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
-    return _all_gather_gemm(x, w, bias, name_of(group), layout, _text(plan))
+    return _all_gather_gemm(x, w, bias, name_of(group), group.size(), layout, _text(plan))
 
 
 def gemm_reduce_scatter(
@@ -86,7 +89,7 @@ def gemm_reduce_scatter(
     """
     if _eager(x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan)
-    return _gemm_reduce_scatter(x, w, name_of(group), layout, _text(plan))
+    return _gemm_reduce_scatter(x, w, name_of(group), group.size(), layout, _text(plan))
 
 
 def gemm_all_reduce(
@@ -133,9 +136,14 @@ def _eager(x: Tensor, w: Tensor) -> bool:
     """Whether nothing traces or differentiates the call: then a function is cheaper for the host
     than an operator.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_traced():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, fake tensors or a checkpointing policy must see one operator."""
+    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0
 
 
 def group_named(name: str) -> ProcessGroup:
@@ -143,28 +151,32 @@ def group_named(name: str) -> ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
 
 
+# Whoever keeps compiled graphs on disk finds them by their operators' arguments. So the R ranks of
+# the group, by which shapes differ, are one: a group of another size may have the same name.
+
+
 @torch.library.custom_op("flux_megatron::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, group: str, layout: str, plan: str
+    x: Tensor, w: Tensor, bias: Tensor | None, group: str, R: int, layout: str, plan: str
 ) -> Tensor:
     return run_ag_gemm(x, w, bias, group_named(group), layout=layout, plan=_plan(plan))
 
 
 @_all_gather_gemm.register_fake
-def _(x, w, bias, group, layout, plan):
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] * group_named(group).size(), N)
+def _(x, w, bias, group, R, layout, plan):
+    return x.new_empty(x.shape[0] * R, w.shape[0] if layout == "nt" else w.shape[1])
 
 
 @torch.library.custom_op("flux_megatron::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
+def _gemm_reduce_scatter(
+    x: Tensor, w: Tensor, group: str, R: int, layout: str, plan: str
+) -> Tensor:
     return run_gemm_rs(x, w, group_named(group), layout=layout, plan=_plan(plan))
 
 
 @_gemm_reduce_scatter.register_fake
-def _(x, w, group, layout, plan):
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    return x.new_empty(x.shape[0] // group_named(group).size(), N)
+def _(x, w, group, R, layout, plan):
+    return x.new_empty(x.shape[0] // R, w.shape[0] if layout == "nt" else w.shape[1])
 
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())

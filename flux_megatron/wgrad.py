@@ -6,6 +6,7 @@ Layers, the tuner and benchmarks form or accumulate it here; only peers bring ke
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
 def plain_wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """dw itself, in the dtype of dy: what autograd gets where nothing is accumulated."""
     return dy.t() @ x
+
+
+@dataclass(eq=False)
+class IntoMainGrad:
+    """A `wgrad` of `nn.functions` that adds the gradient to `main_grad` [N, K], of a dtype in
+    `SUPPORTED`. Autograd gets no gradient for the weight. torch.compile knows this one.
+    """
+
+    main_grad: Tensor
+
+    def __call__(self, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+        accumulate_wgrad(self.main_grad, dy, x)
+        return None
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:

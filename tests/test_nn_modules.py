@@ -279,21 +279,6 @@ def test_compile_under_autocast_and_of_a_wrong_width():
     on_device(captured, 2, environment=FUSED)
 
 
-def operators_are_sound(rank: int) -> None:
-    from flux_megatron.nn import operators
-
-    name = dist.group.WORLD.group_name
-    x, w, bias = (torch.ones(s, device=DEVICE, requires_grad=True) for s in ((6, 4), (5, 4), (5,)))
-    torch.library.opcheck(operators.column_parallel_linear, (x, w, bias, name))
-    cheap = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.row_parallel_linear, (x, w, name), test_utils=cheap)
-    torch.library.opcheck(operators.sum_over_group, (x.detach(), name), test_utils=cheap)
-
-
-def test_opcheck():
-    on_device(operators_are_sound, 1)
-
-
 def fakes(rank: int) -> dict[tuple[str, str], int]:
     """Shapes and memory without a run: what planners of memory and checkpointing ask for."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -224,9 +224,9 @@ def opchecks(rank: int) -> None:
     name = dist.group.WORLD.group_name
     x, w, bias = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4), (5,)))
     for layout, weight in (("nt", w), ("nn", w.t().contiguous())):
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, None, name, layout, ""))
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, bias, name, layout, ""))
-        torch.library.opcheck(ops._gemm_reduce_scatter, (x, weight, name, layout, ""))
+        torch.library.opcheck(ops._all_gather_gemm, (x, weight, None, name, 1, layout, ""))
+        torch.library.opcheck(ops._all_gather_gemm, (x, weight, bias, name, 1, layout, ""))
+        torch.library.opcheck(ops._gemm_reduce_scatter, (x, weight, name, 1, layout, ""))
 
 
 def test_opcheck():

@@ -51,6 +51,7 @@ def by_forks(folder: Path) -> str:
 
 
 def as_a_script(rank: int) -> str:
+    dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()  # the script joins its own, by the variables that torchrun sets
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     printed = io.StringIO()

@@ -27,14 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BYTES_MAX = 65536
 
 
-def supports(x: Tensor, weight: Tensor) -> str | None:
-    """Why the kernels cannot normalise the last dimension of x in this process, or None."""
-    dtypes = {x.dtype, weight.dtype}
+def supports(dtype: torch.dtype, weight: torch.dtype, N: int, is_cuda: bool) -> str | None:
+    """Why the kernels cannot normalise rows of N elements in this process, or None."""
+    dtypes = {dtype, weight}
     if not dtypes <= {*DTYPES}:
         return f"dtypes {dtypes} are not all of {DTYPES}"
-    if x.shape[-1] * x.element_size() > ROW_BYTES_MAX:
-        return f"rows of {x.shape[-1]} {x.dtype} take more than {ROW_BYTES_MAX} bytes"
-    if not x.is_cuda:
+    if N * dtype.itemsize > ROW_BYTES_MAX:
+        return f"rows of {N} {dtype} take more than {ROW_BYTES_MAX} bytes"
+    if not is_cuda:
         return interpreter.refuses()
     if triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"

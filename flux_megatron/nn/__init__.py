@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 _PLACES = {
     "ColumnParallelLinear": "flux_megatron.nn.linear",
+    "FluxColwiseParallel": "flux_megatron.nn.parallel_styles",
+    "FluxRowwiseParallel": "flux_megatron.nn.parallel_styles",
     "RowParallelLinear": "flux_megatron.nn.linear",
     "ShardedEmbeddingBag": "flux_megatron.nn.embedding",
     "sharded_state_dict": "flux_megatron.nn.sharded_state",
@@ -19,6 +21,8 @@ _PLACES = {
 
 __all__ = [
     "ColumnParallelLinear",
+    "FluxColwiseParallel",
+    "FluxRowwiseParallel",
     "RowParallelLinear",
     "ShardedEmbeddingBag",
     "sharded_state_dict",
@@ -28,6 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     from flux_megatron.nn.embedding import ShardedEmbeddingBag
     from flux_megatron.nn.linear import ColumnParallelLinear, RowParallelLinear
+    from flux_megatron.nn.parallel_styles import FluxColwiseParallel, FluxRowwiseParallel
     from flux_megatron.nn.replicated import sum_gradient
     from flux_megatron.nn.sharded_state import sharded_state_dict
 

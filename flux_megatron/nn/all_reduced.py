@@ -10,6 +10,8 @@ R is the number of ranks; each has a shard of the weight, of N in a column layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,11 @@ def local_linear(
     With `allreduce_group` backward sums dx over it by GEMM+AR, hidden behind wgrad. `wgrad` and
     `dy_buffer` as in `functions.column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
     """
+    if ops.is_traced() and functions.traceable("local_linear", wgrad, dy_buffer):
+        from flux_megatron.nn import operators
+
+        name, R = ("", 1) if (g := allreduce_group) is None else (g.group_name, g.size())
+        return operators.local_linear(x, w, functions.main_grad(wgrad), name, R, bias)
     options = _Options(None, allreduce_group, wgrad or plain_wgrad, dy_buffer)
     return _AllReduced.apply(x, w, bias, options)
 
@@ -41,7 +48,15 @@ def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None
     y is the same on all ranks. `wgrad` as in `functions.column_parallel_linear`. Errors are those
     of `ops.gemm_all_reduce`.
     """
+    if ops.is_traced() and functions.traceable("row_linear", wgrad):
+        from flux_megatron.nn import operators
+
+        name, R = group.group_name, group.size()
+        return operators.row_linear(x, w, functions.main_grad(wgrad), name, R)
     return _AllReduced.apply(x, w, None, _Options(group, None, wgrad or plain_wgrad))
+
+
+_NOTHING = nullcontext()
 
 
 class _Options(NamedTuple):
@@ -70,33 +85,32 @@ class _AllReduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
-        group = ctx.options.dgrad_group
-        if group is None or not ctx.needs_input_grad[0]:
-            return *_gradients(ctx, dy, None), None
-        with ops.guard(group, dy.device):
-            return *_gradients(ctx, dy, group), None
+        x, w = functions._saved(ctx)
+        gradients = local_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
+        return *gradients, None
 
 
-def _gradients(
-    ctx: Any, dy: Tensor, group: ProcessGroup | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw, db, each None where it is not needed; dx is summed over `group`, if there is one."""
-    x, w = functions._saved(ctx)
-    options: _Options = ctx.options
-    needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+def local_backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, dw, db as `functions.column_backward` gives them; dx is summed over `dgrad_group`."""
+    needs_dx, needs_dw, needs_db = needs[:3]
+    group = options.dgrad_group
     dy = functions._rows(dy)
     dx = reduction = dw = None
-    if needs_dx:
-        with ops.phase("dgrad"):
-            if group is None:
-                dx = dy @ w
-            else:
-                reduction = ops.start_gemm_ar(dy, w, group, layout="nn")
-    if x is not None:
-        dw = functions._run_wgrad(options.wgrad, w, dy, x)
-    elif needs_dw and options.dy_buffer is not None:
-        options.dy_buffer.append(dy)
-    db = dy.sum(0) if needs_db else None
-    if reduction is not None:
-        dx = reduction.finish()
-    return None if dx is None else functions._shaped(dx, ctx.shape), dw, db
+    with _NOTHING if group is None or not needs_dx else ops.guard(group, dy.device):
+        if needs_dx:
+            with ops.phase("dgrad"):
+                if group is None:
+                    dx = dy @ w
+                else:
+                    reduction = ops.start_gemm_ar(dy, w, group, layout="nn")
+        if x is not None:
+            dw = functions._run_wgrad(options.wgrad, w, dy, x)
+        elif needs_dw and options.dy_buffer is not None:
+            options.dy_buffer.append(dy)
+        db = dy.sum(0) if needs_db else None
+        if reduction is not None:
+            dx = reduction.finish()
+    return None if dx is None else functions._shaped(dx, shape), dw, db

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
-from flux_megatron.wgrad import plain_wgrad
+from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 
@@ -41,8 +41,15 @@ def column_parallel_linear(
     `save_gathered` keeps the gathered x for wgrad: R times the memory of x, one gather less in
     backward. `wgrad(w, dy, x)` returns the weight's gradient, or accumulates it elsewhere and
     returns None. With `dy_buffer`, backward appends dy to it and leaves wgrad to the caller. Errors
-    are those of `ops.all_gather_gemm`.
+    are those of `ops.all_gather_gemm`. Under torch.compile the call is one operator; `wgrad` is
+    None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
+    if ops.is_traced() and traceable("column_parallel_linear", wgrad, dy_buffer):
+        from flux_megatron.nn import operators
+
+        return operators.column_parallel_linear(
+            x, w, main_grad(wgrad), group.group_name, group.size(), bias, save_gathered
+        )[0]
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
     return _ColumnParallel.apply(x, w, bias, options)
 
@@ -60,13 +67,43 @@ def row_parallel_linear(
 
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
+    if ops.is_traced() and traceable("row_parallel_linear", wgrad):
+        from flux_megatron.nn import operators
+
+        name, R = group.group_name, group.size()
+        return operators.row_parallel_linear(x, w, main_grad(wgrad), name, R)
+    check_tokens(x, group)
+    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
+
+
+def check_tokens(x: Tensor, group: ProcessGroup) -> None:
+    """Refuse tokens that the ranks cannot share evenly."""
     if x.shape[0] % group.size():
         error = (
             f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
             f"group's {group.size()} ranks expected"
         )
         ops.refuse(error, group, x.device)
-    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
+
+
+def traceable(name: str, wgrad: Wgrad | None, dy_buffer: list[Tensor] | None = None) -> bool:
+    """Whether an operator can do it: it takes tensors, neither functions nor lists of the caller.
+
+    Otherwise torch.compile breaks the graph here, or says why it cannot.
+    """
+    if dy_buffer is None and (wgrad is None or isinstance(wgrad, IntoMainGrad)):
+        return True
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            f"{name}: a function as wgrad or a dy_buffer given, None or "
+            "flux_megatron.wgrad.IntoMainGrad as wgrad expected under torch.compile"
+        )
+    return False
+
+
+def main_grad(wgrad: Wgrad | None) -> Tensor | None:
+    """The tensor to which a traceable `wgrad` adds."""
+    return wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
 
 
 class _Options(NamedTuple):

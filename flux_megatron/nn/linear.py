@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from flux_megatron import ops
-from flux_megatron.nn import functions, operators
+from flux_megatron.nn import by_name
 from flux_megatron.nn.replicated import SumGradient, joined
 
 
@@ -89,8 +89,8 @@ class ParallelLinear(Module):
         )
 
     def _check(self, x: Tensor, tokens: str) -> None:
-        """Refuse x of another width on every rank."""
-        if x.dim() < 2 or x.shape[-1] != self.in_features_local:
+        """Refuse x of another width on every rank; in traced code the operator does."""
+        if (x.dim() < 2 or x.shape[-1] != self.in_features_local) and not ops.is_traced():
             expected = f"[{tokens}, ..., {self.in_features_local}]"
             error = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
             ops.refuse(error, self.group, x.device)
@@ -119,10 +119,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        if _is_traced():
-            return operators.column_parallel_linear(x, weight, bias, self.group_name)
         self._check(x, "tokens / R")
-        return functions.column_parallel_linear(x, weight, bias, group=self.group)
+        return by_name.column_parallel_linear(x, weight, bias, self.group_name, self.world_size)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -145,17 +143,9 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        if _is_traced():
-            y = operators.row_parallel_linear(x, weight, self.group_name)
-        else:
-            self._check(x, "tokens")
-            y = functions.row_parallel_linear(x, weight, group=self.group)
+        self._check(x, "tokens")
+        y = by_name.row_parallel_linear(x, weight, self.group_name, self.world_size)
         return y if bias is None else y + SumGradient.apply(bias, self.group_name)
-
-
-def _is_traced() -> bool:
-    """Whether torch.compile, fake tensors or a checkpointing policy must see one operator."""
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

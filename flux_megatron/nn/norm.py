@@ -63,10 +63,25 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> 
         )
     if not (x.is_cuda or INTERPRET):
         return _by_torch(x, weight, bias, options)
-    if reason := kernels.supports(x, weight):
-        ops.note_fallback(options.name, f"torch computes it: {reason}")
+    if _refused(options.name, x.dtype, weight.dtype, x.shape[-1], x.is_cuda):
         return _by_torch(x, weight, bias, options)
+    if ops.is_traced():
+        from flux_megatron.nn import norm_operators
+
+        return norm_operators.norm(x, weight, bias, *options)[0]
     return _Norm.apply(x, weight, bias, options)
+
+
+def _refused(name: str, *facts: Any) -> bool:
+    """Whether the kernels cannot do it; the fallback is counted."""
+    reason = kernels.supports(*facts)
+    if reason:
+        ops.note_fallback(name, f"torch computes it: {reason}")
+    return reason is not None
+
+
+# torch.compile takes the answer as a constant of its graph: see `flux_megatron.ops._text`
+_refused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:

@@ -1,0 +1,261 @@
+"""Compiled layers: one graph, forward and backward, with exactly the eager results."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact
+from ranks import DEVICE, FUSED, on_device
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flux_megatron
+from flux_megatron import ops
+from flux_megatron.nn import all_reduced, functions, norm, norm_operators, operators
+from flux_megatron.wgrad import IntoMainGrad
+
+K, N, BATCH = 8, 6, 2
+PLAIN = {"FLUX_MEGATRON_STRATEGY": "sequential"}
+Layer = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_once() -> None:
+    """What the first compilation imports, here and not in each fork."""
+    importlib.import_module("torch._inductor.compile_fx")
+    compiled(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def layers() -> dict[str, Layer]:
+    """Each layer of (x, w, bias, wgrad), of the world; None for the bias of a row layer."""
+    group = dist.group.WORLD
+
+    def row(x, w, bias, wgrad=None):
+        return functions.row_parallel_linear(x, w, group=group, wgrad=wgrad)
+
+    def row_ar(x, w, bias, wgrad=None):
+        return all_reduced.row_linear(x, w, group=group, wgrad=wgrad)
+
+    return {
+        "column": partial(functions.column_parallel_linear, group=group),
+        "gathered": partial(functions.column_parallel_linear, group=group, save_gathered=True),
+        "local": all_reduced.local_linear,
+        "column_ar": partial(all_reduced.local_linear, allreduce_group=group),
+        "row": row,
+        "row_ar": row_ar,
+    }
+
+
+def operands(tokens: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, w, bias of this rank: small integers, so every sum is exact."""
+    made = torch.Generator().manual_seed(dist.get_rank())
+    shapes = ((tokens, BATCH, K), (N, K), (N,))
+    return [
+        torch.randint(-2, 3, shape, generator=made).to(DEVICE, dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def passes(layer: Layer, given: list[Tensor], **options) -> list[Tensor | None]:
+    """y and the gradients; dy differs from element to element."""
+    for tensor in given:
+        tensor.grad = None
+    y = layer(*given, **options)
+    y.backward((torch.arange(y.numel(), device=y.device) % 3).view(y.shape).to(y.dtype))
+    return [y, *(tensor.grad for tensor in given)]
+
+
+def same(made: list[Tensor | None], expected: list[Tensor | None], what: str) -> None:
+    for one, right in zip(made, expected, strict=True):
+        assert (one is None) == (right is None), what
+        if one is not None:
+            assert_exact(one, right, what)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compiled(layer: Layer, backend: str = "aot_eager", **options) -> Layer:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(layer, fullgraph=True, backend=backend, **options)
+
+
+def as_eager(rank: int) -> dict[tuple[str, str], int]:
+    for kind, layer in layers().items():
+        given = operands()
+        expected = passes(layer, given)
+        same(passes(compiled(layer), given), expected, kind)
+        assert graphs() == 1, kind
+    for kind, frozen in (("column", 0), ("column", 1), ("row", 1)):  # x or w has no gradient
+        layer, given = layers()[kind], operands()
+        given[frozen].requires_grad_(False)
+        same(passes(compiled(layer), given), passes(layer, given), f"{kind} {frozen}")
+    return flux_megatron.report().calls
+
+
+def test_compiled_layers_do_what_eager_ones_do():
+    for calls in on_device(as_eager, 2, environment=FUSED):
+        assert {strategy for _, strategy in calls} == {"fused"}
+
+
+def mlp(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """A transformer's MLP: norm, column, activation, row, residual."""
+    column, row = layers()["column"], layers()["row"]
+    normal = norm.rms_norm(x, torch.ones(K, device=x.device))
+    return x + row(column(normal, w, bias).relu() * 2, w.t().contiguous(), None)
+
+
+def without_breaks(rank: int) -> None:
+    explained = torch._dynamo.explain(mlp)(*operands())
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
+def test_a_block_has_no_graph_break():
+    on_device(without_breaks, 1)
+
+
+def by_inductor(rank: int) -> None:
+    given = operands()
+    expected = passes(mlp, given)
+    for one, right in zip(passes(compiled(mlp, "inductor"), given), expected, strict=True):
+        torch.testing.assert_close(one, right)  # inductor fuses the norm with its own rounding
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not shutil.which("g++"), reason="inductor needs a C++ compiler"
+)
+def test_inductor_compiles_a_block(tmp_path):
+    environment = {  # without workers, and programs that ask what the CPU can do
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    }  # fmt: skip
+    on_device(by_inductor, 1, environment=environment, limit_s=250)
+
+
+def into_main_grad(rank: int) -> None:
+    """Two microbatches, one after the other."""
+    for kind, layer in layers().items():
+        sums = []
+        for call in (layer, compiled(layer)):
+            given = operands()
+            wgrad = IntoMainGrad(torch.ones_like(given[1]))
+            for _ in range(2):
+                y = call(*given, wgrad=wgrad)
+                y.backward(torch.ones_like(y))
+            assert given[1].grad is None, kind
+            sums.append([wgrad.main_grad, given[0].grad, given[2].grad])
+        same(sums[1], sums[0], kind)
+        assert (sums[0][0] != 1).any(), kind
+        assert graphs() == 1
+    first, second = (call(*given, wgrad=wgrad).sum() for _ in range(2))
+    second.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()  # autograd looks after main_grad, as after all that a graph keeps
+
+
+def test_the_weight_s_gradient_is_added_to_main_grad():
+    on_device(into_main_grad, 1)
+
+
+def other_tokens(rank: int) -> None:
+    """One graph for all numbers of tokens; layers of other groups or sizes have their own."""
+    for kind in ("column", "gathered", "row"):
+        layer = layers()[kind]
+        dynamic = compiled(layer, dynamic=True)
+        for tokens in (4, 6, 16):
+            given = operands(tokens)
+            same(passes(dynamic, given), passes(layer, given), f"{kind}, {tokens} tokens")
+        assert graphs() == 1, kind
+
+
+def test_tokens_may_change_without_another_graph():
+    on_device(other_tokens, 2, environment=PLAIN)
+
+
+def not_tensors(rank: int) -> None:
+    options = {"group": dist.group.WORLD, "wgrad": lambda w, dy, x: dy.t() @ x}
+    column = partial(functions.column_parallel_linear, **options)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="IntoMainGrad as wgrad expected"):
+        compiled(column)(*operands())
+
+
+def test_a_function_as_wgrad_is_refused_by_name():
+    on_device(not_tensors, 1)
+
+
+def norms(rank: int) -> None:
+    x = torch.randn(4, BATCH, K, device=DEVICE, requires_grad=True)
+    gain, shift = (torch.randn(K, device=DEVICE, requires_grad=True) for _ in range(2))
+    interpreted = mock.patch.object(norm, "INTERPRET", True) if DEVICE == "cpu" else nullcontext()
+    with interpreted:
+        for call, given in ((norm.rms_norm, [x, gain]), (norm.layer_norm, [x, gain, shift])):
+            for options in ({}, {"zero_centered": True, "eps": 1e-3}):
+                expected = passes(call, given, **options)
+                same(passes(compiled(call), given, **options), expected, f"{call.__name__}")
+                assert graphs() == 1
+    wide = torch.ones(1, 20000, device=DEVICE)
+    with interpreted, pytest.warns(UserWarning, match="take more than"):
+        compiled(norm.rms_norm)(wide, torch.ones(20000, device=DEVICE))
+    assert flux_megatron.report().fallbacks
+
+
+def test_norms_compile_with_their_kernels():
+    on_device(norms, 1)
+
+
+def sound(rank: int) -> None:
+    name = dist.group.WORLD.group_name
+    x, w, bias = operands()
+    main_grad, dy = torch.zeros_like(w), torch.ones(4, BATCH, N, device=DEVICE)
+    check = partial(torch.library.opcheck, test_utils=CHEAP)
+    torch.library.opcheck(operators.column_parallel_linear, (x, w, None, name, 1, bias, False))
+    for into in (None, main_grad):
+        for keep in (False, True):
+            check(operators.column_parallel_linear, (x, w, into, name, 1, bias, keep))
+        check(operators.row_parallel_linear, (x, w, into, name, 1))
+        check(operators.local_linear, (x, w, into, name, 1, bias))
+        check(operators.local_linear, (x, w, into, "", 1, None))
+        check(operators.row_linear, (x, w, into, name, 1))
+    for layer in ("column", "row", "local"):
+        given = (layer, dy, x.detach(), w.detach(), name, 1, [True, True, layer != "row"])
+        check(operators._backward, given)
+        check(operators._backward_into, (main_grad, *given))
+    check(operators.sum_over_group, (x.detach(), name))
+    with mock.patch.object(norm, "INTERPRET", True):
+        gain = torch.ones(K, device=DEVICE, requires_grad=True)
+        check(norm_operators.norm, (x, gain, bias.detach().new_zeros(K), "layer_norm", 1e-5, False))
+        check(norm_operators.norm, (x, gain, None, "rms_norm", 1e-5, True))
+
+
+def shapes_of_three(rank: int) -> None:
+    """A graph on disk is found by the arguments, so they say how large the group is."""
+    name = dist.group.WORLD.group_name
+    with FakeTensorMode():
+        x, w = torch.empty(6, BATCH, K), torch.empty(N, K)
+        y, kept = operators.column_parallel_linear(x, w, None, name, 3, None, True)
+        assert (y.shape, kept.shape) == ((18, BATCH, N), (18 * BATCH, K))
+        assert operators.row_parallel_linear(x, w, None, name, 3).shape == (2, BATCH, N)
+        assert ops._all_gather_gemm(x[:, 0], w, None, name, 3, "nt", "").shape == (18, N)
+        assert ops._gemm_reduce_scatter(x[:, 0], w, name, 3, "nt", "").shape == (2, N)
+
+
+def test_shapes_follow_from_the_arguments_alone():
+    on_device(shapes_of_three, 1)
+
+
+CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def test_opcheck():
+    on_device(sound, 1)

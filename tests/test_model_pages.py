@@ -1,0 +1,144 @@
+"""The examples of docs/torchtitan.md and docs/huggingface.md: they train as the models of one
+process do. The page of plain PyTorch has `test_plain_example.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+
+DOCS = Path(__file__).parents[1] / "docs"
+ENVIRONMENT = {"FLUX_MEGATRON_STRATEGY": "sequential", "BACKEND": "eager"}
+LIMIT_S = 300  # other tests may run beside it
+TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+
+def example(page: str) -> str:
+    """The block of Python of a page."""
+    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert len(found) == 1, f"{page} has {len(found)} blocks of Python"
+    return found[0]
+
+
+def without(page: str, pattern: str) -> str:
+    """The example without the lines that a pattern matches."""
+    source, count = re.subn(pattern, "", example(page), flags=re.MULTILINE)
+    assert count, pattern
+    return source
+
+
+def run(rank: int, source: str, stand_in: bool = False) -> list[float]:
+    """The losses that the script prints, in a process that has imported everything."""
+    dist.barrier()  # another rank may still be connecting
+    dist.destroy_process_group()  # the script joins its own, by the variables that torchrun sets
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    modules = {"transformers": llama()} if stand_in else {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), mock.patch.dict(sys.modules, modules):
+        exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed.getvalue())]
+
+
+def losses(source: str, ranks: int, *args) -> list[float]:
+    return run_ranks(run, ranks, source, *args, environment=ENVIRONMENT, limit_s=LIMIT_S)[0]
+
+
+def falling(made: list[float]) -> None:
+    assert len(made) == 5
+    assert made == sorted(made, reverse=True)
+    assert made[0] - made[-1] > 1e-3, "the tolerance below is small beside it"
+
+
+def test_the_plan_trains_as_pytorch_s_styles_and_as_one_process():
+    source = example("torchtitan.md")
+    ours = losses(source, 2)
+    falling(ours)
+    eager = without("torchtitan.md", r"^ +block\.compile.*\n")
+    named = re.sub(r"Flux(Colwise|Rowwise)Parallel", r"\1Parallel", eager)
+    of_torch = named.replace("flux_megatron.nn", "torch.distributed.tensor.parallel")
+    assert ours == pytest.approx(losses(of_torch, 2), abs=2e-6)  # it prints six digits
+    alone = re.sub(r"parallelize_module\(block.*", "pass", eager)
+    assert ours == pytest.approx(losses(alone, 1), abs=2e-6)
+
+
+def test_the_diffs_are_those_of_the_examples():
+    for page in ("torchtitan.md", "huggingface.md"):
+        diff = (DOCS / page).read_text().split("```diff\n")[1].split("```")[0].splitlines()
+        added = [line[1:].strip() for line in diff if line.startswith("+")]
+        assert added
+        assert all(line in example(page) for line in added)
+        taken = [line[1:].strip() for line in diff if line.startswith("-")]
+        assert taken in ([], [line.replace("Flux", "") for line in added])
+
+
+@pytest.mark.parametrize(
+    "stand_in",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed"),
+        ),
+    ],
+)
+def test_the_swapped_mlps_train_as_the_model_does(stand_in):
+    ours = losses(example("huggingface.md"), 2, stand_in)
+    falling(ours)
+    swap = r"^ +for layer in model.*\n +layer\.mlp = .*\n"
+    whole = losses(without("huggingface.md", swap), 1, stand_in)
+    assert ours == pytest.approx(whole, abs=5e-6)
+
+
+def llama() -> ModuleType:
+    """What the example needs of transformers: names of modules and of their weights."""
+
+    class Mlp(nn.Module):
+        def __init__(self, c: SimpleNamespace) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = (
+                nn.Linear(c.hidden_size, c.intermediate_size, bias=False) for _ in range(2)
+            )
+            self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+            self.act_fn = nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    class Layer(nn.Module):
+        def __init__(self, c: SimpleNamespace) -> None:
+            super().__init__()
+            self.mlp, self.norm = Mlp(c), nn.RMSNorm(c.hidden_size)
+
+    class Llama(nn.Module):
+        def __init__(self, c: SimpleNamespace) -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+            self.model.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            x = self.model.embed(input_ids)
+            for layer in self.model.layers:
+                x = x + layer.mlp(layer.norm(x))
+            words = x @ self.model.embed.weight.t()
+            return SimpleNamespace(
+                loss=F.cross_entropy(words[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            )
+
+    module = ModuleType("transformers")
+    module.LlamaConfig, module.LlamaForCausalLM = SimpleNamespace, Llama
+    return module

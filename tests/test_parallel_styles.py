@@ -1,0 +1,186 @@
+"""`FluxColwiseParallel` and `FluxRowwiseParallel` in a plan, exact against PyTorch's own styles."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact
+from ranks import DEVICE, on_device
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import flux_megatron
+from flux_megatron.nn import FluxColwiseParallel, FluxRowwiseParallel
+
+BATCH, TOKENS, WIDTH, HIDDEN = 2, 4, 8, 12
+PLAIN = {"FLUX_MEGATRON_STRATEGY": "sequential"}
+TORCH, OURS = (ColwiseParallel, RowwiseParallel), (FluxColwiseParallel, FluxRowwiseParallel)
+
+
+class Mlp(nn.Module):
+    """Of small integers, so that every sum is exact."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias)
+        made = torch.Generator().manual_seed(1)
+        for layer in (self.up, self.down):
+            for parameter in layer.parameters():
+                parameter.data = torch.randint(-2, 3, parameter.shape, generator=made).float()
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x).relu())
+
+
+class WithNorm(Mlp):
+    def forward(self, x: Any) -> Any:
+        return x + super().forward(self.norm(x))
+
+
+def plans(layout: Any) -> list[dict[str, Any]]:
+    """PyTorch's plan and ours of a layout of tokens."""
+    return [
+        {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
+        for column, row in (TORCH, OURS)
+    ]
+
+
+def mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+
+
+def tokens(layout: Any) -> Tensor:
+    whole = torch.arange(BATCH * TOKENS * WIDTH).view(BATCH, TOKENS, WIDTH) % 5 - 2.0
+    if isinstance(layout, Shard):
+        whole = whole.chunk(dist.get_world_size(), layout.dim)[dist.get_rank()]
+    return whole.to(DEVICE).requires_grad_()
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(model: nn.Module, layout: Any, plan: list[dict[str, Any]], compiled: bool) -> None:
+    """Forward and backward by PyTorch's styles and by ours."""
+    runs = []
+    for one in plan:
+        made = parallelize_module(copy.deepcopy(model).to(DEVICE), mesh(), one)
+        x = tokens(layout)
+        if compiled:
+            torch._dynamo.reset()
+        ours = compiled and one is plan[1]
+        y = (torch.compile(made, fullgraph=True, backend="aot_eager") if ours else made)(x)
+        y = y.to_local() if isinstance(y, DTensor) else y
+        y.backward((torch.arange(y.numel(), device=y.device) % 3).view(y.shape).float())
+        state = {name: (p.placements, p.to_local()) for name, p in made.up.named_parameters()}
+        gradients = {
+            name: whole(p.grad) for name, p in made.named_parameters() if p.grad is not None
+        }
+        runs.append((y, x.grad, gradients, state))
+    (y, dx, gradients, state), (our_y, our_dx, our_gradients, our_state) = runs
+    what = f"{layout} {type(model).__name__} compiled {compiled}"
+    assert_exact(our_y, y, what)
+    assert_exact(our_dx, dx, what)
+    assert our_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_exact(our_gradients[name], gradient, f"{name} of {what}")
+    for name, (placements, shard) in state.items():
+        assert our_state[name][0] == placements
+        assert_exact(our_state[name][1], shard, name)
+
+
+def as_torch(rank: int) -> dict[tuple[str, str], int]:
+    for bias in (True, False):
+        for layout in (Shard(1), Shard(0), Replicate()):
+            compare(Mlp(bias), layout, plans(layout), compiled=False)
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_layers_do_what_pytorch_s_styles_do(world_size):
+    for calls in on_device(as_torch, world_size, environment=PLAIN):
+        patterns = {pattern for pattern, _ in calls}
+        assert patterns == {"ag_gemm", "gemm_rs", "gemm_ar"}
+
+
+def traced(rank: int) -> None:
+    compare(Mlp(True), Shard(1), plans(Shard(1)), compiled=True)
+
+
+def test_layers_compile_to_one_graph():
+    on_device(traced, 2, environment=PLAIN)
+
+
+def with_dtensors(rank: int) -> None:
+    """Inputs that are DTensors: replicated ones, whose gradient DTensor sums, and sharded ones."""
+
+    def prepared(desired: Any, column: Any, row: Any, layout: Any = None) -> dict[str, Any]:
+        return {
+            "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired),
+            "up": column(input_layouts=layout),
+            "down": row(output_layouts=Shard(1), use_local_output=False),
+        }
+
+    theirs = prepared(Replicate(), *TORCH)
+    for ours in (prepared(Replicate(), *OURS), prepared(Shard(1), *OURS, Shard(1))):
+        compare(Mlp(True), Shard(1), [theirs, ours], compiled=False)
+    made = parallelize_module(Mlp(True).to(DEVICE), mesh(), prepared(Shard(0), *OURS, Shard(1)))
+    with pytest.raises(ValueError, match=r"placements \(Shard\(dim=0\),\) given, .*dim=1"):
+        made(tokens(Shard(1)))
+
+
+def test_inputs_may_be_dtensors():
+    on_device(with_dtensors, 2, environment=PLAIN)
+
+
+def of_a_whole_output(rank: int) -> None:
+    """The last layer of a model: the logits of all tokens and words on every rank."""
+    styles = (ColwiseParallel, FluxColwiseParallel)
+    plan = [{"up": one(input_layouts=Shard(1), output_layouts=Replicate())} for one in styles]
+    model = Mlp(True)
+    model.down = nn.Identity()
+    compare(model, Shard(1), plan, compiled=False)
+
+
+def test_an_output_may_be_gathered():
+    on_device(of_a_whole_output, 2, environment=PLAIN)
+
+
+def refusals(rank: int) -> None:
+    here = mesh()
+    for style, module, said in (
+        (FluxColwiseParallel(), nn.Embedding(4, 4), "Embedding given, torch.nn.Linear expected"),
+        (
+            FluxColwiseParallel(),
+            nn.Linear(4, 7),
+            "out_features 7 given, a multiple of the mesh's 2",
+        ),
+        (FluxRowwiseParallel(), nn.Linear(7, 4), "in_features 7 given, a multiple of the mesh's 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parallelize_module(module, here, style)
+    with pytest.raises(ValueError, match=r"input_layouts R given, Shard\(-1\) expected"):
+        FluxRowwiseParallel(input_layouts=Replicate())
+    layer = parallelize_module(nn.Linear(4, 4), here, FluxColwiseParallel(input_layouts=Shard(1)))
+    with pytest.raises(ValueError, match=r"x \[2, 4\] given, more dimensions expected"):
+        layer(torch.ones(2, 4))
+    two = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="a mesh of one dimension expected"):
+        FluxColwiseParallel()._apply(nn.Linear(4, 4), two)
+
+
+def test_what_cannot_be_parallelized_is_refused():
+    on_device(refusals, 2)
