@@ -75,7 +75,13 @@ def test_what_was_run_warns_of_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "directly", "expands"),
-    [("3.5.1", True, True), ("3.6.0", True, False), ("3.7.1", True, True), ("3.9.0", False, True)],
+    [
+        ("3.5.1", True, True),
+        ("3.6.0", True, False),
+        ("3.7.1", True, True),
+        ("3.9.0", True, True),
+        ("3.10.0", False, True),
+    ],
 )
 def test_how_a_triton_launches(monkeypatch, version, directly, expands):
     monkeypatch.setitem(library.sys.modules, "triton", SimpleNamespace(__version__=version))
