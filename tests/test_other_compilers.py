@@ -11,9 +11,9 @@ import torch
 import triton
 from triton.compiler.errors import CompilationError
 
-hopper_probe = pytest.importorskip("flux_megatron.kernels.hopper_probe")
+pytest.importorskip("flux_megatron.kernels.hopper_probe")
 
-from flux_megatron.kernels import hopper_config, hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_probe
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Problem
 from flux_megatron.versions.triton import TRITON
