@@ -13,7 +13,7 @@ from triton.compiler.errors import CompilationError
 
 pytest.importorskip("flux_megatron.kernels.hopper_probe")
 
-from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_probe
+from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_probe, triton_launch
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Problem
 from flux_megatron.versions.triton import TRITON
@@ -87,3 +87,17 @@ def test_what_it_compiles_runs(untested_triton):
 def test_what_was_run_is_not_asked(gpu):
     gpu.setattr(hopper_probe, "compile_kernels", lambda: pytest.fail("compiled"))
     assert strategies()[0][0] == "hopper"
+
+
+def test_the_probe_asks_for_three_kernels_and_runs_none(monkeypatch):
+    asked = []
+
+    def called(launcher, tensors, numbers) -> None:
+        asked.append((launcher._name, triton_launch._compiling))
+
+    monkeypatch.setattr(triton_launch.Launcher, "__call__", called)
+    hopper_probe.compile_kernels("cpu")
+    assert {*asked} == {
+        (f"hopper_{name}", True) for name in ("ag_gemm", "signalled_gemm", "gemm_rs")
+    }
+    assert not triton_launch._compiling
