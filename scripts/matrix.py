@@ -125,10 +125,12 @@ def tried(row: Row, folder: Path) -> dict:
     files = SUITE.read_text().split()
     command = [str(environment.python), "-m", "pytest", "-q", "--tb=short", "-rfE",
                "-p", "no:cacheprovider", f"--junitxml={report}", *files]  # fmt: skip
+    # the bound of waits is one of the machine, which may be busy, not of a version
+    settings = {"PYTHONDONTWRITEBYTECODE": "1", "FLUX_MEGATRON_TIMEOUT_S": "120"}
     start = time.monotonic()
     done = subprocess.run(
         command, cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=SECONDS_MAX, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=SECONDS_MAX, env={**os.environ, **settings},
     )  # fmt: skip
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)

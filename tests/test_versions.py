@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +78,13 @@ def test_what_was_run_warns_of_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "directly", "expands"),
-    [("3.5.1", True, True), ("3.6.0", True, False), ("3.7.1", True, True), ("3.9.0", False, True)],
+    [
+        ("3.5.1", True, True),
+        ("3.6.0", True, False),
+        ("3.7.1", True, True),
+        ("3.9.0", True, True),
+        ("3.10.0", False, True),
+    ],
 )
 def test_how_a_triton_launches(monkeypatch, version, directly, expands):
     monkeypatch.setitem(library.sys.modules, "triton", SimpleNamespace(__version__=version))
@@ -89,6 +98,19 @@ def test_the_package_asks_for_all_that_was_run_and_forbids_nothing_newer():
         ("torch", f">={TORCH.oldest}"), ("triton", f">={TRITON.oldest}")
     ]  # fmt: skip
     assert f'requires-python = ">={PYTHON.oldest}"' in project
+
+
+def test_the_page_shows_the_rows():
+    path = CHECKOUT / "scripts" / "matrix.py"
+    spec = importlib.util.spec_from_file_location("matrix", path)
+    matrix = sys.modules["matrix"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    rows = [json.loads(line) for line in matrix.ROWS.read_text().splitlines()]
+    assert f"{matrix.MARKS[0]}\n{matrix.table(rows)}\n{matrix.MARKS[1]}" in matrix.PAGE.read_text()
+    for row in rows:
+        for one in (TORCH, TRITON, MEGATRON_CORE):
+            version = row[one.distribution.replace("-", "_")]
+            assert release(one.oldest) <= release(version) <= release(one.newest)
 
 
 def test_no_other_file_compares_versions():

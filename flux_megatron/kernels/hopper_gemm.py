@@ -77,8 +77,11 @@ def supports(problem: Problem) -> str | None:
 
 def _refused(device: str, dtype: str, K: int, N: int) -> str | None:
     """Why no Hopper kernel multiplies x [*, K] and w of N columns in this process, or None."""
-    if device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
-        return "Hopper kernels need a GPU of compute capability 9"
+    if device != "cuda":
+        return f"Hopper kernels need a GPU of compute capability 9, {device} given"
+    if (capability := torch.cuda.get_device_capability())[0] != 9:
+        given = ".".join(map(str, capability))
+        return f"Hopper kernels need a GPU of compute capability 9, this one has {given}"
     if dtype not in _DTYPES:
         return f"dtype {dtype} is none of {', '.join(_DTYPES)}"
     if K % 8 or N % 8:

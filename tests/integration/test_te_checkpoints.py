@@ -14,16 +14,16 @@ import pytest
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 pytest.importorskip("psutil", reason="without it Megatron waits for writers that died")
 
-import megatron.core
+
 import te_stand_ins as te
 from megatron.core.models.gpt import gpt_layer_specs
-from packaging.version import Version
 from training_cases import FUSION, LLAMA, OVERLAP, ZERO
 from training_checkpoints import LEGACY, Move, Side, difference
 from training_run import Feature, Training
 
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 TOLERANCE = 1e-5  # docs/decisions/0007
 
@@ -52,10 +52,9 @@ TWO = Feature(config={**LLAMA, **FUSION}, dp=2, ddp=OVERLAP)
 BIASES = Feature(config={"qk_layernorm": True}, dp=2, ddp=ZERO)
 FOUR = replace(TWO, tp=4, dp=1, microbatches=2)
 # of the optimizer's state: by place, and by parameter; the last one is written up to 0.15
-VERSION = Version(megatron.core.__version__)
-BY_PLACE = "dp_reshardable" if Version("0.15") <= VERSION else "fully_sharded_bucket_space"
-ANY_RANKS = ["fully_reshardable"] if Version("0.15") <= VERSION else []
-ANY_RANKS += ["fully_sharded_model_space"] if Version("0.16") > VERSION else []
+BY_PLACE = "dp_reshardable" if MEGATRON_CORE.since("0.15") else "fully_sharded_bucket_space"
+ANY_RANKS = ["fully_reshardable"] if MEGATRON_CORE.since("0.15") else []
+ANY_RANKS += [] if MEGATRON_CORE.since("0.16") else ["fully_sharded_model_space"]
 FORMATS = [BY_PLACE, LEGACY, *ANY_RANKS]
 BOTH_WAYS = (("stock", "flux"), ("flux", "stock"))
 

@@ -1,0 +1,156 @@
+"""Which version of Triton makes the faster code? The same kernels in several of them, in one race.
+
+    python tests/gpu/triton_versions.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
+    TRITON_INTERPRET=1 python tests/gpu/triton_versions.py rows.jsonl --tree installed \
+        --tree 3.9=PATH --device cpu --shapes 64x64x64 --rounds 2
+
+A tree is a folder for PYTHONPATH that has another `triton`, as `pip install --no-deps --target`
+makes it; `installed` is the machine's own. Each tree gets processes of its own, one a GPU, which
+take turns: in a round every tree makes `--calls` calls of a case, one tree after the other, the
+first one in turn. Before that each case is verified: operands of small integers, so every bit.
+
+Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM and GEMM+RS of each
+strategy of our kernels. A row a case and tree: us, the slowest rank, median over rounds; `to_first`
+is the median of a round's ratio to the first tree. Ends after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+SHAPES = "8192x14336x8192,2048x14336x8192"
+
+
+@dataclass
+class Tree:
+    """The ranks of one Triton; each reads a case a line and answers with its time."""
+
+    name: str
+    ranks: list[subprocess.Popen]
+
+    def ask(self, case: str) -> list[dict]:
+        for rank in self.ranks:
+            rank.stdin.write(case + "\n")
+            rank.stdin.flush()
+        return [self._answer(rank) for rank in self.ranks]
+
+    def _answer(self, rank: subprocess.Popen) -> dict:
+        for line in rank.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
+
+
+def start(name: str, folder: str, port: int, given: argparse.Namespace) -> Tree:
+    path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(given.ranks),
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
+        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1",
+    }  # fmt: skip
+    worker = str(Path(__file__).with_name("triton_versions_rank.py"))
+    command = [sys.executable, worker, given.commit, str(given.calls), folder]
+    ranks = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(given.ranks)
+    ]  # fmt: skip
+    return Tree(name, ranks)
+
+
+def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, list[float]]:
+    """The us of each round, by tree."""
+    times: dict[str, list[float]] = {tree.name: [] for tree in trees}
+    for number in range(rounds):
+        if time.monotonic() > end_s:
+            break
+        first = number % len(trees)
+        for tree in trees[first:] + trees[:first]:
+            times[tree.name].append(max(answer["us"] for answer in tree.ask(f"time {case}")))
+    return times
+
+
+def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> list[dict]:
+    reference = next(iter(times.values()))
+    return [
+        {
+            "table": "triton_versions", "case": case, "tree": name,
+            "us": round(statistics.median(us), 1), "times_us": [round(one, 1) for one in us],
+            "to_first": round(
+                statistics.median(a / b for a, b in zip(us, reference, strict=True)), 4
+            ),
+            **about[name],
+        }
+        for name, us in times.items()
+    ]  # fmt: skip
+
+
+def shown(rows: list[dict]) -> str:
+    return f"{rows[0]['case']:44}" + "".join(
+        f"  {row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows
+    )
+
+
+def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
+    about = {tree.name: tree.ask("about")[0] for tree in trees}
+    print({name: one["triton"] for name, one in about.items()}, flush=True)
+    wrong = 0
+    for shape in given.shapes.split(","):
+        cases = trees[0].ask(f"cases {shape}")[0]["cases"]
+        for tree in trees[1:]:
+            assert tree.ask(f"cases {shape}")[0]["cases"] == cases, f"{tree.name}: other cases"
+        for case in cases:
+            if time.monotonic() > end_s:
+                print("no time for the others", flush=True)
+                return wrong
+            failed = [t.name for t in trees if not all(a["exact"] for a in t.ask(f"check {case}"))]
+            if failed:
+                print(f"{case}: WRONG in {', '.join(failed)}", flush=True)
+                wrong += 1
+                continue
+            rows = rows_of(case, race(trees, case, given.rounds, end_s), about)
+            print(shown(rows), flush=True)
+            with given.out.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tree", action="append", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shapes", default=SHAPES, help="local M x N x K of layers")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=10, help="a round, of one case and tree")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--seconds", type=float, default=90)
+    given = parser.parse_args()
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    end_s = time.monotonic() + given.seconds
+    named = [tree.partition("=")[::2] for tree in given.tree]
+    trees = [start(name, folder, 29600 + i, given) for i, (name, folder) in enumerate(named)]
+    try:
+        return 1 if run(given, trees, end_s) else 0
+    finally:
+        for rank in (rank for tree in trees for rank in tree.ranks):
+            rank.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""One rank of one tree of `triton_versions.py`. Reads a command a line, answers with JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("FLUX_MEGATRON_TIMEOUT_S", "20")
+
+import gpu_run
+import torch
+import torch.distributed as dist
+import triton
+
+from flux_megatron import ops
+from flux_megatron.overlap import registry
+from flux_megatron.problem import Pattern, Plan, Problem
+
+STRATEGIES = ("hopper", "fused")
+PATTERNS = {"ag_gemm": Pattern.AG_GEMM, "gemm_rs": Pattern.GEMM_RS}
+
+
+class Rank:
+    def __init__(self, commit: str, calls: int, folder: str) -> None:
+        self.run = gpu_run.start(None, commit, 600)
+        self.calls, self.group, self.device = calls, self.run.group, self.run.device
+        assert Path(triton.__file__).is_relative_to(folder or "/"), triton.__file__
+        self.made: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
+
+    def about(self) -> dict:
+        return asdict(self.run.about)
+
+    def cases(self, shape: str) -> dict:
+        """Local M x N x K: x of AG+GEMM is [M / R, K], w [N, K]; x of GEMM+RS [M, N], w [K, N]."""
+        M, N, K = map(int, shape.split("x"))
+        R = self.group.size()
+        x, w, back = self._small(M // R, K), self._small(N, K), self._small(K, N)
+        rows = self._small(M, N)
+        gathered = x.new_empty(M, K)
+        dist.all_gather_into_tensor(gathered, x, group=self.group)
+        product = _product(gathered, w)
+        summed = _product(rows, back).float()
+        dist.all_reduce(summed, group=self.group)
+        reduced = summed.to(x.dtype).chunk(R)[self.group.rank()]
+        self.made = {f"library gemm {shape}": (lambda: gathered @ w.t(), product)}
+        if self.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+            from flux_megatron.kernels import hopper_ag_gemm
+
+            alone = partial(hopper_ag_gemm.gemm, gathered, w, "nt")
+            self.made[f"hopper gemm {shape}"] = (alone, product)
+        for strategy in STRATEGIES:
+            for name, a, b, expected in (
+                ("ag_gemm", x, w, product), ("gemm_rs", rows, back, reduced)
+            ):  # fmt: skip
+                if (plan := self._plan(PATTERNS[name], a, b, strategy)) is not None:
+                    call = ops.all_gather_gemm if name == "ag_gemm" else ops.gemm_reduce_scatter
+                    made = partial(call, a, b, self.group, plan=plan)
+                    self.made[f"{name} {strategy} {shape}"] = (made, expected)
+        return {"cases": [*self.made]}
+
+    def _small(self, *shape: int) -> torch.Tensor:
+        """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
+        seed = torch.Generator().manual_seed(hash((shape, self.group.rank())))
+        drawn = torch.randint(-8, 9, shape, generator=seed, dtype=torch.int8)
+        ones = (drawn == 8).to(torch.int8) - (drawn == -8).to(torch.int8)
+        return ones.to(torch.bfloat16).to(self.device)
+
+    def _plan(self, pattern: Pattern, x, w, strategy: str) -> Plan | None:
+        problem = Problem.of_operands(
+            pattern, x.shape[0], w.shape[0], x.shape[1], "bfloat16", self.group.size(), "nt",
+            self.device.type,
+        )  # fmt: skip
+        if registry.refusal(problem, strategy, None) is not None:
+            return None
+        return registry.strategy(problem, strategy).default_plan(problem)
+
+    def check(self, case: str) -> dict:
+        call, expected = self.made[case]
+        return {"exact": all(torch.equal(call(), expected) for _ in range(3))}
+
+    def time(self, case: str) -> dict:
+        call, _ = self.made[case]
+        call()
+        dist.barrier(group=self.group)
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            for _ in range(self.calls):
+                call()
+            return {"us": 1e6 * (time.perf_counter() - begin) / self.calls}
+        torch.cuda.synchronize()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        for _ in range(self.calls):
+            call()
+        marks[1].record()
+        marks[1].synchronize()
+        return {"us": 1e3 * marks[0].elapsed_time(marks[1]) / self.calls}
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """In fp32, where whole numbers stay whole."""
+    return (x.float() @ w.float().t()).to(x.dtype)
+
+
+def main(commit: str, calls: int, folder: str) -> None:
+    rank = Rank(commit, calls, folder)
+    for line in sys.stdin:
+        command, _, rest = line.strip().partition(" ")
+        answer = getattr(rank, command)(*([rest] if rest else []))
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
