@@ -90,7 +90,9 @@ def test_a_field_has_its_own_row_or_that_of_its_argument(field, option):
     assert seams.row_of_field("brand_new") is None
 
 
-@pytest.mark.parametrize("line", ["config\ta\tharmless", "config\tb\tfine\tdata", "config\tfp8\trefused\tno"])
+@pytest.mark.parametrize(
+    "line", ["config\ta\tharmless", "config\tb\tfine\tdata", "config\tfp8\trefused\tno"]
+)
 def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
     file = tmp_path / "seams.tsv"
     file.write_text(f"seam\tname\tclass\tbecause\nconfig\tfp8\tharmless\tdata\n{line}\n")

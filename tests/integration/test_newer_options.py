@@ -1,4 +1,4 @@
-"""Options of Megatron that our layers do not have: refused by name, or Megatron computes the call."""
+"""Options of Megatron that our layers lack: refused by name, or Megatron computes the call."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_fields_of_the_user_s_own_configuration_are_not_looked_at():
     class Mine(TransformerConfig):
         recipe: str = "plain"
 
-    seams.check_config(
-        Mine(num_layers=1, hidden_size=8, num_attention_heads=1, recipe="of mine")
-    )
+    seams.check_config(Mine(num_layers=1, hidden_size=8, num_attention_heads=1, recipe="of mine"))
 
 
 # arguments of constructors
