@@ -1,4 +1,4 @@
-"""A megatron-core that `train` and `generate` cannot use is refused in one line, before any rank."""
+"""A megatron-core too old for `train` and `generate` is refused in one line, before any rank."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_without_any_imports_are_left_to_say_so(monkeypatch):
 
 def test_an_old_one_is_named(installed):
     installed("0.14.0")
-    with pytest.raises(
-        ConfigError, match=r"^megatron-core 0\.14\.0 given, 0\.15 or newer expected"
-    ):
+    with pytest.raises(ConfigError, match=r"^megatron-core 0\.14\.0 given, 0\.15 or"):
         megatron_version.check()
 
 

@@ -26,7 +26,12 @@ def then(act: Callable[[Any], None]) -> None:
     if PARSER not in sys.modules:
         return
     for name in MODULES:
-        module = importlib.import_module(name)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if missing.name != name:
+                raise
+            continue
         original = getattr(module, LOADS, None)
         if original is not None and not hasattr(original, "acts"):
             setattr(module, LOADS, _acting(original, act))

@@ -20,6 +20,7 @@ from flux_megatron.integration import (
     checkpoint_arguments,
     experts,
     explicit_specs,
+    fsdp,
     metrics,
     requirements,
 )
@@ -92,6 +93,7 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     else:
         build_from(provider)
     explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
+    fsdp.name_our_layers()
     metrics.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -69,11 +70,15 @@ def gpt_layer_spec(config: Any, layers: str = "flux") -> ModuleSpec:
 def local_spec_from(layers: str) -> Iterator[None]:
     """Inside, megatron-core builds its local specifications from our provider.
 
-    Its functions take no provider as an argument, but make one from a global of their module.
+    Its functions take no provider as an argument, but make one from a global of their module, or
+    ask `get_backend`, which makes one from a global of its own.
     """
     if layers not in PROVIDERS:
         raise ValueError(f"layers is {layers!r}, one of {sorted(PROVIDERS)} expected")
-    with _attribute(gpt_layer_specs, "LocalSpecProvider", PROVIDERS[layers]):
+    with contextlib.ExitStack() as replaced:
+        for module in (backends, gpt_layer_specs):
+            if hasattr(module, "LocalSpecProvider"):
+                replaced.enter_context(_attribute(module, "LocalSpecProvider", PROVIDERS[layers]))
         yield
 
 

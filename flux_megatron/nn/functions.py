@@ -44,11 +44,12 @@ def column_parallel_linear(
     are those of `ops.all_gather_gemm`. Under torch.compile the call is one operator; `wgrad` is
     None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
+    name = ops.name_of(group)
     if ops.is_traced() and traceable("column_parallel_linear", wgrad, dy_buffer):
         from flux_megatron.nn import operators
 
         return operators.column_parallel_linear(
-            x, w, main_grad(wgrad), group.group_name, group.size(), bias, save_gathered
+            x, w, main_grad(wgrad), name, group.size(), bias, save_gathered
         )[0]
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
     return _ColumnParallel.apply(x, w, bias, options)
@@ -67,11 +68,11 @@ def row_parallel_linear(
 
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
+    name = ops.name_of(group)
     if ops.is_traced() and traceable("row_parallel_linear", wgrad):
         from flux_megatron.nn import operators
 
-        name, R = group.group_name, group.size()
-        return operators.row_parallel_linear(x, w, main_grad(wgrad), name, R)
+        return operators.row_parallel_linear(x, w, main_grad(wgrad), name, group.size())
     check_tokens(x, group)
     return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flux_megatron.errors import BadInput, FluxError
+from flux_megatron.patching import seams
 from flux_megatron.patching.fingerprints import RELIED_ON, Function, digest, functions
 from flux_megatron.patching.series import (
     FINGERPRINTS,
@@ -92,9 +93,10 @@ def undo(checkout: Path) -> State:
 
 
 def record(checkout: Path, name: str) -> Path:
-    """Write the fingerprints of `patches/NAME`, whose line numbers fit this unpatched checkout.
+    """Write the fingerprints of `patches/NAME`, whose line numbers fit this unpatched checkout, and
+    the names by which its options reach our layers.
 
-    Returns the file. `Refused` if there are no patches, or a hunk is in no function.
+    Returns the former's file. `Refused` if there are no patches, or a hunk is in no function.
     """
     folder = folder_of(name)
     if not (folder / "series").is_file():
@@ -116,6 +118,7 @@ def record(checkout: Path, name: str) -> Path:
     content = {"version": version, "touched": touched, "hashes": hashes, "files": files}
     file = folder / FINGERPRINTS
     file.write_text(json.dumps(content, indent=1) + "\n")
+    seams.write(checkout, folder)
     return file
 
 

@@ -91,12 +91,15 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _constructor(node: ast.ClassDef) -> Iterator[str]:
-    return _arguments(_functions(node)["__init__"])
+    function = _functions(node).get("__init__")
+    return _arguments(function) if function else iter(())
 
 
 def _forward(node: ast.ClassDef) -> Iterator[str]:
-    """TransformerEngine's layers are replaced whole, so that only megatron-core's are of interest."""
-    forward = _functions(node)["forward"]
+    """Of megatron-core's layers: TransformerEngine's are replaced as a whole."""
+    forward = _functions(node).get("forward")
+    if forward is None:
+        return
     yield from _arguments(forward)
     for call in ast.walk(forward):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "self._forward_impl":

@@ -1,4 +1,4 @@
-"""Whether `train` and `generate` can use the megatron-core that is installed: read, not imported."""
+"""Whether `train` and `generate` can use the installed megatron-core: read, not imported."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def module_of(part: Any) -> Any:
 
 
 def skip_where_mtp_needs_te(config: dict[str, Any]) -> None:
-    """Main d98e8a64 asks whether a stand-in of an absent class has an instance, of stock layers too."""
+    """Main d98e8a64 asks for instances of a class that is a stand-in then, of stock layers too."""
     asks = hasattr(multi_token_prediction, "is_inference_column_parallel_linear")
     if config.get("mtp_num_layers") and asks and not transformer_engine.HAVE_TE:
         pytest.skip("this megatron-core builds multi-token prediction with TransformerEngine alone")

@@ -1,4 +1,4 @@
-"""Options of Megatron that our layers do not have: refused by name, or Megatron computes the call."""
+"""Options of Megatron that our layers lack: refused by name, or Megatron computes the call."""
 
 from __future__ import annotations
 
