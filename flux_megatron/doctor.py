@@ -128,7 +128,7 @@ def _torch(wanted: Wanted) -> Iterator[Finding]:
     version = torch.__version__
     text = f"{version}, CUDA {torch.version.cuda or 'none'}"
     if TORCH.is_too_old(version):
-        yield Finding("torch", "missing", text, f"{TORCH.oldest} or newer has symmetric memory")
+        yield Finding("torch", "missing", text, f"{TORCH.oldest} or newer is needed")
     else:
         yield Finding("torch", "ok", text)
         yield from _untested(TORCH, version)

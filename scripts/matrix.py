@@ -51,7 +51,7 @@ class Row:
 
 # from 0.17 on megatron-core needs Python 3.12, and no torch 2.15 is built for Python 3.10
 MATRIX = (
-    Row("oldest", "3.10", "2.9.0", "3.5.0", "0.14.0"),
+    Row("oldest", "3.10", "2.10.0", "3.6.0", "0.14.0"),
     Row("gpu machines", "3.12", "2.11.0", "3.6.0", "0.18.2"),
     Row("default", "3.11", "2.13.0", "3.7.1", "0.16.1"),
     Row("before newest", "3.12", "2.14.1", "3.8.0", "0.19.0"),

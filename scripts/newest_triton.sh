@@ -8,7 +8,7 @@ newest=$(PYTHONPATH=$PWD "$python" -c 'from flux_megatron.versions.triton import
 folder=$PWD/.venv/newest_triton/$newest
 if [ ! -d "$folder" ]; then
     # an older Python gets the newest that is built for it
-    "$python" -m pip install --quiet --no-deps --target "$folder.part" "triton>=3.5,<=$newest.99"
+    "$python" -m pip install --quiet --no-deps --target "$folder.part" "triton>=3.6,<=$newest.99"
     mv "$folder.part" "$folder"
 fi
 export PYTHONPATH=$folder:$PWD

@@ -102,7 +102,7 @@ def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capabilit
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.8.1+cu126", "missing"), ("2.9.0", "ok")])
+@pytest.mark.parametrize(("version", "status"), [("2.9.1+cu126", "missing"), ("2.10.0", "ok")])
 def test_old_torch_stops_a_run(monkeypatch, version, status):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch, "__version__", version)

@@ -61,7 +61,7 @@ def test_hopper_kernels_refuse_blackwell(gpu):
 
 @pytest.fixture
 def untested_triton(gpu):
-    newer = dataclasses.replace(TRITON, newest="3.4")
+    newer = dataclasses.replace(TRITON, newest="3.5")
     gpu.setattr(hopper_gemm, "TRITON", newer)
     return gpu
 

@@ -79,7 +79,7 @@ def test_what_was_run_warns_of_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "directly", "expands"),
     [
-        ("3.5.1", True, True),
+        ("3.5.1", False, True),
         ("3.6.0", True, False),
         ("3.7.1", True, True),
         ("3.9.0", True, True),

@@ -6,7 +6,7 @@
 | the constructor of an aggregate | to be written | to be written | made of its fields | |
 | a TMA load, a TMA store | `async_copy_...` | | `async_load`, `async_store` | no other |
 
-Triton 3.5 lacks `warpgroup_mma_init`: there the Hopper kernels cannot be imported.
+Triton 3.5 has another `warp_specialize` and is too old.
 """
 
 from __future__ import annotations

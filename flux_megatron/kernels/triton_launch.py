@@ -3,7 +3,7 @@ it may, `versions.triton` says.
 
 | Triton | a compiled kernel is launched by |
 | --- | --- |
-| 3.5, 3.7 to 3.9 | `compiled.run`, with all arguments, descriptors as they are |
+| 3.7 to 3.9 | `compiled.run`, with all arguments, descriptors as they are |
 | 3.6 | the same; with host descriptors by the launcher behind it, with descriptors expanded |
 | others | Triton's own launch |
 """

@@ -1,4 +1,4 @@
-"""Symmetric memory on GPUs of one node, torch's (torch >= 2.9); and their copy engines."""
+"""Symmetric memory on GPUs of one node, torch's; and their copy engines."""
 
 from __future__ import annotations
 

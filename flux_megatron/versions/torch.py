@@ -5,14 +5,14 @@
 | `torch.nn.functional.grouped_mm` | missing | there | there |
 | a `Plan` as argument in `torch.compile(fullgraph=True)` | refused | refused | works |
 
-Before 2.9 there is no symmetric memory between processes.
+torch 2.9 wants Triton 3.5, which is too old.
 """
 
 from __future__ import annotations
 
 from flux_megatron.versions.library import Library
 
-TORCH = Library("torch", "torch", oldest="2.9", newest="2.15")
+TORCH = Library("torch", "torch", oldest="2.10", newest="2.15")
 
 
 def has_grouped_mm() -> bool:
