@@ -37,7 +37,6 @@ workers=$((cores > 4 ? cores / 2 : cores + 1))
 without_gpus=(env CUDA_VISIBLE_DEVICES=)
 step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
-[ -n "${TEST_PYTHON:-}" ] || step env CUDA_VISIBLE_DEVICES= scripts/newest_triton.sh
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     # most of a test on GPUs is compiling, on one core: several share the GPUs
     on_gpus="(device or gpu or gpus)"

@@ -44,7 +44,8 @@ def _wrong(rank: int) -> None:
     right = signalled.signalled_experts
 
     def one_more(home, far, near, w, *table, **more) -> None:
-        right(home, far, near, w + 1, *table, **more)
+        other = w._replace(matrices=w.matrices + 1)
+        right(home, far, near, other, *table, **more)
 
     with (
         mock.patch.object(signalled, "signalled_experts", one_more),

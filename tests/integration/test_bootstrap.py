@@ -419,15 +419,18 @@ def test_command_passes_everything_after_the_script_on(monkeypatch):
     assert seen == [["--device", "cpu", *arguments]]
 
 
-def test_command_starts_torchrun(monkeypatch):
+def test_command_starts_torchrun(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
     monkeypatch.delenv("RANK", raising=False)
-    arguments = ["--nproc-per-node", "3", "pretrain_gpt.py", "--bf16"]
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import megatron\n")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    arguments = ["--nproc-per-node", "3", "--device", "cpu", str(script), "--bf16"]
     assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
     (command,) = seen
     assert "--nproc-per-node=3" in command
-    ours = ["-m", "flux_megatron.launch", "--device", "cuda", "pretrain_gpt.py", "--bf16"]
+    ours = ["-m", "flux_megatron.launch", "--device", "cpu", str(script), "--bf16"]
     assert command[-6:] == ours
 
 

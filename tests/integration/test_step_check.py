@@ -127,6 +127,9 @@ def others_are_asked(rank: int) -> str:
     late = "rank 0 waited" if rank == 0 else ""
     with (
         mock.patch.object(Status, "late", return_value=late),
+        mock.patch.object(
+            Status, "tripped", new_callable=mock.PropertyMock, return_value=bool(late)
+        ),
         pytest.raises(errors.SignalTimeout if rank == 0 else errors.GroupBroken) as caught,
     ):
         flux_megatron.confirm_step()

@@ -113,13 +113,13 @@ def test_site_options_stand_instead_of_ours(tmp_path):
         "python: /env/bin/python\n"
         "setup: [module load cuda]\n"
         "environment: {NCCL_SOCKET_IFNAME: ib0}\n"
-        "sbatch: {partition: a100, exclusive: null, nodes: 3, gres: 'gpu:8'}\n"
+        "sbatch: {partition: a100, exclusive: null, nodes: 16, gres: 'gpu:8'}\n"
     )
     options = ("account=me", "partition=b", "comment=hello there", "reservation")
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", site=file, sbatch=options,
                     environment=("A=b c",))  # fmt: skip
     found = directives(made.job)
-    expected = {"partition": "b", "account": "me", "nodes": "3", "gres": "gpu:8",
+    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8",
                 "comment": '"hello there"', "reservation": None}  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert "gpus-per-node" not in found
