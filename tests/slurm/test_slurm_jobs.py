@@ -51,8 +51,8 @@ def test_slurm_accepts_every_experiment(slurm, tmp_path, name):
 
 
 def test_slurm_refuses_more_gpus_than_a_node_has(slurm, tmp_path):
-    job = written("paper/gpt3-175b_h800-nvlink", tmp_path, "--sbatch", "gpus-per-node=9")
-    accepted, reason = planned(slurm, "gpu", job)
+    job = written("paper/gpt3-175b_h800-nvlink", tmp_path)
+    accepted, reason = planned(slurm, "gpu", job, "--gpus-per-node=9")
     assert not accepted, reason
 
 
