@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flux_megatron
-from flux_megatron.nn import functions
+from flux_megatron.nn import all_reduced, functions
 
 X, W = torch.ones(4, 4), torch.ones(4, 4)
 COUNTS = torch.ones(1, 1, dtype=torch.int32)
@@ -24,6 +24,9 @@ CALLS = {
         W[None], INDICES, OFFSETS, None
     ),
     "column_parallel_linear": lambda: functions.column_parallel_linear(X, W, None, group=None),
+    "row_parallel_linear": lambda: functions.row_parallel_linear(X, W, group=None),
+    # it would return this rank's share for the sum
+    "row_linear": lambda: all_reduced.row_linear(X, W, group=None),
 }
 
 

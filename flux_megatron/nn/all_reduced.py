@@ -48,11 +48,11 @@ def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None
     y is the same on all ranks. `wgrad` as in `functions.column_parallel_linear`. Errors are those
     of `ops.gemm_all_reduce`.
     """
+    name = ops.name_of(group)  # without a group y would be this rank's share alone
     if ops.is_traced() and functions.traceable("row_linear", wgrad):
         from flux_megatron.nn import operators
 
-        name, R = group.group_name, group.size()
-        return operators.row_linear(x, w, functions.main_grad(wgrad), name, R)
+        return operators.row_linear(x, w, functions.main_grad(wgrad), name, group.size())
     return _AllReduced.apply(x, w, None, _Options(group, None, wgrad or plain_wgrad))
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from flux_megatron.simulate.predictions import Predictions
+
 
 GPUS_MAX = 1 << 20  # of a sweep
 
@@ -78,35 +80,45 @@ def simulate(
     docs/simulator.md has the model and how to read the output.
     """
     from flux_megatron import option_values
-    from flux_megatron.launch.experiment import parse_override
-    from flux_megatron.perf import timeline
-    from flux_megatron.simulate import dlrm_tables, predictions, study, tables
+    from flux_megatron.simulate import predictions, study
 
+    of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
+                             swiglu, micro_batch)  # fmt: skip
     try:
-        of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab,
-                                 seq_length, swiglu, micro_batch)  # fmt: skip
-        name, overrides = _what(name, of_options)
-        overrides |= dict(map(parse_override, set_ or []))
+        name, overrides = _what(name, of_options, set_ or [])
         gpus, alternatives = _sweeps(sweep or [])
         option_values.number("--nic-gbps", nic_gbps, unit="Gb/s")
         option_values.number("--nic-latency-us", nic_latency_us, zero=True, unit="microseconds")
         if json_ is not None:
             option_values.file("--json", json_)
-        if out is not None and not study.is_study(name):
-            option_values.folder("--out", out)
         if study.is_study(name):
             if arm or gpus or nic_gbps is not None or nic_latency_us is not None or out:
                 raise ValueError(f"{name}: --set, --sweep assumed and --json expected with a study")
-            of_study = study.load(name, overrides)
-            _print(dlrm_tables.shown(of_study, alternatives))
-            if json_ is not None:
-                json_.write_text(json.dumps(dlrm_tables.plain(of_study, alternatives)) + "\n")
+            _study(name, overrides, alternatives, json_)
             return
+        if out is not None:
+            option_values.folder("--out", out)
         network = predictions.Network(nic_gbps, nic_latency_us)
         found = predictions.predict(name, overrides, arm or [], network, gpus, alternatives)
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    _show(found, assumptions, out, json_)
+
+
+def _study(name: str, overrides: dict[str, Any], alternatives: bool, json_: Path | None) -> None:
+    from flux_megatron.simulate import dlrm_tables, study
+
+    found = study.load(name, overrides)
+    _print(dlrm_tables.shown(found, alternatives))
+    if json_ is not None:
+        json_.write_text(json.dumps(dlrm_tables.plain(found, alternatives)) + "\n")
+
+
+def _show(found: Predictions, assumptions: bool, out: Path | None, json_: Path | None) -> None:
+    from flux_megatron.perf import timeline
+    from flux_megatron.simulate import tables
+
     console = _print((*tables.tables(found), *tables.remarks(found, assumptions)))
     if json_ is not None:
         json_.write_text(json.dumps(tables.plain(found), indent=2) + "\n")
@@ -117,17 +129,20 @@ def simulate(
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
 
 
-def _what(name: str | None, of_options: given.Given) -> tuple[str, dict[str, Any]]:
+def _what(
+    name: str | None, of_options: given.Given, texts: list[str]
+) -> tuple[str, dict[str, Any]]:
     """The file and the values for it. `ValueError` unless one of the two is given."""
+    from flux_megatron.launch.experiment import parse_override
+
     if name and of_options:
         raise ValueError(
             f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values"
         )
-    if name:
-        return name, {}
-    if not of_options:
+    if not name and not of_options:
         raise ValueError("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
-    return given.NAME, given.values(of_options)
+    overrides = {} if name else given.values(of_options)
+    return name or given.NAME, overrides | dict(map(parse_override, texts))
 
 
 def _print(items: Iterable[str | Table]) -> Console:
