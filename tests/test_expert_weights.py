@@ -142,7 +142,7 @@ def with_parameters(rank: int, scattered: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            hidden = separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
+            hidden, _ = separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
             y = separate.gemm_a2a(hidden, v, counts, group, tokens=len(x))
     y.backward(given.dy[rank].to(DEVICE))
     got = (hidden, y, x.grad, *(torch.stack([one.grad for one in some]) for some in (w, v)))

@@ -30,8 +30,8 @@ SLOW_BYTES_PER_ROW = 48 * 1024
 def a2a_gemm(
     x: Tensor, parameters: Sequence[Tensor], counts: Tensor, group: ProcessGroup, *, capacity: int,
     wgrad: Wgrad | None = None,
-) -> Tensor:  # fmt: skip
-    """y of `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
     keep = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
     options = _Options(group.group_name, capacity, wgrad or plain_wgrad, keep)
     return _A2aGemm.apply(x, counts, options, *parameters)
@@ -98,7 +98,9 @@ def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
 
 class _A2aGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         w = _whole(parameters, len(x))
         y, received, rows = ops._a2a_gemm(
             x, w.matrices, counts, options.rows, options.group, "nt", "", options.keep, w.reverse
@@ -106,10 +108,11 @@ class _A2aGemm(torch.autograd.Function):
         ctx.save_for_backward(w.matrices, counts, received, rows)
         ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
         ctx.tokens = len(x)
-        return y
+        ctx.mark_non_differentiable(received)
+        return y, received
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor, _: Tensor):
         w, counts, received, rows = ctx.saved_tensors
         dy, dx = dy.contiguous(), None
         dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)

@@ -15,12 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
-from flux_megatron.expert_parallel import ops, separate
+from flux_megatron.expert_parallel import activation, ops, separate
 from flux_megatron.integration import expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -39,17 +37,14 @@ class _Forward:
     ) -> tuple[Tensor, None]:  # fmt: skip
         x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
         y = self._multiplied(x, counts, self._capacity(x))
-        return (y * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+        return activation.scaled(y, permuted_probs), None
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         raise NotImplementedError
 
-    def _activated(self, hidden: Tensor) -> Tensor:
+    def _activated(self, hidden: Tensor, received: Tensor) -> Tensor:
         if self.config.gated_linear_unit:
-            if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
-                return bias_swiglu_impl(hidden, None)
-            gate, linear = hidden.chunk(2, -1)
-            return self.config.activation_func(gate) * linear
+            return activation.gated(hidden, received, self.config.activation_func)
         return self.config.activation_func(hidden)
 
     def _capacity(self, x: Tensor) -> int:
@@ -88,8 +83,10 @@ class _Separate(_Forward):
         first, second = (self._parameters_of(name) for name in LINEARS)
         wgrad = expert_parameters.into_main_grads if self._fuses_wgrad(first + second) else None
         group = self.ep_group
-        hidden = separate.a2a_gemm(x, first, counts, group, capacity=capacity, wgrad=wgrad)
-        hidden = self._activated(hidden)
+        hidden, received = separate.a2a_gemm(
+            x, first, counts, group, capacity=capacity, wgrad=wgrad
+        )
+        hidden = self._activated(hidden, received)
         return separate.gemm_a2a(hidden, second, counts, group, tokens=len(x), wgrad=wgrad)
 
     def _fuses_wgrad(self, parameters: list[Any]) -> bool:
@@ -133,10 +130,10 @@ if hasattr(stock, "GroupedMLP"):
             experts, hidden_size = self.num_local_experts, self.config.hidden_size
             first = self.weight1.view(experts, hidden_size, -1)
             second = self.weight2.view(experts, -1, hidden_size)
-            hidden, _ = ops.a2a_gemm(
+            hidden, received = ops.a2a_gemm(
                 x, first, counts, self.ep_group, capacity=capacity, layout="nn"
             )
-            hidden = self._activated(hidden)
+            hidden = self._activated(hidden, received)
             return ops.gemm_a2a(hidden, second, counts, self.ep_group, tokens=len(x), layout="nn")
 
     OURS["GroupedMLP"] = FluxLegacyGroupedExperts

@@ -40,8 +40,8 @@ class Rank:
         """Local M x N x K: x of AG+GEMM is [M / R, K], w [N, K]; x of GEMM+RS [M, N], w [K, N]."""
         M, N, K = map(int, shape.split("x"))
         R = self.group.size()
-        x, w, back = self._small(M // R, K), self._small(N, K), self._small(K, N)
-        rows = self._small(M, N)
+        x, w = self._small(1, M // R, K), self._small(2, N, K)
+        back, rows = self._small(3, K, N), self._small(4, M, N)
         gathered = x.new_empty(M, K)
         dist.all_gather_into_tensor(gathered, x, group=self.group)
         product = _product(gathered, w)
@@ -64,9 +64,11 @@ class Rank:
                     self.made[f"{name} {strategy} {shape}"] = (made, expected)
         return {"cases": [*self.made]}
 
-    def _small(self, *shape: int) -> torch.Tensor:
-        """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
-        seed = torch.Generator().manual_seed(hash((shape, self.group.rank())))
+    def _small(self, number: int, *shape: int) -> torch.Tensor:
+        """Mostly zeros, else -1 or 1: every sum of products of two such tensors is a whole number
+        that bf16 has. Sums of squares are larger: each tensor has a `number` of its own.
+        """
+        seed = torch.Generator().manual_seed(hash((number, shape, self.group.rank())))
         drawn = torch.randint(-8, 9, shape, generator=seed, dtype=torch.int8)
         ones = (drawn == 8).to(torch.int8) - (drawn == -8).to(torch.int8)
         return ones.to(torch.bfloat16).to(self.device)

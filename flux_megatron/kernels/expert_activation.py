@@ -1,0 +1,173 @@
+"""What experts do between and behind their GEMMs, over only the rows that came: the product of a
+gated linear unit, and rows times the router's probabilities. Forward and backward.
+
+A buffer of an expert layer has rows for the worst case, twice as many as come on average with two
+ranks and top-2. Only the device knows how many came. Each CTA adds up the counts and takes every
+so many'th block of those rows; what is behind them stays as it is.
+
+All arithmetic is fp32; a stored value is rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels.launch import persistent_grid
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.problem import Tile
+
+ACTIVATIONS = ("silu", "gelu")
+CTAS_OF_AN_SM = 8  # of 256 threads: as many as are resident
+BLOCK = 2048  # 16 bytes of bf16 a thread
+COLUMNS_MAX = 16384  # of rows that a CTA takes at once
+
+
+@triton.jit
+def _rows_that_came(received, slots, capacity, SLOTS: tl.constexpr):
+    at = tl.arange(0, SLOTS)
+    # more than the capacity is an error that is reported elsewhere
+    return min(tl.sum(tl.load(received + at, mask=at < slots, other=0), 0), capacity)
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr):
+    """a(gate) and its derivative; gelu is that with erf."""
+    if ACTIVATION == "silu":
+        share = 1.0 / (1.0 + tl.exp(-gate))
+        slope = share * (1.0 + gate * (1.0 - share))
+    else:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        slope = share + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    return gate * share, slope
+
+
+# the numbers of rows and experts must not compile new kernels
+@triton.jit(do_not_specialize=["slots", "capacity"])
+def gated_forward_kernel(
+    x, received, y, slots, capacity, N,
+    ACTIVATION: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(N, BLOCK_N)
+    blocks = _rows_that_came(received, slots, capacity, SLOTS) * columns
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
+        row = (block // columns).to(tl.int64)
+        cols = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+        gate = tl.load(x + row * 2 * N + cols, mask=cols < N).to(tl.float32)
+        linear = tl.load(x + row * 2 * N + N + cols, mask=cols < N).to(tl.float32)
+        value, _ = _activated(gate, ACTIVATION)
+        tl.store(y + row * N + cols, (value * linear).to(y.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["slots", "capacity"])
+def gated_backward_kernel(
+    dy, x, received, dx, slots, capacity, N,
+    ACTIVATION: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(N, BLOCK_N)
+    blocks = _rows_that_came(received, slots, capacity, SLOTS) * columns
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
+        row = (block // columns).to(tl.int64)
+        cols = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+        gate = tl.load(x + row * 2 * N + cols, mask=cols < N).to(tl.float32)
+        linear = tl.load(x + row * 2 * N + N + cols, mask=cols < N).to(tl.float32)
+        gradient = tl.load(dy + row * N + cols, mask=cols < N).to(tl.float32)
+        value, slope = _activated(gate, ACTIVATION)
+        of_gate, of_linear = gradient * linear * slope, gradient * value
+        tl.store(dx + row * 2 * N + cols, of_gate.to(dx.dtype.element_ty), mask=cols < N)
+        tl.store(dx + row * 2 * N + N + cols, of_linear.to(dx.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def scaled_forward_kernel(
+    x, scale, y, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    at = rows[:, None].to(tl.int64) * N + cols[None, :]
+    factor = tl.load(scale + rows, mask=rows < M, other=0.0).to(tl.float32)
+    result = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def scaled_backward_kernel(
+    dy, x, scale, dx, dscale, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    at = rows[:, None].to(tl.int64) * N + cols[None, :]
+    factor = tl.load(scale + rows, mask=rows < M, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + at, (gradient * factor[:, None]).to(dx.dtype.element_ty), mask=inside)
+    products = tl.sum(gradient * values, 1)
+    tl.store(dscale + rows, products.to(dscale.dtype.element_ty), mask=rows < M)
+
+
+@lru_cache(maxsize=256)
+def _gated(kernel, capacity: int, slots: int, N: int, activation: str, code: tuple) -> Launcher:
+    """`code` has the rest that selects compiled code: dtype and device."""
+    tile = Tile(1, min(BLOCK, next_power_of_2(N)), num_warps=8)
+    blocks = max(1, capacity * cdiv(N, tile.block_n))
+    (sms,) = persistent_grid(code[1], blocks)
+    return Launcher(
+        kernel, (min(CTAS_OF_AN_SM * sms, blocks),), tile, (N,),
+        ACTIVATION=activation, SLOTS=next_power_of_2(slots),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _scaled(kernel, M: int, N: int, code: tuple) -> Launcher:
+    block_n = next_power_of_2(N)
+    tile = Tile(max(1, BLOCK // block_n), block_n, num_warps=16 if block_n > 4096 else 8)
+    return Launcher(kernel, (cdiv(M, tile.block_m),), tile, (N,))
+
+
+def gated_forward(x: Tensor, received: Tensor, activation: str) -> Tensor:
+    """x [capacity, 2 N] of gates and linear values -> a(gate) * linear [capacity, N].
+
+    Of the first rows, as many as `received` int32 [R, E] counts; nothing is written behind them.
+    """
+    capacity, N = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(capacity, N)
+    slots = received.numel()
+    run = _gated(gated_forward_kernel, capacity, slots, N, activation, (x.dtype, x.device))
+    run((x, received, y), (slots, capacity))
+    return y
+
+
+def gated_backward(dy: Tensor, x: Tensor, received: Tensor, activation: str) -> Tensor:
+    """dx [capacity, 2 N] for dy [capacity, N], of the same rows."""
+    capacity, N = dy.shape
+    dx = torch.empty_like(x)
+    slots = received.numel()
+    run = _gated(gated_backward_kernel, capacity, slots, N, activation, (x.dtype, x.device))
+    run((dy, x, received, dx), (slots, capacity))
+    return dx
+
+
+def scaled_forward(x: Tensor, scale: Tensor) -> Tensor:
+    """x [M, N], scale [M] of any dtype -> x * scale [M, N] in the dtype of x."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    if M:
+        _scaled(scaled_forward_kernel, M, N, (x.dtype, scale.dtype, x.device))((x, scale, y), (M,))
+    return y
+
+
+def scaled_backward(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [M, N] and dscale [M] for dy [M, N]."""
+    M, N = x.shape
+    dx, dscale = torch.empty_like(x), torch.empty_like(scale)
+    if M:
+        run = _scaled(scaled_backward_kernel, M, N, (x.dtype, scale.dtype, x.device))
+        run((dy, x, scale, dx, dscale), (M,))
+    return dx, dscale

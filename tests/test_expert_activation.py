@@ -1,0 +1,102 @@
+"""Activations and probabilities of experts beside torch's, against fp64; interpreted on CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import assert_as_close_as
+from ranks import DEVICE
+from torch import Tensor
+
+from flux_megatron.expert_parallel import activation
+
+CAPACITY = 12
+# rows from each of 2 ranks for each of 3 experts
+COUNTS = {
+    "some": [[1, 0, 3], [2, 1, 0]],
+    "none": [[0, 0, 0], [0, 0, 0]],
+    "all": [[4, 0, 2], [1, 2, 3]],
+    "too many": [[9, 0, 2], [1, 2, 30]],
+}
+ACTIVATIONS = [F.silu, F.gelu]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on_any_device(monkeypatch):
+    monkeypatch.setattr(activation, "INTERPRET", True)
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    random = torch.Generator().manual_seed(shape[-1])
+    return (3 * torch.randn(*shape, generator=random)).to(DEVICE, dtype)
+
+
+def gradients(function, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """y and the gradients of the leaves."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def by_torch(function, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """In the dtype of the leaves: `supports_tensors` takes no fp64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation, "_by_kernel", lambda *given: False)
+        return gradients(function, leaves, dy)
+
+
+def check(function, leaves: list[Tensor], dy: Tensor, rows: int) -> None:
+    got = gradients(function, leaves, dy)
+    theirs = by_torch(function, leaves, dy)
+    true = by_torch(function, [leaf.double().cpu() for leaf in leaves], dy.double().cpu())
+    for ours, torch_s, exact in zip(got, theirs, true, strict=True):
+        assert ours.dtype == torch_s.dtype
+        if rows:
+            assert_as_close_as(ours[:rows], torch_s[:rows], exact[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("function", ACTIVATIONS, ids=["silu", "gelu"])
+def test_gated_activation_of_the_rows_that_came(function, counts, dtype):
+    received = torch.tensor(COUNTS[counts], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(CAPACITY, 48, dtype=dtype), draw(CAPACITY, 24, dtype=dtype)
+    rows = min(int(received.sum()), CAPACITY)
+    check(lambda leaf: activation.gated(leaf, received.to(leaf.device), function), [x], dy, rows)
+
+
+def test_nothing_is_written_behind_the_rows_that_came(monkeypatch):
+    poison = lambda original: lambda *a, **k: original(*a, **k).fill_(7.0)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    received = torch.tensor(COUNTS["some"], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(CAPACITY, 48, dtype=torch.float32), draw(CAPACITY, 24, dtype=torch.float32)
+    y, dx = gradients(lambda leaf: activation.gated(leaf, received, F.silu), [x], dy)
+    assert (y[7:] == 7.0).all()
+    assert (dx[7:] == 7.0).all()
+    assert (y[:7] != 7.0).all()
+
+
+def test_rows_wider_than_a_block():
+    received = torch.tensor([[1, 1]], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(3, 2 * 5000, dtype=torch.float32), draw(3, 5000, dtype=torch.float32)
+    check(lambda leaf: activation.gated(leaf, received.to(leaf.device), F.silu), [x], dy, 2)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (300, 24), (3, 5000)], ids=str)
+def test_rows_times_probabilities(shape, dtype, scale_dtype):
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype) + 1
+    scale = draw(shape[0], dtype=scale_dtype) if shape[0] else draw(1, dtype=scale_dtype)[:0]
+    check(activation.scaled, [x, scale], dy, shape[0])
+
+
+def test_other_activations_are_torch_s(monkeypatch):
+    monkeypatch.setattr(activation, "_Gated", None)
+    x = draw(4, 16, dtype=torch.float32)
+    received = torch.tensor([[1]], dtype=torch.int32, device=DEVICE)
+    gate, linear = x.chunk(2, -1)
+    assert torch.equal(activation.gated(x, received, torch.relu), torch.relu(gate) * linear)
