@@ -329,12 +329,19 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
     assert modelled(tmp_path / "both", beside, *measured) == "sequential"
 
 
-def test_an_estimate_alone_is_careful(tmp_path):
-    """No bands where kernels reach peers."""
+def test_an_estimate_alone_is_careful():
+    """No bands where kernels reach peers, unless somebody has measured them."""
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
-    assert [plan.strategy for plan in choice._safe(plans)] == ["sequential", "hopper"]
     between_nodes = [PLAIN, plans[2]]
-    assert choice._safe(between_nodes) == between_nodes
+
+    def known(strategy: str) -> list[Entry]:
+        measured = tuple(Measured(Plan(name), 1.0) for name in ("sequential", strategy))
+        return [Entry(LAYER, H200, PLAIN, measured, (), 0, 0.0, 12, "today")]
+
+    for entries in ([], known("hopper")):
+        assert choice._safe(plans, entries) == plans[:2]
+        assert choice._safe(between_nodes, entries) == between_nodes
+    assert choice._safe(plans, known("signalled")) == plans
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

@@ -144,16 +144,17 @@ def _unmeasured(
     if facts is None:
         return _nearest(like, plans, possible, cache)
     connections, known = cache.environment.max_connections, cache.like(like)
-    if not known:
-        plans = _safe(plans)
-    return estimate.best(problem, plans, known, connections, facts)
+    return estimate.best(problem, _safe(plans, known), known, connections, facts)
 
 
-def _safe(plans: list[Plan]) -> list[Plan]:
-    """Without the plans that an estimate alone shall not choose: where kernels reach peers' memory
-    `signalled` was up to 8 % behind them, and chosen (2 x H200, 2026-11-23,
-    `docs/results/h200x2/all_reduced_connections-1.jsonl`).
+def _safe(plans: list[Plan], known: list[Entry]) -> list[Plan]:
+    """Without the plans that an estimate alone shall not choose: where kernels reach peers' memory,
+    and nobody has measured `signalled` for this kind of problem, it was chosen and up to 18 %
+    behind them (2 x H200, 2026-11-23, `docs/results/h200x2/all_reduced_connections-1.jsonl`,
+    `compiled_layers.jsonl`).
     """
+    if any(one.plan.strategy == "signalled" for entry in known for one in entry.measured):
+        return plans
     others = [plan for plan in plans if plan.strategy != "signalled"]
     return others if any(plan.strategy != "sequential" for plan in others) else plans
 
