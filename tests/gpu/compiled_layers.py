@@ -72,6 +72,8 @@ class Step:
         )
         for tensor in (self.x, self.up, self.down):
             tensor.requires_grad_()
+            # as parameters of a module: otherwise each replay of a graph copies them
+            torch._dynamo.mark_static_address(tensor)
 
     def renew(self) -> None:
         """New data in place."""
