@@ -55,15 +55,34 @@ def gpt_layer_spec(config: Any, layers: str = "flux") -> ModuleSpec:
     `gpt_block_spec`.
     """
     with local_spec_from(layers):
-        first, *others = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        first, *others = _decoder_layers(config)
+    if any(other is not first for other in others):
+        raise ValueError("dense and expert layers given, all alike expected: use gpt_block_spec")
+    return first
+
+
+def _decoder_layers(config: Any) -> list[ModuleSpec]:
+    """Those of all stages."""
+    if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=False,
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
         )
-    if any(other is not first for other in others):
-        raise ValueError("dense and expert layers given, all alike expected: use gpt_block_spec")
-    return first
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        every = [number % every == 0 for number in range(config.num_layers)]
+    specs = {
+        experts: gpt_layer_specs.get_gpt_layer_local_spec(
+            experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization,
+            multi_latent_attention=config.multi_latent_attention,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            moe_use_legacy_grouped_gemm=config.moe_use_legacy_grouped_gemm,
+        )
+        for experts in (None, config.num_moe_experts)
+    }  # fmt: skip
+    return [specs[config.num_moe_experts if experts else None] for experts in every]
 
 
 @contextlib.contextmanager

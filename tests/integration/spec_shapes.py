@@ -9,6 +9,8 @@ import pytest
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_token_prediction
 
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+
 
 def submodules_of(part: Any) -> Any:
     return part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
@@ -25,3 +27,9 @@ def skip_where_mtp_needs_te(config: dict[str, Any]) -> None:
     asks = hasattr(multi_token_prediction, "is_inference_column_parallel_linear")
     if config.get("mtp_num_layers") and asks and not transformer_engine.HAVE_TE:
         pytest.skip("this megatron-core builds multi-token prediction with TransformerEngine alone")
+
+
+def skip_before(version: str, reason: str) -> None:
+    """Where stock layers cannot do it."""
+    if not MEGATRON_CORE.since(version):
+        pytest.skip(f"stock layers before {version}: {reason}")

@@ -21,7 +21,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from ranks import run_ranks
-from spec_shapes import submodules_of
+from spec_shapes import skip_before, submodules_of
 
 import flux_megatron
 from flux_megatron.integration import (
@@ -35,6 +35,7 @@ from flux_megatron.integration import (
 )
 from flux_megatron.integration.flags import add_flux_arguments
 
+T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "hidden_dropout": 0.0,
@@ -72,6 +73,8 @@ MODELS = {"T5": (t5, 23), "BERT": (bert, 9)}  # and the number of their linear l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_follows_stock_and_its_layers_are_ours(name):
+    if name == "T5":
+        skip_before("0.16", T5_ASKS_FOR_TE)
     alone = run_ranks(_loss_and_gradient, 1, name, False)
     stock = run_ranks(_loss_and_gradient, 2, name, False)
     ours = run_ranks(_loss_and_gradient, 2, name, True)
@@ -136,6 +139,7 @@ def _specifications_anew() -> Any:
 
 
 def test_a_launch_puts_ours_there():
+    skip_before("0.16", T5_ASKS_FOR_TE)
     ours = ["FluxColumnParallelLinear", "FluxRowParallelLinear", "FluxColumnParallelLinear"]
     assert run_ranks(_launched, 1, ()) == [ours]
     chosen = ["Chosen", "RowParallelLinear", "ColumnParallelLinear"]

@@ -23,6 +23,7 @@ from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 VOCAB, SEQUENCE, BATCH, LAYERS, STEPS, MICROBATCHES = 64, 16, 2, 2, 3, 2
 MODELS = {
@@ -120,7 +121,9 @@ def test_losses_are_stocks_and_every_call_is_overlapped(name, world_size, tied, 
     assert all(other == losses for other, _ in results)
     assert losses[-1] < losses[0]
     assert largest_difference(losses, baseline(name, world_size, True, tied)) <= 1e-5
-    assert largest_difference(losses, baseline(name, 1, False, tied)) <= 1e-5
+    # before 0.16 stock's initial weights of gated layers depend on the ranks
+    if MEGATRON_CORE.since("0.16") or name != "llama-like":
+        assert largest_difference(losses, baseline(name, 1, False, tied)) <= 1e-5
     # forward: qkv and fc1 gather, proj and fc2 scatter, the LM head gathers; backward the reverse
     expected = (4 * LAYERS + 1) * STEPS * MICROBATCHES
     assert report.calls == {("ag_gemm", "fused"): expected, ("gemm_rs", "fused"): expected}

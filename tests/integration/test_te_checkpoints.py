@@ -15,8 +15,10 @@ pytest.importorskip("pydantic", reason="needs the extra `train`")
 pytest.importorskip("psutil", reason="without it Megatron waits for writers that died")
 
 
+import numpy
 import te_stand_ins as te
 from megatron.core.models.gpt import gpt_layer_specs
+from spec_shapes import skip_before
 from training_cases import FUSION, LLAMA, OVERLAP, ZERO
 from training_checkpoints import LEGACY, Move, Side, difference
 from training_run import Feature, Training
@@ -51,11 +53,13 @@ class TrainingOfTE(Training):
 TWO = Feature(config={**LLAMA, **FUSION}, dp=2, ddp=OVERLAP)
 BIASES = Feature(config={"qk_layernorm": True}, dp=2, ddp=ZERO)
 FOUR = replace(TWO, tp=4, dp=1, microbatches=2)
-# of the optimizer's state: by place, and by parameter; the last one is written up to 0.15
-BY_PLACE = "dp_reshardable" if MEGATRON_CORE.since("0.15") else "fully_sharded_bucket_space"
+# Of the optimizer's state: by place, and by parameter. Before 0.16 stock layers save none by place
+# with torch's Adam, whose steps are tensors; the last format, which only they write, takes NumPy 1.
+BY_PLACE = "dp_reshardable"
 ANY_RANKS = ["fully_reshardable"] if MEGATRON_CORE.since("0.15") else []
-ANY_RANKS += [] if MEGATRON_CORE.since("0.16") else ["fully_sharded_model_space"]
-FORMATS = [BY_PLACE, LEGACY, *ANY_RANKS]
+if hasattr(numpy, "product") and not MEGATRON_CORE.since("0.16"):
+    ANY_RANKS += ["fully_sharded_model_space"]
+FORMATS = [*([BY_PLACE] if MEGATRON_CORE.since("0.16") else []), LEGACY, *ANY_RANKS]
 BOTH_WAYS = (("stock", "flux"), ("flux", "stock"))
 
 
@@ -72,6 +76,7 @@ def test_training_goes_on(source, target, sharding, tmp_path):
 
 @pytest.mark.parametrize(("source", "target"), BOTH_WAYS)
 def test_training_goes_on_with_biases_and_norms_of_queries(source, target, tmp_path):
+    skip_before("0.16", "they save nothing by place with torch's Adam")
     assert apart((source, BIASES), (target, BIASES), BY_PLACE, tmp_path) <= TOLERANCE
 
 

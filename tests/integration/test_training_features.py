@@ -19,7 +19,7 @@ import feature_table
 import side_by_side as sbs
 import torch
 from ranks import be_late, run_ranks
-from spec_shapes import skip_where_mtp_needs_te
+from spec_shapes import skip_before, skip_where_mtp_needs_te
 from training_breaks import BREAKS, Break, terms_missing
 from training_cases import ALL, FEATURES, QUICKEST, REFUSED
 from training_run import Feature, Training
@@ -49,6 +49,8 @@ class Outcome:
 @pytest.mark.parametrize("name", CHOSEN)
 def test_feature_follows_stock(name, strategy):
     skip_where_mtp_needs_te(FEATURES[name].config)
+    if name == "MoE, shared experts":
+        skip_before("0.15", "on a CPU their dispatcher modifies a view in place")
     assert not errors(FEATURES[name], outcomes(name, strategy))
 
 
