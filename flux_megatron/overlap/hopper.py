@@ -71,7 +71,13 @@ def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
-    if not problem.spec.gathers and problem.M_shard <= 512:
+    if problem.spec.gathers:
+        # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
+        # time: 153 us instead of 175 at 8192 x 1536 x 4096, and 106 instead of 101 at
+        # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
+        halves = cdiv(problem.M_shard, 2)
+        plans += [replace(plan, comm_rows=halves) for plan in (default, *plans)]
+    elif problem.M_shard <= 512:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
             for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.perf.gather_tiles import plan_us
 from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.plan_entry import Entry
 
@@ -74,7 +74,7 @@ def estimates_us(
     """
     known = [_ratios(entry, problem, connections, facts) for entry in entries]
     return {
-        plan: predict_us(problem, plan, facts, connections=connections)
+        plan: plan_us(problem, plan, facts, connections=connections)
         * _correction(_relative(plan, problem), known)
         for plan in plans
     }
@@ -93,7 +93,7 @@ def _ratios(entry: Entry, problem: Problem, connections: str, facts: Hardware) -
     theirs = entry.environment.max_connections
     logs = {
         _relative(one.plan, entry.problem): math.log(
-            one.median_us / predict_us(entry.problem, one.plan, facts, connections=theirs)
+            one.median_us / plan_us(entry.problem, one.plan, facts, connections=theirs)
         )
         for one in entry.measured
     }

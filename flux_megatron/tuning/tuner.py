@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf.band_plans import best_plans
+from flux_megatron.perf.gather_tiles import plan_us
 from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
@@ -56,7 +56,7 @@ def candidates(
     plans = [variants(problem, name, for_bands or facts) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
     if facts is not None:
-        predicted = {plan: predict_us(problem, plan, facts) for plan in [plain, *ordered]}
+        predicted = {plan: plan_us(problem, plan, facts) for plan in [plain, *ordered]}
         best = min(predicted.values())
         ordered = [plan for plan in ordered if predicted[plan] <= HOPELESS * best]
     return [plain, *ordered]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.perf import operator_cost
+from flux_megatron.perf import gather_tiles
 from flux_megatron.perf.hardware import H200, Hardware
+from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning import estimate, plan_cache
 from flux_megatron.tuning.plan_entry import Entry
@@ -32,16 +33,16 @@ def entries() -> list[Entry]:
 def _predicted_once(monkeypatch):
     """The model is the same in all tests, and most plans of an entry are asked for 40 times."""
 
-    def predict_us(problem: Problem, plan: Plan, facts: Hardware, *, connections: str) -> float:
+    def plan_us(problem: Problem, plan: Plan, facts: Hardware, *, connections: str) -> float:
         assert facts is H200
         return predicted_us(problem, plan, connections)
 
-    monkeypatch.setattr(estimate, "predict_us", predict_us)
+    monkeypatch.setattr(estimate, "plan_us", plan_us)
 
 
 @cache
 def predicted_us(problem: Problem, plan: Plan, connections: str) -> float:
-    return operator_cost.predict_us(problem, plan, H200, connections=connections)
+    return gather_tiles.plan_us(problem, plan, H200, connections=connections)
 
 
 def in_order(plans: list[Plan]) -> list[Plan]:
@@ -77,21 +78,20 @@ def regret(entries: list[Entry]) -> dict[str, float]:
     return found
 
 
-# What exceeds a tenth. AG+GEMM of few tiles: whether tiles cut along K gain depends on how many
-# waves the tiles fill, which neighbours do not tell; in the last, on the tile of 128 x 256.
+# What exceeds a tenth, at TP 4: `pipelined` instead of `hopper`; and a narrow tile, which took
+# longer there than elsewhere.
 EXCEEDING = {
-    "ag_gemm M=512 N=10240 K=8192 nt": 0.16,
-    "ag_gemm M=512 N=8192 K=8192 nn": 0.13,
     "ag_gemm M=1024 N=57344 K=8192 nt": 0.11,
+    "ag_gemm M=2048 N=36864 K=12288 nt": 0.13,
 }
 
 
 def test_the_unmeasured_choice_costs_little(entries):
-    """Over all that is shipped; the three operations that exceed a tenth are named."""
+    """Over all that is shipped; the two operations that exceed a tenth are named."""
     found = regret(entries)
     assert len(found) == len(entries) >= 244
     assert statistics.median(found.values()) < 0.001
-    assert statistics.mean(found.values()) < 0.01
+    assert statistics.mean(found.values()) < 0.008
     for name, over in found.items():
         bounds = [bound for operation, bound in EXCEEDING.items() if name.startswith(operation)]
         assert over < max(bounds, default=0.1), name
@@ -126,12 +126,21 @@ def without_the_untried(monkeypatch):
     monkeypatch.setattr(estimate.Ratios, "of", lambda self, relative: self.logs.get(relative))
 
 
+def with_tiles_all_alike(monkeypatch):
+    """Of the prediction that knows no plan's tile."""
+    without = cache(lambda p, plan, setting: predict_us(p, plan, H200, connections=setting))
+    monkeypatch.setattr(
+        estimate, "plan_us", lambda p, plan, facts, *, connections: without(p, plan, connections)
+    )
+
+
 @pytest.mark.parametrize(
-    "broken", [uncorrected, by_the_nearest, with_all_alike, without_the_untried]
+    "broken",
+    [with_tiles_all_alike, uncorrected, by_the_nearest, with_all_alike, without_the_untried],
 )
 def test_a_worse_choice_is_seen(entries, monkeypatch, broken):
     broken(monkeypatch)
     found = regret(entries)
     exceeding = [name for name, over in found.items() if over > 0.1]
-    assert len(exceeding) > 6
-    assert max(found.values()) > 0.16
+    assert len(exceeding) > 3  # as many as of the right choice
+    assert max(found.values()) > 0.13
