@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 import types
@@ -39,11 +40,7 @@ def gpt_block_spec(
     """
     with local_spec_from(layers):
         block = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=False,
-            normalization=config.normalization,
-            qk_l2_norm=getattr(config, "qk_l2_norm", False),  # an argument alone before 0.16
-            vp_stage=vp_stage,
+            config, vp_stage=vp_stage, **_local_layers(config)
         )
     return dataclasses.replace(block, layer_norm=FluxNorm)
 
@@ -55,15 +52,31 @@ def gpt_layer_spec(config: Any, layers: str = "flux") -> ModuleSpec:
     `gpt_block_spec`.
     """
     with local_spec_from(layers):
-        first, *others = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config,
-            use_transformer_engine=False,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-        )
+        first, *others = _of_every_layer(config)
     if any(other is not first for other in others):
         raise ValueError("dense and expert layers given, all alike expected: use gpt_block_spec")
     return first
+
+
+def _local_layers(config: Any) -> dict[str, Any]:
+    return {
+        "use_transformer_engine": False,
+        "normalization": config.normalization,
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),  # an argument alone before 0.16
+    }
+
+
+def _of_every_layer(config: Any) -> list[ModuleSpec]:
+    """Before 0.16 a stage's layers alone can be had: a layout has all of them on one."""
+    if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(config, **_local_layers(config))
+    on_one_stage = copy.copy(config)
+    on_one_stage.pipeline_model_parallel_layout = types.SimpleNamespace(
+        get_num_layers_to_build=lambda **_: config.num_layers,
+        get_layer_id_list=lambda **_: range(config.num_layers),
+    )
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(on_one_stage, **_local_layers(config))
+    return block.layer_specs
 
 
 @contextlib.contextmanager
