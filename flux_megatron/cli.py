@@ -153,7 +153,7 @@ def tune_experts(
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks")],
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token")],
     tokens: Annotated[int, typer.Option(min=1, help="Of a micro-batch, on each rank")],
-    ep: Annotated[int, typer.Option(min=2, help="Expert-parallel ranks")] = 2,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, at least 2")] = 2,
     gated: Annotated[bool, typer.Option("--gated", help="The first GEMM is twice as wide")] = False,
     dtype: Annotated[str, typer.Option(help="Data type")] = "bfloat16",
     connections: Annotated[
@@ -167,7 +167,7 @@ def tune_experts(
     from flux_megatron.bench import tune_experts as of_experts
 
     option_values.names("--dtype", dtype, tune_request.DTYPES)
-    machine.ranks(device, ep, "--device cpu with a small model", option="--ep")
+    machine.ranks(device, ep, "--device cpu with a small model", option="--ep", least=2)
     wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
     if "RANK" not in os.environ:
         raise typer.Exit(tune_request.start(ep, device, connections, sys.argv[1:]))

@@ -2,8 +2,9 @@
 # Linters, types, the docs and the whole test suite; arguments go to pytest, which runs those tests
 # alone. All of it runs, then the exit status tells whether anything failed.
 #
-# Where there are GPUs the suite runs twice: on the CPU, as if there were none, then on the GPUs
-# whatever can use them. Makes .venv, unless TEST_PYTHON names a Python that has all that is needed.
+# A part of it runs again with the newest Triton. Where there are GPUs the suite runs twice: on the
+# CPU, as if there were none, then on the GPUs whatever can use them. Makes .venv, unless TEST_PYTHON
+# names a Python that has all that is needed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${TEST_PYTHON:-.venv/bin/python}
@@ -37,6 +38,7 @@ workers=$((cores > 4 ? cores / 2 : cores + 1))
 without_gpus=(env CUDA_VISIBLE_DEVICES=)
 step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
+step scripts/newest_triton.sh
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     # most of a test on GPUs is compiling, on one core: several share the GPUs
     on_gpus="(device or gpu or gpus)"

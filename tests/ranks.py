@@ -1,9 +1,11 @@
 """Real processes for tests: `run_ranks(body, world_size, *args)` runs `body(rank, *args)` on each.
 
 CPU ranks are forked for every test: a parent that has imported and prepared everything starts one
-in 20 ms. GPU ranks take ten seconds to start, so they serve many tests (`rank_pool`); their bodies
-must be functions of a module. `on_device` takes the GPUs if there are some. If one rank fails all
-are stopped, and the failure carries every rank's traceback.
+in 20 ms. It enters no FakeTensorMode: in a CUDA build of torch that sees no GPU, the next backward
+would start threads after which no fork can run backward. GPU ranks take ten seconds to start, so
+they serve many tests (`rank_pool`); their bodies must be functions of a module. `on_device` takes
+the GPUs if there are some. If one rank fails all are stopped, and the failure carries every rank's
+traceback.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ def test_the_problems_of_a_layer():
     [
         (["--experts", "5"], "5 experts over 2 ranks given"),
         (["--topk", "9"], "topk 9 of 4 experts given"),
-        (["--ep", "1"], "greater than or equal to 2, '1' given"),
+        (["--ep", "1"], "--ep 1 given, at least 2 expected"),
+        (["--ep", "0"], "--ep 0 given, at least 2 expected"),
     ],
 )
 def test_wrong_options_end_before_any_rank_is_started(options, message):

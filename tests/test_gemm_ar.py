@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
 from ranks import DEVICE, FUSED, here, on_device, run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
 from flux_megatron import ops, reference
@@ -164,7 +163,7 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
 
 
 def test_operator_has_the_shape_of_the_result():
-    with FakeTensorMode():
+    with torch.device("meta"):
         x, w = torch.empty(6, 4), torch.empty(4, 3)
         y = ops._gemm_all_reduce(x, w, "no group is asked", "nn", "")
     assert y.shape == (6, 3)

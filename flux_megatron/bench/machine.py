@@ -33,14 +33,22 @@ def check_device(device: str) -> None:
 
 
 def ranks(
-    device: str, given: int | None, trial: str, *, option: str = "--tp", on_gpus: int | None = 4
+    device: str,
+    given: int | None,
+    trial: str,
+    *,
+    option: str = "--tp",
+    on_gpus: int | None = 4,
+    least: int = 1,
 ) -> int:
     """The number of ranks on `device`: what `option` has `given`, else `on_gpus`, or all GPUs for
     None, or 2 on the CPU. `trial`: what tries it out without GPUs.
 
-    `BadInput` where this machine cannot run them.
+    `BadInput` where fewer than `least` are given, or this machine cannot run them.
     """
     check_device(device)
+    if given is not None and given < least:
+        raise BadInput(f"{option} {given} given, at least {least} expected")
     if device == "cpu":
         wanted = ON_CPU if given is None else given
         if wanted > ON_CPU_MAX:

@@ -64,7 +64,11 @@ def test_experts(layers):
 
 
 def test_layers_that_differ_need_the_block_specification():
-    mixed = config(num_moe_experts=2, add_bias_linear=False, moe_layer_freq=[0, 1, 0, 1])
+    """Also where those of each stage are alike."""
+    mixed = config(
+        num_moe_experts=2, add_bias_linear=False, moe_layer_freq=[0, 0, 1, 1],
+        pipeline_model_parallel_size=2,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="use gpt_block_spec"):
         gpt_layer_spec(mixed)
 
