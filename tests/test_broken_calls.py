@@ -90,14 +90,17 @@ def test_an_error_in_the_middle_is_reported_to_every_rank(kind):
 def both_fail(rank: int) -> str:
     """Rank 0 fails later, and differently."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    store = dist.distributed_c10d._get_default_store()
 
     def consume(rows: torch.Tensor) -> None:
         if rank == 0:
-            time.sleep(0.5)
+            store.wait(["rank 1 has failed"])
         raise KeyError(f"of rank {rank}")
 
     with pytest.raises(KeyError, match=f"of rank {rank}"):
         ops.run_ag_gemm(x, w, None, dist.group.WORLD, consume=consume)
+    if rank == 1:
+        store.set("rank 1 has failed", "")
     dist.barrier()
     return refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
 

@@ -19,8 +19,8 @@ from flux_megatron.problem import Plan, Problem, Tile
 
 # what the waves of `operator_cost` are
 REFERENCE = Tile(block_m=128, block_n=256, group_m=16)
-# Of the reference's rate; 0.91 at TP 2 (docs/results/h200x2/first_arrival.jsonl), 0.83 in the
-# shipped plan of 2048 x 36864 x 12288 at TP 4.
+# Of the reference's rate: 0.77 to 0.94 in docs/results/h200x2/first_arrival.jsonl, by shape, and
+# 0.83 in the shipped plan of 2048 x 36864 x 12288 at TP 4.
 NARROW_SHARE = 0.85
 
 
