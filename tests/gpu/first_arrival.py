@@ -4,8 +4,8 @@ that differ in the tile and in the communication tile, beside the library and wh
     torchrun --nproc-per-node=2 tests/gpu/first_arrival.py out.jsonl --commit COMMIT
     torchrun --nproc-per-node=2 tests/gpu/first_arrival.py out.jsonl --device cpu   # rehearsal
 
-Each plan is verified on small integers, every bit; then all of a shape race on random numbers. A line a shape and
-plan: us, E, and what `perf.gather_tiles` says of it.
+Each plan is verified on small integers, every bit; then all of a shape race on random numbers. A
+line a shape and plan: us, E, and what `perf.gather_tiles` says of it.
 """
 
 from __future__ import annotations
