@@ -6,6 +6,7 @@ Ranks, GPUs and containers are pretended (pretended.py); jobs, requeues and sign
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pretended
@@ -70,9 +71,15 @@ class Job:
         return self.slurm.jobs(self.id)[self.id + task]
 
     def end(self, timeout_s: float = 60) -> None:
-        """Wait for all tasks. Slurm would let two minutes pass before a requeued one starts."""
+        """Wait for all tasks. Slurm would let two minutes pass before a requeued one starts.
+
+        A job that queues itself again may have failed for a moment: it is asked twice.
+        """
         try:
-            self.slurm.wait_for(self._ended, timeout_s, "the end of all tasks")
+            self.slurm.wait_for(
+                lambda: self._ended() and not time.sleep(1) and self._ended(), timeout_s,
+                "the end of all tasks",
+            )  # fmt: skip
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from error
 
