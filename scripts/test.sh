@@ -36,7 +36,9 @@ cores=$(nproc)
 # many tests start ranks of their own; on few cores there is one more worker, as others wait
 workers=$((cores > 4 ? cores / 2 : cores + 1))
 without_gpus=(env CUDA_VISIBLE_DEVICES=)
-step "${without_gpus[@]}" "${test[@]}" -m "not alone" -n "$workers" --dist loadgroup
+# one kernel of each kind is for other versions than these, with which every kernel is compiled
+sample=tests/protocol/test_sample_ptx.py
+step "${without_gpus[@]}" "${test[@]}" --ignore="$sample" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
 step scripts/newest_triton.sh
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
