@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.hardware import Hardware
@@ -36,16 +38,36 @@ def plan_us(problem: Problem, plan: Plan, hardware: Hardware, connections: str =
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     """When the last tile of AG+GEMM is done: of the local shard first, then those of each peer."""
-    tile = plan.tile
-    rate = hardware.tflops[problem.dtype] * 1e6 / hardware.sms
+    machine = _Machine(
+        hardware.sms, hardware.tflops[problem.dtype], hardware.copy_latency_us, hardware.copy_gbps
+    )
+    return _tiles_us(problem, plan.tile, plan.comm_rows or problem.M_shard, machine)
+
+
+class _Machine(NamedTuple):
+    """What of the hardware counts here."""
+
+    sms: int
+    tflops: float
+    copy_latency_us: float
+    copy_gbps: float
+
+
+@lru_cache(maxsize=4096)  # known plans are asked for with each new kind of call
+def _tiles_us(problem: Problem, tile: Tile, comm_rows: int, machine: _Machine) -> float:
+    rate = machine.tflops * 1e6 / machine.sms
     if tile.block_n < REFERENCE.block_n:
         rate *= NARROW_SHARE
     tile_us = 2 * tile.block_m * tile.block_n * problem.K_local / rate
-    free = deque([0.0] * hardware.sms)  # as all tiles take as long, the first one begun ends first
+    order = _rows_of_tiles(problem, tile)
+    free = deque([0.0] * machine.sms)  # as all tiles take as long, the first one begun ends first
     for hops in range(problem.world_size):
-        for row in _rows_of_tiles(problem, tile):
-            arrival = _arrival_us(problem, plan, hardware, hops, row)
-            free.append(max(free.popleft(), arrival) + tile_us)
+        arrivals = [
+            _arrival_us(problem, last, comm_rows, machine, hops)
+            for last in range(tile.block_m, problem.M_shard + tile.block_m, tile.block_m)
+        ]
+        for row in order:
+            free.append(max(free.popleft(), arrivals[row]) + tile_us)
     return free[-1]
 
 
@@ -61,14 +83,13 @@ def _rows_of_tiles(problem: Problem, tile: Tile) -> list[int]:
     ]
 
 
-def _arrival_us(problem: Problem, plan: Plan, hardware: Hardware, hops: int, row: int) -> float:
-    """When the rows of a row of tiles have come: a rank pushes to one peer after another, and each
+def _arrival_us(problem: Problem, last: int, comm_rows: int, machine: _Machine, hops: int) -> float:
+    """When a peer's rows before `last` have come: a rank pushes to one peer after another, and each
     communication tile costs its bytes and, but for those of other peers, a latency.
     """
     if hops == 0:
         return 0.0
-    comm_rows = plan.comm_rows or problem.M_shard
-    pushes = math.ceil(min((row + 1) * plan.tile.block_m, problem.M_shard) / comm_rows)
+    pushes = math.ceil(min(last, problem.M_shard) / comm_rows)
     rows = (hops - 1) * problem.M_shard + min(pushes * comm_rows, problem.M_shard)
     size_bytes = rows * problem.columns_moved * ELEMENT_BYTES[problem.dtype]
-    return pushes * hardware.copy_latency_us + size_bytes / hardware.copy_gbps * 1e-3
+    return pushes * machine.copy_latency_us + size_bytes / machine.copy_gbps * 1e-3
