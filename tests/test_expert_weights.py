@@ -170,15 +170,6 @@ def test_others_are_copied_and_that_is_said_once():
         )
 
 
-def test_a_copy_says_whether_the_layer_gains_more():
-    parameters = [torch.zeros(64, 512) for _ in range(2)]  # 256 KiB
-    flux_megatron.reset_report()
-    for rows in (5, 6):
-        with pytest.warns(UserWarning, match="weights of experts are copied") as said:
-            separate._whole(parameters, rows)
-        assert str(said[0].message).endswith("within the all-to-all gain") == (rows == 5)
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_gradients_are_added_where_they_lie(reverse, by_kernel):

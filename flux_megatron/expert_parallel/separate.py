@@ -22,10 +22,6 @@ from flux_megatron.overlap.report import note_copy
 # dy, x, received), both [capacity, ...] and sorted by expert.
 Wgrad = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], "Sequence[Tensor | None]"]
 
-# A copy takes longer than the layer gains in forward: 23 to 24 ns a row without it, and 4.0 to 4.2
-# TB/s read and written by the copy, in the models of docs/results/h200x2/moe_layer.jsonl.
-SLOW_BYTES_PER_ROW = 48 * 1024
-
 
 def a2a_gemm(
     x: Tensor, parameters: Sequence[Tensor], counts: Tensor, group: ProcessGroup, *, capacity: int,
@@ -80,8 +76,8 @@ class _Options(NamedTuple):
     keep: bool = False  # the rows that come, for dw
 
 
-def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
-    """All parameters as they lie, or copied; `rows` are those of a call."""
+def _whole(parameters: Sequence[Tensor]) -> ExpertWeights:
+    """All parameters as they lie, or copied."""
     if found := as_one(parameters):
         return found
     first = parameters[0]
@@ -90,8 +86,6 @@ def _whole(parameters: Sequence[Tensor], rows: int) -> ExpertWeights:
         f"{len(parameters)} of {list(first.shape)} do not lie one distance apart in one storage: "
         f"{size_bytes / 2**20:.1f} MiB a forward"
     )
-    if size_bytes > SLOW_BYTES_PER_ROW * rows > 0:
-        reason += ", which takes longer than experts within the all-to-all gain"
     note_copy("weights of experts", reason)
     return stacked(parameters)
 
@@ -101,7 +95,7 @@ class _A2aGemm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        w = _whole(parameters, len(x))
+        w = _whole(parameters)
         y, received, rows = ops._a2a_gemm(
             x, w.matrices, counts, options.rows, options.group, "nt", "", options.keep, w.reverse
         )
@@ -126,7 +120,7 @@ class _A2aGemm(torch.autograd.Function):
 class _GemmA2a(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
-        w = _whole(parameters, options.rows)
+        w = _whole(parameters)
         y = ops._gemm_a2a(x, w.matrices, counts, options.rows, options.group, "nt", "", w.reverse)
         ctx.save_for_backward(x, w.matrices, counts)
         ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters

@@ -47,6 +47,16 @@ def _activated(gate, ACTIVATION: tl.constexpr):
     return gate * share, slope
 
 
+@triton.jit
+def _load_block(x, block, columns, N, BLOCK_N: tl.constexpr):
+    """Its row and columns, and the gates and linear values there."""
+    row = (block // columns).to(tl.int64)
+    cols = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate = tl.load(x + row * 2 * N + cols, mask=cols < N).to(tl.float32)
+    linear = tl.load(x + row * 2 * N + N + cols, mask=cols < N).to(tl.float32)
+    return row, cols, gate, linear
+
+
 # the numbers of rows and experts must not compile new kernels
 @triton.jit(do_not_specialize=["slots", "capacity"])
 def gated_forward_kernel(
@@ -56,10 +66,7 @@ def gated_forward_kernel(
     columns = tl.cdiv(N, BLOCK_N)
     blocks = _rows_that_came(received, slots, capacity, SLOTS) * columns
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
-        row = (block // columns).to(tl.int64)
-        cols = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-        gate = tl.load(x + row * 2 * N + cols, mask=cols < N).to(tl.float32)
-        linear = tl.load(x + row * 2 * N + N + cols, mask=cols < N).to(tl.float32)
+        row, cols, gate, linear = _load_block(x, block, columns, N, BLOCK_N)
         value, _ = _activated(gate, ACTIVATION)
         tl.store(y + row * N + cols, (value * linear).to(y.dtype.element_ty), mask=cols < N)
 
@@ -72,10 +79,7 @@ def gated_backward_kernel(
     columns = tl.cdiv(N, BLOCK_N)
     blocks = _rows_that_came(received, slots, capacity, SLOTS) * columns
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
-        row = (block // columns).to(tl.int64)
-        cols = block % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-        gate = tl.load(x + row * 2 * N + cols, mask=cols < N).to(tl.float32)
-        linear = tl.load(x + row * 2 * N + N + cols, mask=cols < N).to(tl.float32)
+        row, cols, gate, linear = _load_block(x, block, columns, N, BLOCK_N)
         gradient = tl.load(dy + row * N + cols, mask=cols < N).to(tl.float32)
         value, slope = _activated(gate, ACTIVATION)
         of_gate, of_linear = gradient * linear * slope, gradient * value

@@ -73,7 +73,7 @@ def candidates(problem: Problem) -> list[Plan]:
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
     if problem.spec.gathers:
         # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
-        # time: 150 us instead of 168 at 8192 x 1536 x 4096, and 99 instead of 92 at
+        # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
         # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
         halves = cdiv(problem.M_shard, 2)
         plans += [replace(plan, comm_rows=halves) for plan in (default, *plans)]

@@ -149,9 +149,9 @@ def _unmeasured(
 
 def _safe(plans: list[Plan], known: list[Entry]) -> list[Plan]:
     """Without the plans that an estimate alone shall not choose: where kernels reach peers' memory,
-    and nobody has measured `signalled` for this kind of problem, it was chosen and up to 18 %
-    behind them (2 x H200, 2026-11-23, `docs/results/h200x2/all_reduced_connections-1.jsonl`,
-    `compiled_layers.jsonl`).
+    and nobody has measured `signalled` for this kind of problem, it was chosen, up to 8 % behind
+    them in a backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
+    `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
     """
     if any(one.plan.strategy == "signalled" for entry in known for one in entry.measured):
         return plans

@@ -17,7 +17,6 @@ reads them.
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +38,6 @@ from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Problem
 
 PATTERNS = ("gemm_ar", "backward_ar")
-GRACE_S = 15
 EPOCHS = {"cuda": 20, "cpu": 3}
 SIZES = {"cuda": (1024, 2048, 1024), "cpu": (16, 32, 16)}  # M, hidden, and the layer's other width
 LATE_CYCLES = 2_000_000
@@ -167,11 +165,8 @@ def main(
     rounds: int = 12, seconds: float = 80,
 ) -> None:  # fmt: skip
     """Be one of the ranks. Case after case, until `seconds` are over."""
-    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
     small = device == "cpu"
-    if small == torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device} given, this machine has other ones")
-    run = gpu_run.start(out, commit, seconds, torch.float32 if small else torch.bfloat16)
+    run = gpu_run.start_on(device, out, commit, seconds)
     run.say(f"connections {run.about.max_connections}")
     with torch.cuda.stream(None if small else torch.cuda.Stream(run.device)):
         good = verify(run)

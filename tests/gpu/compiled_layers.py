@@ -13,7 +13,6 @@ arm: us of a step, graphs that torch.compile made, and which fused operators its
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import re
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from torch import Tensor
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.tuning.timing import race
 
-GRACE_S = 15
 STEPS = {"cuda": 6, "cpu": 2}
 SIZES = {"cuda": (8192, 28672), "cpu": (8, 16)}  # hidden and FFN size
 LATE_CYCLES = 2_000_000
@@ -173,11 +171,8 @@ def main(
     rounds: int = 12, seconds: float = 75,
 ) -> None:  # fmt: skip
     """Be one of the ranks. One M after the other, until `seconds` are over."""
-    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
     small = device == "cpu"
-    if small == torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device} given, this machine has other ones")
-    run = gpu_run.start(out, commit, seconds, torch.float32 if small else torch.bfloat16)
+    run = gpu_run.start_on(device, out, commit, seconds)
     for rows in (16,) if small else map(int, M.split(",")):
         if not run.time_left():
             run.say("no time for the others")

@@ -10,7 +10,6 @@ line a shape and plan: us, E, and what `perf.gather_tiles` says of it.
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,6 @@ TILES = {
     "narrow": hopper.NARROW,
 }
 PARTS = (1, 2, 4)  # of a shard, each with its push
-GRACE_S = 15
 
 
 class Layer:
@@ -121,11 +119,8 @@ def main(
     seconds: float = 75,
 ) -> None:  # fmt: skip
     """Be one of the ranks. One shape after the other, until `seconds` are over."""
-    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
     small = device == "cpu"
-    if small == torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device} given, this machine has other ones")
-    run = gpu_run.start(out, commit, seconds, torch.float32 if small else torch.bfloat16)
+    run = gpu_run.start_on(device, out, commit, seconds)
     for shape in (SMALL if small else shapes).split(","):
         if not run.time_left():
             run.say("no time for the others")

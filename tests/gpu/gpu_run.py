@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from datetime import timedelta
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import typer
 
 from flux_megatron.bench import provenance
 from flux_megatron.bench.table_run import Run
 
 COLLECTIVE_LIMIT_S = 120
+GRACE_S = 15  # behind the seconds that a script has
 
 
 def start(
@@ -35,6 +38,17 @@ def start(
     assert group is not None
     about = provenance.describe(device, group.size(), dtype, 1, False, commit)
     return Run(group, device, about, out, time.monotonic() + seconds)
+
+
+def start_on(device: str, out: Path, commit: str, seconds: float) -> Run:
+    """`start` of a script's `--device`, which must be this machine's: fp32 on "cpu", a rehearsal,
+    else bf16. A rank that hangs says where and ends.
+    """
+    faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
+    small = device == "cpu"
+    if small == torch.cuda.is_available():
+        raise typer.BadParameter(f"--device {device} given, this machine has other ones")
+    return start(out, commit, seconds, torch.float32 if small else torch.bfloat16)
 
 
 def finish(run: Run, code: int = 0) -> None:

@@ -29,7 +29,8 @@ from flux_megatron.kernels.triton_launch import Launcher
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 CTAS, ROWS = 132, 2048
-_STATISTICS = ("mean", "rstd", "partials")
+_STATISTICS = ("mean", "rstd", "partials", "scale", "dscale")  # fp32 whatever x is
+_COUNTS = ("M", "slots", "capacity")
 _CUDA = torch.device("cuda", 0)
 
 
@@ -48,7 +49,8 @@ def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: st
     values = dict(zip([p.name for p in kernel.params if p.is_constexpr],
                       launcher._fixed[len(sizes) :], strict=True))  # fmt: skip
     values |= dict.fromkeys({"mean", "bias"} & {*names} if kind == "rms_norm" else ())
-    types = {**dict.fromkeys(_STATISTICS, "*fp32"), **dict.fromkeys(["M", *sizes], "i32")}
+    types = {**dict.fromkeys(_STATISTICS, "*fp32"), **dict.fromkeys([*_COUNTS, *sizes], "i32")}
+    types["received"] = "*i32"
     signature = {n: "constexpr" if n in values else types.get(n, f"*{SHORT[dtype]}") for n in names}
     # as a launch finds it: addresses always, numbers where it is so and Triton may specialise them
     fixed = dict(zip(sizes, launcher._fixed, strict=False))
