@@ -90,7 +90,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel tiles the local GEMM. Sizes are powers of two, in elements."""
+    """How one kernel tiles the local GEMM. Sizes are in elements, and powers of two, but for the
+    192 columns of `kernels.hopper_config.MEDIUM`.
+    """
 
     block_m: int = 128
     block_n: int = 128

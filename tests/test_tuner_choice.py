@@ -18,6 +18,7 @@ from ranks import DEVICE, on_device
 from test_tuner import FakeRace
 
 from flux_megatron import errors, ops, settings
+from flux_megatron.overlap import hopper
 from flux_megatron.overlap.report import report
 from flux_megatron.perf import hardware
 from flux_megatron.perf.operator_cost import predict_us
@@ -330,7 +331,9 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
 
 
 def test_an_estimate_alone_is_careful():
-    """No bands where kernels reach peers, unless somebody has measured them."""
+    """No bands where kernels reach peers, and no tiles of 192 columns, unless somebody has measured
+    them.
+    """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
     between_nodes = [PLAIN, plans[2]]
 
@@ -342,6 +345,10 @@ def test_an_estimate_alone_is_careful():
         assert choice._safe(plans, entries) == plans[:2]
         assert choice._safe(between_nodes, entries) == between_nodes
     assert choice._safe(plans, known("signalled")) == plans
+    medium = Plan("hopper", tile=hopper.MEDIUM)
+    assert choice._safe([*plans, medium], known("hopper")) == plans[:2]
+    measured = replace(known("hopper")[0], measured=(Measured(medium, 1.0),))
+    assert choice._safe([PLAIN, medium], [measured]) == [PLAIN, medium]
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

@@ -99,7 +99,8 @@ class Forward:
         alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
-        return lambda: (hopper_ag_gemm.gemm(x, w, layout),), ""
+        tile = hopper_gemm.tile_alone(len(x), self.case.N_local, self.case.K_local, x.device)
+        return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
 
     def _ours(self) -> Iterator[Candidate]:
         pattern = Pattern(self.case.pattern)

@@ -26,6 +26,7 @@ Number = gl.tensor | gl.constexpr
 Pointer = gl.tensor
 Shared = gl.shared_memory_descriptor
 Descriptor = tma.tensor_descriptor
+Parts = core.tuple  # of what a tile of 192 columns needs twice (`hopper_ring`)
 
 
 def aggregate(cls):

@@ -85,7 +85,7 @@ class RoutedRows:
             first = uniform(routes.of_group(SEND_ROW, tile.group))
             loaded, ticket = ring.load_tile(
                 self.x_desc,
-                self.w_desc,
+                (self.w_desc,),
                 first + tile.row,
                 w_col,
                 work,
@@ -98,7 +98,7 @@ class RoutedRows:
             awaited = routes.await_new(awaited, slot, deadline)  # wait [Y]
             first = uniform(routes.of_group(RECV_ROW, tile.group))
             loaded, ticket = ring.load_tile(
-                self.received_desc, self.w_desc, first + tile.row, w_col, work, loaded,
+                self.received_desc, (self.w_desc,), first + tile.row, w_col, work, loaded,
                 scheduler.words, w_row,
             )  # fmt: skip
         return loaded, ticket, awaited
@@ -155,7 +155,7 @@ def hopper_a2a_gemm_kernel(
     ctas = gl.num_programs(0)
     tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
     targets = StoredGroups(y, y_desc, routing, sizes)
@@ -212,7 +212,7 @@ def a2a_gemm(
         (
             described(x if len(x) else received, tile.block_m, tile.block_k),
             described(received, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w.rows(), layout, tile),
+            hopper_descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(y, tile.block_m, tile.block_n),
             x, y, kept if len(kept) else y, routes, pointers, pad, pad_pointers, status,
             work_words,

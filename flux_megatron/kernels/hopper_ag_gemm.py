@@ -22,13 +22,13 @@ from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import (
     Descriptor,
     Number,
+    Parts,
     Pointer,
-    Shared,
     aggregate,
     tma_store,
 )
-from flux_megatron.kernels.hopper_config import TILE, Config, common_config
-from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_config import TILE, Config, column_parts, common_config
+from flux_megatron.kernels.hopper_ring import mma_layout, new_buffers, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
@@ -47,7 +47,7 @@ class GatheredRows:
 
     x_desc: Descriptor
     gathered_desc: Descriptor
-    w_desc: Descriptor
+    w_descs: Parts
     sizes: Sizes
     signals: Signals
     comm_rows: Number
@@ -68,7 +68,7 @@ class GatheredRows:
         col = n * sizes.BLOCK_N
         if source == sizes.rank:
             loaded, ticket = ring.load_tile(
-                self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
+                self.x_desc, self.w_descs, row, col, work, loaded, scheduler.words
             )
         else:
             # communication tiles of one source arrive in their order: the last one tells for all
@@ -78,7 +78,7 @@ class GatheredRows:
                 arrived, source, comm_tile, comm_tiles, work.tile, deadline
             )  # wait [A]
             loaded, ticket = ring.load_tile(
-                self.gathered_desc, self.w_desc, source * sizes.M_shard + row, col, work, loaded,
+                self.gathered_desc, self.w_descs, source * sizes.M_shard + row, col, work, loaded,
                 scheduler.words,
             )  # fmt: skip
         return loaded, ticket, arrived
@@ -88,14 +88,14 @@ class GatheredRows:
 class StoredTiles:
     """Epilogue of the MMA warps: add the bias, store."""
 
-    y_desc: Descriptor
-    y_buf: Shared
+    y_descs: Parts
+    y_bufs: Parts
     bias: Pointer
     sizes: Sizes
     signals: Signals
     tiles: WorkTiles
     HAS_BIAS: gl.constexpr
-    LAYOUT: gl.constexpr
+    NUM_WARPS: gl.constexpr
 
     @gluon.jit
     def deadline(self):
@@ -103,26 +103,41 @@ class StoredTiles:
 
     @gluon.jit
     def accumulate(self, ring, grid, work, multiplied, fetched):
-        sizes = self.sizes
-        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
-        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
-        return out, False, multiplied, fetched
+        outs = ring.zeros(self.NUM_WARPS)
+        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
+        return outs, False, multiplied, fetched
 
     @gluon.jit
-    def finish(self, out, grid, tile, behind, fetched, finished):
+    def finish(self, outs, grid, tile, behind, fetched, finished):
         sizes = self.sizes
         source, m, n = ag_tile(tile, grid, self.tiles)
         col = n * sizes.BLOCK_N
         if self.HAS_BIAS:
-            cols = col + gl.arange(0, sizes.BLOCK_N, gl.SliceLayout(0, self.LAYOUT))
-            bias = gl.load(self.bias + cols, mask=cols < sizes.N, other=0.0)
-            out += bias.to(gl.float32)[None, :]
+            outs = self._with_bias(outs, col)
         tma.store_wait(pendings=0)
-        self.y_buf.store(out.to(self.y_desc.dtype))
+        for part in gl.static_range(len(outs)):
+            self.y_bufs[part].store(outs[part].to(self.y_descs[part].dtype))
         fence_async_shared()
         row = source * sizes.M_shard + m * sizes.BLOCK_M
-        tma_store(self.y_desc, [row, col], self.y_buf)
+        for part in gl.static_range(len(outs)):
+            at = [row, col + part * outs[0].shape[1]]
+            tma_store(self.y_descs[part], at, self.y_bufs[part])
         return fetched, finished
+
+    @gluon.jit
+    def _with_bias(self, outs, col):
+        biased = (self._part_with_bias(outs[0], col),)
+        for part in gl.static_range(1, len(outs)):
+            out = self._part_with_bias(outs[part], col + part * outs[0].shape[1])
+            biased = biased + (out,)
+        return biased
+
+    @gluon.jit
+    def _part_with_bias(self, out, col):
+        layout: gl.constexpr = mma_layout(out.shape[1], self.NUM_WARPS)
+        cols = col + gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+        bias = gl.load(self.bias + cols, mask=cols < self.sizes.N, other=0.0)
+        return out + bias.to(gl.float32)[None, :]
 
     @gluon.jit
     def complete(self):
@@ -161,17 +176,15 @@ class AgConfig(Config):
     ]
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
-    x_desc, gathered_desc, w_desc, y_desc, bias, x, local_rows, partials, pad, status, waits,
-    counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N, K, early_tiles,
-    work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
+    x_desc, gathered_desc, w_desc, y_desc, w_rest, y_rest, bias, x, local_rows, partials, pad,
+    status, waits, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
+    K, early_tiles, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
+    REST: gl.constexpr = 0 if y_rest is None else y_rest.block_type.shape[1]
+    BLOCK_N: gl.constexpr = y_desc.block_type.shape[1] + REST
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = WorkTiles(
         work_tiles, 0, early_tiles, last_wave_first,
@@ -179,11 +192,18 @@ def hopper_ag_gemm_kernel(
     )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
     exchange = new_exchange(2 if COPY_LOCAL else 1)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    y_buf = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    operands = GatheredRows(x_desc, gathered_desc, w_desc, sizes, signals, comm_rows)
-    epilogue = StoredTiles(y_desc, y_buf, bias, sizes, signals, tiles, CONFIG.HAS_BIAS, layout)
-    sums = Partials(partials, counters, CONFIG.PARTS_MAX, layout)
+    w_descs = (w_desc,)
+    y_descs = (y_desc,)
+    if REST:
+        w_descs = w_descs + (w_rest,)
+        y_descs = y_descs + (y_rest,)
+    ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    operands = GatheredRows(x_desc, gathered_desc, w_descs, sizes, signals, comm_rows)
+    epilogue = StoredTiles(
+        y_descs, new_buffers(y_descs, []), bias, sizes, signals, tiles,
+        CONFIG.HAS_BIAS, CONFIG.NUM_WARPS,
+    )  # fmt: skip
+    sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
@@ -240,12 +260,15 @@ def ag_gemm(
         split_k_shards, copy_local, waits is not None,
     )  # fmt: skip
     described = hopper_descriptors.described
+    columns, rest = column_parts(tile.block_n)
     run(
         (
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w, layout, tile),
-            described(y, tile.block_m, tile.block_n),
+            hopper_descriptors.described_w(w, layout, tile.block_k, columns),
+            described(y, tile.block_m, columns),
+            rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
+            rest and described(y, tile.block_m, rest),
             bias if bias is not None else x, x, local_rows,
             x.new_empty(sums, dtype=torch.float32) if sums else x, pad, status, waits,
             partial_counters, work_words,

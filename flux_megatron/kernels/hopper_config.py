@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,14 @@ from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
+MEDIUM = replace(TILE, block_n=192, num_stages=4, group_m=16)  # of AG+GEMM and GEMMs alone
+NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
+
+
+def column_parts(block_n: int) -> tuple[int, int | None]:
+    """A tile's columns as the powers of two that the language wants: 192 are 128 and 64."""
+    first = 1 << block_n.bit_length() - 1
+    return first, block_n - first or None
 
 
 @dataclass(frozen=True, kw_only=True)

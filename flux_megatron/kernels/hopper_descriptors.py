@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flux_megatron.problem import Tile
-
 
 @lru_cache(maxsize=64)
 def _layout(block: tuple[int, ...], dtype: torch.dtype):
@@ -43,8 +41,8 @@ def described(tensor: Tensor, *block: int):
     return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
 
 
-def described_w(w: Tensor, layout: str, tile: Tile):
-    """Of w, [N, K] or [K, N]."""
+def described_w(w: Tensor, layout: str, block_k: int, columns: int):
+    """Of w, [N, K] or [K, N], for blocks of so many columns of the product."""
     if layout == "nt":
-        return described(w, tile.block_n, tile.block_k)
-    return described(w, tile.block_k, tile.block_n)
+        return described(w, columns, block_k)
+    return described(w, block_k, columns)

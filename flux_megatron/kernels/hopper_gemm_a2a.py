@@ -87,7 +87,7 @@ class RowsHere:
         )
         row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
         loaded, ticket = ring.load_tile(
-            self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
+            self.x_desc, (self.w_desc,), row, w_col, work, loaded, scheduler.words, w_row
         )
         return loaded, ticket, awaited
 
@@ -151,7 +151,7 @@ def hopper_gemm_a2a_kernel(
     ctas = gl.num_programs(0)
     tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(received_desc)
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
@@ -199,7 +199,7 @@ def gemm_a2a(
     run(
         (
             described(x, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w.rows(), layout, tile),
+            hopper_descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(received, tile.block_m, tile.block_n),
             y, routes, pointers, pad, pad_pointers, status, work_words,
         ),

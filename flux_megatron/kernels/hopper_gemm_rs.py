@@ -38,7 +38,7 @@ from flux_megatron.kernels.hopper_epilogue import (
     move_tiles,
     new_staging_tile,
 )
-from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
@@ -72,7 +72,7 @@ class AllRows:
         owner, m, n, _, _ = rs_tile(work.tile, grid)
         row = owner * sizes.M_shard + m * sizes.BLOCK_M
         loaded, ticket = ring.load_tile(
-            self.x_desc, self.w_desc, row, n * sizes.BLOCK_N, work, loaded, scheduler.words
+            self.x_desc, (self.w_desc,), row, n * sizes.BLOCK_N, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
 
@@ -105,18 +105,19 @@ class SummedTiles:
         chunks = 1
         if owner == sizes.rank and not late:
             chunks = sizes.WORLD_SIZE - 1
-        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
+        outs = (gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT),)
         for chunk in range(chunks):
             until = first + (work.last - first) // (chunks - chunk)
-            out, multiplied = ring.multiply(out, first, until, multiplied)
+            outs, multiplied = ring.multiply(outs, first, until, multiplied)
             first = until
             if owner == sizes.rank and not late:
-                out = self.staging.add_fetched(out, fetched, self.LAYOUT)
+                outs = (self.staging.add_fetched(outs[0], fetched, self.LAYOUT),)
                 fetched += 1
-        return out, owner == sizes.rank and late, multiplied, fetched
+        return outs, owner == sizes.rank and late, multiplied, fetched
 
     @gluon.jit
-    def finish(self, out, grid, tile, behind, fetched, finished):
+    def finish(self, outs, grid, tile, behind, fetched, finished):
+        out = outs[0]
         if behind:
             for _ in range(self.sizes.WORLD_SIZE - 1):
                 out = self.staging.add_fetched(out, fetched, self.LAYOUT)
@@ -151,9 +152,7 @@ def hopper_gemm_rs_kernel(
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
+    layout: gl.constexpr = mma_layout(BLOCK_N, CONFIG.NUM_WARPS)
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = WorkTiles(
         work_tiles, early_first, early_last, last_wave_first,
@@ -161,11 +160,11 @@ def hopper_gemm_rs_kernel(
     )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = AllRows(x_desc, w_desc, sizes)
     epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, layout)
-    sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, layout)
+    sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
     targets = TileTargets(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
         CONFIG.BY_SM,
@@ -253,7 +252,7 @@ def gemm_rs(
     run(
         (
             described(x, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w, layout, tile),
+            hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(y, *block),
             x.new_empty(sums, dtype=torch.float32) if sums else x,
             received_pointers, pad_pointers,

@@ -3,6 +3,10 @@
 The producer runs ahead: it waits until a stage is `empty`, loads the operands of one k-tile into it
 by TMA, and `full` completes when they are there. Two warp groups multiply: each wgmma reads its
 stage while the one before finishes.
+
+A tile's columns are one part, or two where their number is no power of two, as the language wants:
+192 are 128 and 64. The parts of w are loaded into buffers of their own and multiplied into sums of
+their own.
 """
 
 from __future__ import annotations
@@ -16,20 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flux_megatron.kernels.gluon_versions import Shared, aggregate, tma_load
+from flux_megatron.kernels.gluon_versions import Parts, Shared, aggregate, tma_load
 from flux_megatron.kernels.hopper_primitives import begin_draw
 
 DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile_order.jsonl)
 
 
+@gluon.constexpr_function
+def mma_layout(columns, num_warps):
+    """Of the sums of a part of so many columns, which warps share by rows."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16]
+    )
+
+
 @aggregate
 class OperandRing:
-    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and w, and their full and empty barriers; the first
-    ROWS rows of x are multiplied.
+    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and the parts of w, and their full and empty barriers;
+    the first ROWS rows of x are multiplied.
     """
 
     x: Shared
-    w: Shared
+    w: Parts
     full: Shared
     empty: Shared
     LAYOUT_NN: gl.constexpr
@@ -41,59 +53,79 @@ class OperandRing:
         return OperandRing(self.x, self.w, self.full, self.empty, self.LAYOUT_NN, rows)
 
     @gluon.jit
-    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded, w_row=0):
+    def load_k_tiles(self, x_desc, w_descs, row, col, first, last, loaded, w_row=0):
         """Load k-tiles `first` to `last` of the tile at (row, col), each when its stage is empty.
 
-        A w of layout [K, N] begins at `w_row` of its descriptor. `loaded` counts the k-tiles of
+        A w of layout [K, N] begins at `w_row` of its descriptors. `loaded` counts the k-tiles of
         this CTA so far; gives the new count.
         """
         STAGES: gl.constexpr = self.x.shape[0]
         BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
+        PARTS: gl.constexpr = len(w_descs)
+        WIDTH: gl.constexpr = w_descs[0].block_type.shape[1 if self.LAYOUT_NN else 0]
+        NBYTES: gl.constexpr = x_desc.block_type.nbytes + w_descs[0].block_type.nbytes
+        REST_NBYTES: gl.constexpr = w_descs[1].block_type.nbytes if PARTS == 2 else 0
         for k_tile in range(first, last):
             stage = loaded % STAGES
             full = self.full.index(stage)
             k = k_tile * BLOCK_K
             mbarrier.wait(self.empty.index(stage), (loaded // STAGES & 1) ^ 1)
-            mbarrier.expect(full, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            mbarrier.expect(full, NBYTES + REST_NBYTES)
             tma_load(x_desc, [row, k], full, self.x.index(stage))
-            if self.LAYOUT_NN:
-                tma_load(w_desc, [w_row + k, col], full, self.w.index(stage))
-            else:
-                tma_load(w_desc, [col, k], full, self.w.index(stage))
+            for part in gl.static_range(PARTS):
+                w_buf = self.w[part].index(stage)
+                if self.LAYOUT_NN:
+                    tma_load(w_descs[part], [w_row + k, col + part * WIDTH], full, w_buf)
+                else:
+                    tma_load(w_descs[part], [col + part * WIDTH, k], full, w_buf)
             loaded += 1
         return loaded
 
     @gluon.jit
-    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words, w_row=0):
+    def load_tile(self, x_desc, w_descs, row, col, work, loaded, work_words, w_row=0):
         """`load_k_tiles` of a work tile, and the draw of the next one before the last of them;
         gives its ticket too.
         """
         lead = max(work.first, work.last - DRAW_AHEAD)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded, w_row)
+        loaded = self.load_k_tiles(x_desc, w_descs, row, col, work.first, lead, loaded, w_row)
         ticket = begin_draw(work_words)
-        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded, w_row)
+        loaded = self.load_k_tiles(x_desc, w_descs, row, col, lead, work.last, loaded, w_row)
         return loaded, ticket
 
     @gluon.jit
-    def multiply(self, out, first, last, multiplied):
-        """out + the product of k-tiles `first` to `last`, in the MMA warps.
+    def zeros(self, NUM_WARPS: gl.constexpr):
+        """Sums for each part of a tile's columns."""
+        sums = (self._zeros(0, NUM_WARPS),)
+        for part in gl.static_range(1, len(self.w)):
+            sums = sums + (self._zeros(part, NUM_WARPS),)
+        return sums
+
+    @gluon.jit
+    def _zeros(self, part: gl.constexpr, NUM_WARPS: gl.constexpr):
+        COLUMNS: gl.constexpr = self.w[part].shape[2 if self.LAYOUT_NN else 1]
+        return gl.zeros((self.ROWS, COLUMNS), gl.float32, mma_layout(COLUMNS, NUM_WARPS))
+
+    @gluon.jit
+    def multiply(self, sums, first, last, multiplied):
+        """The sums of each part of the columns + the products of k-tiles `first` to `last`, in the
+        MMA warps.
 
         `multiplied` counts the k-tiles of this CTA so far; gives the new count too.
         """
-        acc = warpgroup_mma_init(out)
+        accs = _accumulators(sums)
         for k_tile in range(first, last):
-            acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
+            accs = self.multiply_k_tile(accs, multiplied, k_tile == first)
             multiplied += 1
         STAGES: gl.constexpr = self.x.shape[0]
-        out = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        sums = _mmas_done(accs, 0)
         mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
-        return out, multiplied
+        return sums, multiplied
 
     @gluon.jit
-    def multiply_k_tile(self, acc, multiplied, first):
-        """acc += the next k-tile, issued; the MMA before it is done, and its stage given back.
+    def multiply_k_tile(self, accs, multiplied, first):
+        """accs + the next k-tile, issued; the MMAs before it are done, and their stage given back.
 
-        `first`: there is no MMA before it in flight.
+        `first`: there are no MMAs before it in flight.
         """
         STAGES: gl.constexpr = self.x.shape[0]
         stage = multiplied % STAGES
@@ -101,26 +133,64 @@ class OperandRing:
         x_buf = self.x.index(stage)
         if self.x.shape[1] > self.ROWS:
             x_buf = x_buf.slice(0, self.ROWS)
-        w_buf = self.w.index(stage)
-        if self.LAYOUT_NN:
-            acc = warpgroup_mma(x_buf, w_buf, acc, is_async=True)
-        else:
-            acc = warpgroup_mma(x_buf, w_buf.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        issued = (self._mma(x_buf, stage, accs, 0),)
+        for part in gl.static_range(1, len(accs)):
+            issued = issued + (self._mma(x_buf, stage, accs, part),)
+        accs = _accumulators(_mmas_done(issued, 1))
         before = (multiplied + STAGES - 1) % STAGES
         mbarrier.arrive(self.empty.index(before), count=1, pred=not first)
+        return accs
+
+    @gluon.jit
+    def _mma(self, x_buf, stage, accs, part: gl.constexpr):
+        w_buf = self.w[part].index(stage)
+        if self.LAYOUT_NN:
+            acc = warpgroup_mma(x_buf, w_buf, accs[part], is_async=True)
+        else:
+            acc = warpgroup_mma(x_buf, w_buf.permute((1, 0)), accs[part], is_async=True)
         return acc
 
 
 @gluon.jit
-def new_ring(x_desc, w_desc, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr):
-    """The ring for the blocks of two descriptors."""
-    dtype: gl.constexpr = x_desc.dtype
-    x = gl.allocate_shared_memory(dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+def _accumulators(sums):
+    """What MMAs can add to."""
+    accs = (warpgroup_mma_init(sums[0]),)
+    for part in gl.static_range(1, len(sums)):
+        accs = accs + (warpgroup_mma_init(sums[part]),)
+    return accs
+
+
+@gluon.jit
+def _mmas_done(accs, k_tiles: gl.constexpr):
+    """The sums, when at most the MMAs of so many k-tiles are in flight."""
+    sums = warpgroup_mma_wait(num_outstanding=k_tiles * len(accs), deps=accs)
+    if len(accs) == 1:
+        sums = (sums,)
+    return sums
+
+
+@gluon.jit
+def new_ring(x_desc, w_descs, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr):
+    """The ring for the blocks of descriptors, of w one for each part of a tile's columns."""
+    x = new_buffer(x_desc, [STAGES])
+    w = new_buffers(w_descs, [STAGES])
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     return OperandRing(x, w, full, empty, LAYOUT_NN, x_desc.block_type.shape[0])
+
+
+@gluon.jit
+def new_buffers(descs, stages: gl.constexpr):
+    """In shared memory, for the blocks of descriptors; `stages` is [] or how many of each."""
+    buffers = (new_buffer(descs[0], stages),)
+    for part in gl.static_range(1, len(descs)):
+        buffers = buffers + (new_buffer(descs[part], stages),)
+    return buffers
+
+
+@gluon.jit
+def new_buffer(desc, stages: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, stages + desc.block_type.shape, desc.layout)

@@ -89,7 +89,7 @@ class BandRows:
     def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
         _, row, _, col = self.bands.locate(work.tile, grid)
         loaded, ticket = ring.load_tile(
-            self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
+            self.x_desc, (self.w_desc,), row, col, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
 
@@ -100,7 +100,7 @@ class HandedTiles:
 
     staging: StagingTile
     sizes: Sizes
-    LAYOUT: gl.constexpr
+    NUM_WARPS: gl.constexpr
 
     @gluon.jit
     def deadline(self):
@@ -108,14 +108,13 @@ class HandedTiles:
 
     @gluon.jit
     def accumulate(self, ring, grid, work, multiplied, fetched):
-        sizes = self.sizes
-        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
-        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
-        return out, False, multiplied, fetched
+        outs = ring.zeros(self.NUM_WARPS)
+        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
+        return outs, False, multiplied, fetched
 
     @gluon.jit
-    def finish(self, out, grid, tile, behind, fetched, finished):
-        self.staging.hand_over(out, finished)
+    def finish(self, outs, grid, tile, behind, fetched, finished):
+        self.staging.hand_over(outs[0], finished)
         return fetched, finished + 1
 
     @gluon.jit
@@ -149,18 +148,15 @@ def hopper_signalled_gemm_kernel(
     BLOCK_M: gl.constexpr = out_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = out_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = WorkTiles(tile_count, 0, 0, tile_count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
     operands = BandRows(x_desc, w_desc, bands, sizes)
-    epilogue = HandedTiles(staging, sizes, layout)
-    sums = Partials(counters, counters, CONFIG.PARTS_MAX, layout)  # of which there are none
+    epilogue = HandedTiles(staging, sizes, CONFIG.NUM_WARPS)
+    sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS)  # of which there are none
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
@@ -202,7 +198,7 @@ def signalled_gemm(
     run(
         (
             described(x, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w, layout, tile),
+            hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(out, tile.block_m, tile.block_n),
             table, counters, work_counter,
         ),

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, barrier
 from flux_megatron.kernels.hopper_primitives import count_release_sys, wait_acquire_sys
+from flux_megatron.kernels.hopper_ring import mma_layout
 
 
 @gluon.jit
@@ -103,39 +104,49 @@ class Partials:
     sums: Pointer
     counters: Pointer
     PARTS_MAX: gl.constexpr
-    LAYOUT: gl.constexpr
+    BLOCK_N: gl.constexpr
+    NUM_WARPS: gl.constexpr
 
     @gluon.jit
-    def store(self, out, work):
+    def store(self, outs, work):
         """Leave the sum over a part of K, other than the first, to the CTA that has the first."""
-        BLOCK_M: gl.constexpr = out.shape[0]
-        BLOCK_N: gl.constexpr = out.shape[1]
-        offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
         place = (work.split * (self.PARTS_MAX - 1) + work.part - 1).to(gl.int64)
-        gl.store(self.sums + place * (BLOCK_M * BLOCK_N) + offsets, out)
+        for part in gl.static_range(len(outs)):
+            gl.store(self._places(outs[part], place, part * outs[0].shape[1]), outs[part])
         barrier()
         count_release_sys(self.counters + work.split)  # flag [F]
 
     @gluon.jit
-    def fix_up(self, out, work, deadline, status):
+    def fix_up(self, outs, work, deadline, status):
         """Add the other parts of K, in their order, when they are there.
 
         This ends, because what it waits for comes earlier in the list; the deadline is for the case
         that another CTA has died.
         """
-        BLOCK_M: gl.constexpr = out.shape[0]
-        BLOCK_N: gl.constexpr = out.shape[1]
         wait_acquire_sys(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
         gl.store(self.counters + work.split, 0)  # for the next launch
-        offsets = offsets_in_tile(BLOCK_M, BLOCK_N, self.LAYOUT)
         for part in range(work.parts - 1):
             place = (work.split * (self.PARTS_MAX - 1) + part).to(gl.int64)
-            out += gl.load(self.sums + place * (BLOCK_M * BLOCK_N) + offsets)
-        return out
+            outs = self._added(outs, place)
+        return outs
 
+    @gluon.jit
+    def _added(self, outs, place):
+        """The sums + those at `place`."""
+        added = (outs[0] + gl.load(self._places(outs[0], place, 0)),)
+        for part in gl.static_range(1, len(outs)):
+            pointers = self._places(outs[part], place, part * outs[0].shape[1])
+            added = added + (outs[part] + gl.load(pointers),)
+        return added
 
-@gluon.jit
-def offsets_in_tile(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    return rows[:, None] * BLOCK_N + cols[None, :]
+    @gluon.jit
+    def _places(self, out, place, col: gl.constexpr):
+        """Where the part of a tile's columns from `col` on lies: one part after another."""
+        BLOCK_M: gl.constexpr = out.shape[0]
+        COLUMNS: gl.constexpr = out.shape[1]
+        LAYOUT: gl.constexpr = mma_layout(COLUMNS, self.NUM_WARPS)
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        offsets = rows[:, None] * COLUMNS + cols[None, :]
+        first: gl.constexpr = BLOCK_M * col
+        return self.sums + place * (BLOCK_M * self.BLOCK_N) + first + offsets

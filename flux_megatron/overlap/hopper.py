@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.wait_sources import wait_sources
@@ -35,7 +35,6 @@ from flux_megatron.symm.workspace import Workspace
 if TYPE_CHECKING:
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
-NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 
 
@@ -72,6 +71,7 @@ def candidates(problem: Problem) -> list[Plan]:
     default = default_plan(problem)
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
     if problem.spec.gathers:
+        plans.append(replace(default, tile=MEDIUM))
         # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
         # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
         # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).

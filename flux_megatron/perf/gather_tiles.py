@@ -21,9 +21,10 @@ from flux_megatron.problem import Plan, Problem, Tile
 
 # what the waves of `operator_cost` are
 REFERENCE = Tile(block_m=128, block_n=256, group_m=16)
-# Of the reference's rate: 0.77 to 0.94 in docs/results/h200x2/first_arrival.jsonl, by shape, and
-# 0.83 in the shipped plan of 2048 x 36864 x 12288 at TP 4.
-NARROW_SHARE = 0.85
+# Of the reference's rate, by columns. 128: 0.77 to 0.94 in docs/results/h200x2/first_arrival.jsonl,
+# by shape, and 0.83 in the shipped plan of 2048 x 36864 x 12288 at TP 4. 192: of a GEMM alone
+# (docs/results/h200/gemm_tiles.jsonl).
+SHARES = {128: 0.85, 192: 0.98}
 
 
 def plan_us(problem: Problem, plan: Plan, hardware: Hardware, connections: str = "1") -> float:
@@ -55,9 +56,7 @@ class _Machine(NamedTuple):
 
 @lru_cache(maxsize=4096)  # known plans are asked for with each new kind of call
 def _tiles_us(problem: Problem, tile: Tile, comm_rows: int, machine: _Machine) -> float:
-    rate = machine.tflops * 1e6 / machine.sms
-    if tile.block_n < REFERENCE.block_n:
-        rate *= NARROW_SHARE
+    rate = machine.tflops * 1e6 / machine.sms * SHARES.get(tile.block_n, 1.0)
     tile_us = 2 * tile.block_m * tile.block_n * problem.K_local / rate
     order = _rows_of_tiles(problem, tile)
     free = deque([0.0] * machine.sms)  # as all tiles take as long, the first one begun ends first

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import hopper, registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace, capturing
@@ -148,12 +148,18 @@ def _unmeasured(
 
 
 def _safe(plans: list[Plan], known: list[Entry]) -> list[Plan]:
-    """Without the plans that an estimate alone shall not choose: where kernels reach peers' memory,
-    and nobody has measured `signalled` for this kind of problem, it was chosen, up to 8 % behind
-    them in a backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
-    `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
+    """Without the plans that an estimate alone shall not choose, as nobody has measured their like
+    for this kind of problem:
+
+    - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
+      backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
+      `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`);
+    - tiles of 192 columns, which have run without communication only.
     """
-    if any(one.plan.strategy == "signalled" for entry in known for one in entry.measured):
+    measured = [one.plan for entry in known for one in entry.measured]
+    if not any(plan.tile == hopper.MEDIUM for plan in measured):
+        plans = [plan for plan in plans if plan.tile != hopper.MEDIUM]
+    if any(plan.strategy == "signalled" for plan in measured):
         return plans
     others = [plan for plan in plans if plan.strategy != "signalled"]
     return others if any(plan.strategy != "sequential" for plan in others) else plans

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from unittest import mock
 
@@ -55,6 +55,9 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "received_desc a2a_gemm": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
+    "w_rest nt": ("rest", "block_k"),
+    "w_rest nn": ("block_k", "rest"),
+    "y_rest": ("block_m", "rest"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
 _PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
@@ -185,7 +188,10 @@ def _type(name: str, configuration: Configuration) -> str:
     keys = (f"{name} {word}" for word in configuration.name.split())
     key = next((key for key in keys if key in _BLOCKS), name)
     if key in _BLOCKS:
-        block = [getattr(configuration.launcher._tile, side) for side in _BLOCKS[key]]
+        tile = configuration.launcher._tile
+        block_n, rest = hopper_config.column_parts(tile.block_n)
+        sides = {**asdict(tile), "block_n": block_n, "rest": rest}
+        block = [sides[side] for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)
         return f"tensordesc<{short}[{','.join(map(str, block))}],{layout!r}>"
     return f"*{short}" if name in _PAYLOAD else _TYPES.get(name, "i32")
@@ -199,6 +205,8 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
         constexprs |= dict.fromkeys({"waits"} & {*names})
     if not configuration.name.startswith("gemm_ar"):
         constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
+    if not hopper_config.column_parts(launcher._tile.block_n)[1]:
+        constexprs |= dict.fromkeys({"w_rest", "y_rest"} & {*names})
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
     sizes = [n for n in names if n in ("M_shard", "N", "K")]
     whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}

@@ -77,7 +77,7 @@ class Gluon:
             "tma": SimpleNamespace(**tma), "tma_load": self._copy_in,
             "tma_store": self._copy_out, "fence_async_shared": nothing, "barrier": nothing,
             "warpgroup_mma_init": self._mma_init, "warpgroup_mma": self._mma,
-            "warpgroup_mma_wait": lambda num_outstanding, deps: deps[0].wait(num_outstanding),
+            "warpgroup_mma_wait": self._mma_wait, "mma_layout": nothing,
             "time_ns": lambda: 0, "wait_acquire_sys": self._wait_acquire_sys,
             "complete_tma_stores": self._complete_stores, "cast": self.cast,
             "claim": lambda word: self.atomic_xchg(word, 1, "relaxed", "gpu") == 0,
@@ -207,6 +207,12 @@ class Gluon:
 
     def _mma(self, left: Shared, right: Shared, acc: Accumulator, is_async: bool) -> Accumulator:
         return Accumulator(acc.sums, (*acc.pending, (left, right)))
+
+    def _mma_wait(self, num_outstanding: int, deps: Sequence[Accumulator]):
+        """MMAs were issued to each of `deps` in turn: so many of the last may still be running."""
+        parts = len(deps)
+        done = tuple(acc.wait((num_outstanding + i) // parts) for i, acc in enumerate(deps))
+        return done if parts > 1 else done[0]
 
     def _transfers(self, name: str) -> Transfers:
         return self._scheduler.running.cta.state[name]

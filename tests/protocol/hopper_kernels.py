@@ -101,6 +101,13 @@ def struct(fields: tuple[str, ...]) -> type:
     return Struct
 
 
+def described_w(w, layout: str, block_k: int, columns: int) -> Descriptor:
+    """Where tiles have 24 columns, 8 of them may begin up to 15 rows behind those of w."""
+    if layout == "nt":
+        return Descriptor(w, (columns, block_k), rows_behind=15 if columns == 8 else 0)
+    return Descriptor(w, (block_k, columns))
+
+
 class HopperKernels:
     """Of one product; parsed once."""
 
@@ -121,7 +128,10 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            described = {"described": lambda tensor, *block: Descriptor(tensor, block)}
+            described = {
+                "described": lambda tensor, *block: Descriptor(tensor, block),
+                "described_w": described_w,
+            }
             stack.enter_context(mock.patch.multiple(product.hopper_descriptors, **described))
             for module in KERNELS:
                 launcher = getattr(product, module)._launcher

@@ -45,6 +45,7 @@ class Case:
     transport: str = "copy_engine"
     split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
+    block_n: int = 0  # 0: as `block`
     two_phase: bool = False  # of `low_latency`
     # of `signalled`
     group_rows: tuple[int, ...] = ()
@@ -58,6 +59,7 @@ class Case:
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
         options += " two streams" * self.two_streams + " two phases" * self.two_phase
+        options += f" tiles of {self.block_n} columns" * bool(self.block_n)
         if self.strategy == "hopper":
             options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
         options += f" groups {self.group_rows}" * bool(self.group_rows) + " Gluon" * self.gluon
@@ -92,7 +94,8 @@ class Host:
         package: PackageCopy = machine.package
         self.strategy = getattr(package, case.strategy)
         block_k = case.block_k or case.block
-        tile = package.problem.Tile(case.block, case.block, block_k, group_m=2, tma=case.tma)
+        block_n = case.block_n or case.block
+        tile = package.problem.Tile(case.block, block_n, block_k, group_m=2, tma=case.tma)
         self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
             transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,

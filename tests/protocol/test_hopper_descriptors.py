@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from flux_megatron.kernels.hopper_descriptors import described, described_w
-from flux_megatron.problem import Tile
 
 
 def test_one_is_made_for_each_address_shape_dtype_and_block():
@@ -27,4 +26,4 @@ def test_one_is_made_for_each_address_shape_dtype_and_block():
 @pytest.mark.parametrize(("layout", "block"), [("nt", [128, 32]), ("nn", [32, 128])])
 def test_blocks_of_w_lie_as_w_does(layout, block):
     w = torch.zeros(256, 256, dtype=torch.bfloat16)
-    assert described_w(w, layout, Tile(block_n=128, block_k=32)).block_shape == block
+    assert described_w(w, layout, block_k=32, columns=128).block_shape == block

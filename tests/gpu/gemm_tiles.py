@@ -1,0 +1,168 @@
+"""GEMMs alone, on one GPU: our kernel with each of its tiles, beside the library.
+
+    python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --tp 4
+    python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --shapes "6144x3584x4096 nt"
+
+Every tile is first verified on small whole numbers, every bit; then all of a shape race on random
+ones. The shapes are those of the models' layers, unless `--shapes` names others. A line a shape:
+the library's us, each tile's share of its speed, and an asterisk at the tile that
+`hopper_gemm.tile_alone` chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+from flux_megatron.bench import suites
+from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE
+from flux_megatron.patterns import COLUMN
+from flux_megatron.problem import Problem
+from flux_megatron.tuning import environment
+from flux_megatron.tuning.timing import race
+
+TILES = {
+    "256, groups of 16": replace(TILE, group_m=16),
+    "256, groups of 8": TILE,
+    "192": MEDIUM,
+    "128": NARROW,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    M: int
+    N: int
+    K: int
+    layout: str
+
+    @staticmethod
+    def of(text: str) -> Shape:
+        """ "M x N x K layout", without the spaces around x."""
+        sizes, layout = text.split()
+        return Shape(*map(int, sizes.split("x")), layout)
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.N}x{self.K} {self.layout}"
+
+
+def shapes_of_models(tp: int, Ms: tuple[int, ...]) -> list[Shape]:
+    """Each size once."""
+    cases = [case for model in suites.MODELS for case in suites.cases(model, "gemm", Ms, tp)]
+    return [*dict.fromkeys(Shape(one.M, one.N, one.K, one.layout) for one in cases)]
+
+
+class Operands:
+    """x [M, K] and w of whole numbers, of whose products bf16 has every sum."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        made = torch.Generator(device).manual_seed(1)
+
+        def whole(*size: int) -> Tensor:
+            drawn = torch.randint(-8, 9, size, generator=made, device=device)
+            return (drawn.sign() * (drawn.abs() == 8)).to(dtype)
+
+        M, N, K = shape.M, shape.N, shape.K
+        self.x, self.w = whole(M, K), whole(*((N, K) if shape.layout == "nt" else (K, N)))
+        self._y = self.x.new_empty(M, N)
+
+    def renew(self) -> None:
+        """Random numbers: of few ones a GEMM draws less power, and is faster than in training."""
+        for tensor in (self.x, self.w):
+            tensor.normal_()
+
+    def library(self) -> Tensor:
+        w = self.w.t() if self.shape.layout == "nt" else self.w
+        return torch.mm(self.x, w, out=self._y)
+
+    def candidates(self, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+        """The library is first. Without a Hopper GPU there is no other."""
+        M, N, K = self.shape.M, self.shape.N, self.shape.K
+        dtype = str(self.x.dtype).removeprefix("torch.")
+        alone = Problem(COLUMN, M, N, K, dtype, 1, self.shape.layout, device.type)
+        if reason := hopper_gemm.supports(alone):
+            print(reason, flush=True)
+            return {"library": self.library}
+        from flux_megatron.kernels.hopper_ag_gemm import gemm
+
+        ours = {
+            name: partial(gemm, self.x, self.w, self.shape.layout, tile)
+            for name, tile in TILES.items()
+        }
+        return {"library": self.library, **ours}
+
+
+def measure(
+    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[dict]:
+    """A row for each candidate. `ArithmeticError` if one is wrong."""
+    operands = Operands(shape, device, dtype)
+    calls = operands.candidates(device)
+    expected = operands.library().clone()
+    for name, call in calls.items():
+        if wrong := int((call() != expected).sum()):
+            raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
+    operands.renew()
+    group = dist.group.WORLD
+    assert group is not None
+    result = race(calls, group=group, device=device, rounds=rounds)
+    for name, said in result.failures.items():
+        raise RuntimeError(f"{shape} with tiles of {name}: {said}")
+    ours = len(calls) > 1
+    chosen = hopper_gemm.tile_alone(shape.M, shape.N, shape.K, device) if ours else None
+    machine = asdict(environment.of(device))
+    for name, times_us in result.times_us.items():
+        yield {
+            "table": "gemm_tiles", **asdict(shape), "tile": name,
+            "candidate": "library" if name == "library" else "ours",
+            "chosen": ours and TILES.get(name) == chosen,
+            "median_us": round(result.median_us(name), 1),
+            "times_us": [round(t, 1) for t in times_us], "date": time.strftime("%Y-%m-%d"),
+            **{key: machine[key] for key in ("gpu", "driver", "cuda", "torch", "triton")},
+        }  # fmt: skip
+
+
+def line(rows: list[dict]) -> str:
+    shape = Shape(*(rows[0][key] for key in ("M", "N", "K", "layout")))
+    library = rows[0]["median_us"]
+    shares = [
+        f"{row['tile']}{'*' * row['chosen']} {library / row['median_us']:.3f}" for row in rows[1:]
+    ]
+    return f"{shape!s:22} {library:8.1f} us   {'   '.join(shares)}"
+
+
+def main(
+    out: Path, tp: int = 4, ms: str = "64,128,256,512,1024,2048,4096,8192", shapes: str = "",
+    rounds: int = 16, seconds: float = 200, commit: str = "",
+) -> None:  # fmt: skip
+    """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
+    end = time.monotonic() + seconds
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    Ms = tuple(map(int, ms.split(",")))
+    wanted = [*map(Shape.of, shapes.split(","))] if shapes else shapes_of_models(tp, Ms)
+    with out.open("a") as file:
+        for shape in wanted:
+            if time.monotonic() > end:
+                print("no time for the others")
+                break
+            rows = [{**row, "commit": commit} for row in measure(shape, device, rounds)]
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            print(line(rows), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
