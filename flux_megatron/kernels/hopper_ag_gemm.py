@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import (
     Descriptor,
     Number,
     Parts,
-    Pointer,
     aggregate,
-    tma_store,
 )
 from flux_megatron.kernels.hopper_config import TILE, Config, column_parts, common_config
-from flux_megatron.kernels.hopper_ring import mma_layout, new_buffers, new_ring
+from flux_megatron.kernels.hopper_ring import new_buffers, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_gather
@@ -82,66 +81,6 @@ class GatheredRows:
                 scheduler.words,
             )  # fmt: skip
         return loaded, ticket, arrived
-
-
-@aggregate
-class StoredTiles:
-    """Epilogue of the MMA warps: add the bias, store."""
-
-    y_descs: Parts
-    y_bufs: Parts
-    bias: Pointer
-    sizes: Sizes
-    signals: Signals
-    tiles: WorkTiles
-    HAS_BIAS: gl.constexpr
-    NUM_WARPS: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
-
-    @gluon.jit
-    def accumulate(self, ring, grid, work, multiplied, fetched):
-        outs = ring.zeros(self.NUM_WARPS)
-        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
-        return outs, False, multiplied, fetched
-
-    @gluon.jit
-    def finish(self, outs, grid, tile, behind, fetched, finished):
-        sizes = self.sizes
-        source, m, n = ag_tile(tile, grid, self.tiles)
-        col = n * sizes.BLOCK_N
-        if self.HAS_BIAS:
-            outs = self._with_bias(outs, col)
-        tma.store_wait(pendings=0)
-        for part in gl.static_range(len(outs)):
-            self.y_bufs[part].store(outs[part].to(self.y_descs[part].dtype))
-        fence_async_shared()
-        row = source * sizes.M_shard + m * sizes.BLOCK_M
-        for part in gl.static_range(len(outs)):
-            at = [row, col + part * outs[0].shape[1]]
-            tma_store(self.y_descs[part], at, self.y_bufs[part])
-        return fetched, finished
-
-    @gluon.jit
-    def _with_bias(self, outs, col):
-        biased = (self._part_with_bias(outs[0], col),)
-        for part in gl.static_range(1, len(outs)):
-            out = self._part_with_bias(outs[part], col + part * outs[0].shape[1])
-            biased = biased + (out,)
-        return biased
-
-    @gluon.jit
-    def _part_with_bias(self, out, col):
-        layout: gl.constexpr = mma_layout(out.shape[1], self.NUM_WARPS)
-        cols = col + gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
-        bias = gl.load(self.bias + cols, mask=cols < self.sizes.N, other=0.0)
-        return out + bias.to(gl.float32)[None, :]
-
-    @gluon.jit
-    def complete(self):
-        tma.store_wait(pendings=0)
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ SMALL = "4x6x8 nt,4x6x8 nn"
 TILES = {
     "wide, groups of 16": replace(hopper.TILE, group_m=16),
     "wide, groups of 8": replace(hopper.TILE, group_m=8),
+    "medium": hopper.MEDIUM,
     "narrow": hopper.NARROW,
 }
 PARTS = (1, 2, 4)  # of a shard, each with its push

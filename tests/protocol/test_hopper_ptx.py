@@ -62,6 +62,11 @@ def test_every_way_is_compiled(compiled, way):
         assert named(compiled, *way.split(), tile)
 
 
+def test_tiles_of_two_parts_are_compiled(compiled):
+    for way in ("plain", "bias", "early last"):
+        assert named(compiled, "ag_gemm", *way.split(), "128x192")
+
+
 def test_waits_can_be_recorded(compiled):
     """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
     recorded = named(compiled, "recorded")
