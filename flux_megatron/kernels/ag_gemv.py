@@ -2,7 +2,7 @@
 
 ag_gemv_kernel  one list of work tiles a rank, drawn in order:
                 1. pieces of x, all rows and some columns, go to all ranks as words
-                2. every rank's pieces become rows of the gathered x, and are counted [G]
+                2. every rank's pieces become rows of the gathered x, and are counted [H]
                 3. GEMM tiles, all rows of some columns of y, once all pieces are there
 
 The words, and why one resident CTA a rank suffices, are those of `gemv_ar`. Rows go through memory
@@ -106,12 +106,12 @@ def ag_gemv_kernel(
         store_tile(
             rows, values, 0, piece * PIECE_COLUMNS, M_shard, K, SHARD_ROWS, PIECE_COLUMNS, False
         )
-        count_release_sys(arrivals + _ARRIVED)  # count [G]
+        count_release_sys(arrivals + _ARRIVED)  # count [H]
         tile = end_draw(ticket)
     while tile < pieces + arriving + tiles:
         ticket = begin_draw(work, NUM_WARPS)
         col = (tile - pieces - arriving) * BLOCK_N
-        wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline, status)  # wait [G]
+        wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline, status)  # wait [H]
         M = WORLD_SIZE * M_shard
         acc = gemm_tile(gathered, w, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, False)
         if HAS_BIAS:
