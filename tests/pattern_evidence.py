@@ -24,6 +24,7 @@ EXACT = [
     ("ag_gemm gemm_rs gemm_ar", "signalled", "test_signalled.py::test_exact"),
     ("gemm_ar", "fused pipelined sequential", "test_gemm_ar.py::test_exact"),
     ("gemm_ar", "fused pipelined sequential", "test_gemm_ar.py::test_exact_of_many_ranks"),
+    ("ag_gemm gemm_rs", "low_latency", "test_low_latency.py::test_gathers_and_scatters_are_exact"),
     ("gemm_ar", "low_latency", "test_low_latency.py::test_exact"),
     ("gemm_ar", "low_latency", "test_low_latency.py::test_exact_of_many_ranks"),
     ("embedding_a2a", "fused sequential", "test_embedding.py::test_exact"),

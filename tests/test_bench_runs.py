@@ -94,7 +94,7 @@ def test_only_right_results_are_timed(pattern, op):
         "sequential",
         "auto",
         *(["megatron"] if pattern in suites.BACKWARDS else []),
-        *(["low_latency"] if pattern == "backward_ar" else []),
+        "low_latency",
     }
     assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
     assert "expected" in first["wrong shape"].failure

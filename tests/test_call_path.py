@@ -42,6 +42,8 @@ KERNELS = {
     ("pipelined", "ag_gemm"): {"wait_sources"},
     ("pipelined", "gemm_rs"): {"reduce_received"},
     ("pipelined", "gemm_ar"): {"reduce_received", "wait_sources"},
+    ("low_latency", "ag_gemm"): {"ag_gemv"},
+    ("low_latency", "gemm_rs"): {"gemv_ar"},
     ("low_latency", "gemm_ar"): {"gemv_ar"},
     ("signalled", "gemm_rs"): {"signalled_gemm"},
     ("signalled", "gemm_ar"): {"signalled_gemm"},
@@ -78,7 +80,7 @@ def chain_of(frame: FrameType | None) -> tuple[str, ...]:
 
 def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> set[tuple[str, ...]]:
     """Every chain of files that a repeated call enters."""
-    rows = 64 if strategy == "low_latency" else 128
+    rows = 32 if strategy == "low_latency" else 128
     x = torch.ones(rows, 512, dtype=torch.bfloat16 if ON_HOPPER else torch.float32, device=DEVICE)
     w = torch.ones(128, 512, dtype=x.dtype, device=DEVICE)
     tile = Tile(128, 256, 64, num_stages=3, tma=True) if strategy == "hopper" else Tile(64, 64, 64)

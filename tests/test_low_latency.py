@@ -1,4 +1,4 @@
-"""GEMM+AR of few rows in one kernel: exact, the same bits on every rank, bounded, chosen."""
+"""Few rows in one kernel: exact, the same bits on every rank, bounded, chosen."""
 
 from __future__ import annotations
 
@@ -47,6 +47,35 @@ def test_exact(world_size, plan):
     on_device(calls, world_size, PLANS[plan])
 
 
+def divided(rank: int) -> None:
+    """AG+GEMM and GEMM+RS, in turns with GEMM+AR: their words lie in the same memory."""
+    group, plan = dist.group.WORLD, PLANS["one shot"]
+    R, results = group.size(), []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for turn in range(2):
+        for M_shard, N, K in ((1, 33, 20), (3, 16, 7), (8, 40, 48), (64 // R, 1, 33)):
+            for dtype in dtypes[: 3 if R < 4 else 1]:
+                layout, what = ("nt", "nn")[turn], f"{turn} {M_shard} {N} {K} {dtype}"
+                xs, ws, truth = operands(R * M_shard, N, K, R, dtype, layout)
+                rows = [x[:M_shard].contiguous() for x in xs]
+                gathered = reference.all_gather_gemm(rows, ws, layout)[rank]
+                scattered = reference.gemm_reduce_scatter(xs, ws, layout)[rank]
+                given = {"layout": layout, "plan": plan}
+                shard, x, w = (one[rank].to(DEVICE) for one in (rows, xs, ws))
+                results += [
+                    (ops.all_gather_gemm(shard, w, group, **given), gathered, f"ag {what}"),
+                    (ops.gemm_reduce_scatter(x, w, group, **given), scattered, f"rs {what}"),
+                    (ops.gemm_all_reduce(x, w, group, **given), truth[rank], f"ar {what}"),
+                ]
+    for y, expected, what in results:
+        assert_exact(y, expected, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_gathers_and_scatters_are_exact(world_size):
+    on_device(divided, world_size)
+
+
 def every_plan(rank: int) -> None:
     group = dist.group.WORLD
     for plan in PLANS.values():
@@ -93,6 +122,27 @@ def alone(rank: int) -> str:
     except errors.SignalTimeout as error:
         return str(error)
     return "no error"
+
+
+def gathers_alone(rank: int) -> str:
+    group, plan = dist.group.WORLD, PLANS["one shot"]
+    x, w = torch.ones(2, 40, device=DEVICE), torch.ones(40, 40, device=DEVICE)
+    ops.all_gather_gemm(x, w, group, plan=plan)
+    dist.barrier()
+    if rank == 1:
+        return ""
+    try:
+        ops.all_gather_gemm(x, w, group, plan=plan)
+        flux_megatron.synchronize()
+    except errors.SignalTimeout as error:
+        return str(error)
+    return "no error"
+
+
+def test_rows_that_do_not_come_are_reported():
+    environment = {"FLUX_MEGATRON_TIMEOUT_S": "0.5"}
+    said, _ = on_device(gathers_alone, 2, environment=environment, fresh=True)
+    assert "for words of rank 1: epoch 2 expected, 0 seen" in said
 
 
 def test_words_that_do_not_come_are_reported():

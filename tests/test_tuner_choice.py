@@ -331,8 +331,8 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
 
 
 def test_an_estimate_alone_is_careful():
-    """No bands where kernels reach peers, and no tiles of 192 columns, unless somebody has measured
-    them.
+    """No bands where kernels reach peers, no tiles of 192 columns, and no words in place of a
+    gather or a reduce-scatter, unless somebody has measured them.
     """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
     between_nodes = [PLAIN, plans[2]]
@@ -342,13 +342,18 @@ def test_an_estimate_alone_is_careful():
         return [Entry(LAYER, H200, PLAIN, measured, (), 0, 0.0, 12, "today")]
 
     for entries in ([], known("hopper")):
-        assert choice._safe(plans, entries) == plans[:2]
-        assert choice._safe(between_nodes, entries) == between_nodes
-    assert choice._safe(plans, known("signalled")) == plans
+        assert choice._safe(LAYER, plans, entries) == plans[:2]
+        assert choice._safe(LAYER, between_nodes, entries) == between_nodes
+    assert choice._safe(LAYER, plans, known("signalled")) == plans
     medium = Plan("hopper", tile=hopper.MEDIUM)
-    assert choice._safe([*plans, medium], known("hopper")) == plans[:2]
+    assert choice._safe(LAYER, [*plans, medium], known("hopper")) == plans[:2]
     measured = replace(known("hopper")[0], measured=(Measured(medium, 1.0),))
-    assert choice._safe([PLAIN, medium], [measured]) == [PLAIN, medium]
+    assert choice._safe(LAYER, [PLAIN, medium], [measured]) == [PLAIN, medium]
+    few = [PLAIN, Plan("low_latency")]
+    assert choice._safe(LAYER, few, known("hopper")) == [PLAIN]
+    assert choice._safe(LAYER, few, known("low_latency")) == few
+    whole = replace(LAYER, pattern=Pattern.GEMM_AR)
+    assert choice._safe(whole, few, known("hopper")) == few
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

@@ -24,7 +24,6 @@ from flux_megatron.problem import Problem
 SIZE = 8192  # M, N and K of the problem that is asked about
 WORKS, LOCAL = "works", "no communication"
 # Why a strategy is impossible for an operation, on any machine.
-FEW_ROWS = "impossible: 1 to 64 rows are not divided over the ranks"
 ON_DEVICE = (
     "impossible: its transfers are sized on the host, and sizes are known on the device only"
 )
@@ -72,7 +71,7 @@ def lines(world_size: int) -> Iterator[Line]:
 
 def _can(problem: Problem, name: str) -> str:
     if name not in registry.STRATEGIES[problem.pattern]:
-        return FEW_ROWS if name == "low_latency" else NOT_BUILT
+        return NOT_BUILT
     if name == "low_latency":
         problem = replace(problem, M=MOST_ROWS)
     return registry.refusal(problem, name, None) or WORKS

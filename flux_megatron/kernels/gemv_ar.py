@@ -1,7 +1,8 @@
-"""GEMM+AR of few rows (decode): y = all_reduce(x @ w) in one kernel, with flags in the data.
+"""GEMM+AR and GEMM+RS of few rows (decode) in one kernel, with flags in the data.
 
 gemv_ar_kernel  one list of work tiles a rank, drawn in order:
-                1. GEMM tiles, all rows of some columns: the partial goes to all ranks as words
+                1. GEMM tiles, all rows of some columns: the partial goes to all ranks as words;
+                   GEMM+RS: to each rank its rows
                 2. two phases only: the owner of a tile sums its partials, and sends the sum to all
                 3. every tile of y: the fp32 sum of its partials in rank order, or the owner's sum
 
@@ -30,22 +31,21 @@ from flux_megatron.kernels.primitives import (
     first_tile,
     settle,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.kernels.word_primitives import (
-    fence_sys,
-    pack_words,
-    receive_sum,
-    send_words,
+from flux_megatron.kernels.word_primitives import pack_words, receive_sum
+from flux_megatron.kernels.word_tiles import (
+    RENEW_EVERY,
+    WORK_WORDS,
+    renew,
+    send_to,
+    send_to_all,
+    tile_words,
 )
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 
 MOST_ROWS = 64
-# Epochs have 32 bits: words that no call has stored for 2**32 calls would look new. So the other
-# half's words are renewed in two calls, one for each half, out of so many.
-RENEW_EVERY = tl.constexpr(2**30)
-_WORK_WORDS = tl.constexpr(signals.WORK_WORDS)
 
 
 def supports(problem: Problem) -> str | None:
@@ -56,49 +56,22 @@ def supports(problem: Problem) -> str | None:
 
 
 def half_bytes(M: int, N: int, dtype: torch.dtype, world_size: int) -> int:
-    """What one call stores on each rank: the words of all partials, and of the sums."""
-    return (world_size + 1) * M * cdiv(N, _values(dtype)) * 8
-
-
-def _values(dtype: torch.dtype) -> int:
-    """Values in a word."""
-    return 4 // dtype.itemsize
+    """What one call of GEMM+AR stores on each rank: the words of all partials, and of the sums;
+    GEMM+RS stores less.
+    """
+    return (world_size + 1) * M * cdiv(N, values_in_word(dtype.itemsize)) * 8
 
 
 @triton.jit
-def tile_words(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUES: tl.constexpr):
-    """Where the words of a tile lie in a slot [M, N / VALUES], and which of them there are."""
-    row_words = tl.cdiv(N, VALUES)
-    rows = tl.arange(0, BLOCK_M)
-    cols = tile * (BLOCK_N // VALUES) + tl.arange(0, BLOCK_N // VALUES)
-    inside = (rows[:, None] < M) & (cols[None, :] < row_words)
-    return rows[:, None] * row_words + cols[None, :], inside
-
-
-@triton.jit
-def renew(words, count, epoch, BLOCK: tl.constexpr):
-    """Mark `count` words of this rank as those of `epoch`, before anything else is sent."""
-    lanes = tl.arange(0, BLOCK)
-    for first in range(0, count, BLOCK):
-        at = first + lanes
-        tl.store(
-            words + at, tl.full((BLOCK,), 0, tl.int64) + (epoch.to(tl.int64) << 32), at < count
-        )
-    fence_sys()
-
-
-@triton.jit
-def send_to(word_pointers, peer, at, words, inside):
-    """Store words at the places `at` of the peer's memory."""
-    theirs = tl.load(word_pointers + peer).to(word_pointers.dtype)
-    send_words(theirs + at, words, inside)  # signal [W]
-
-
-@triton.jit
-def send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE: tl.constexpr):
-    """The same for every rank, this one last."""
+def send_to_owners(
+    word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE: tl.constexpr
+):
+    """To every rank its rows, in a slot that begins at `first`; `at` are places among all rows."""
     for step in tl.static_range(1, WORLD_SIZE + 1):
-        send_to(word_pointers, (rank + step) % WORLD_SIZE, at, words, inside)
+        owner = (rank + step) % WORLD_SIZE
+        there = at - owner * slot_words
+        theirs = inside & (there >= 0) & (there < slot_words)
+        send_to(word_pointers, owner, first + there, words, theirs)
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -107,18 +80,19 @@ def gemv_ar_kernel(
     x, w, y, word_pointers, epochs, work, status, rank, half_words: tl.int64, timeout_ns: tl.int64,
     M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr, VALUES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
+    SCATTERS: tl.constexpr, VALUES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
     parity = epoch & 1
-    work += parity * _WORK_WORDS  # so a CTA has read the epoch before it draws
+    work += parity * WORK_WORDS  # so a CTA has read the epoch before it draws
     dtype: tl.constexpr = y.dtype.element_ty
     memory = tl.load(word_pointers + rank)
     mine = memory.to(word_pointers.dtype)
     half = mine + parity * half_words
-    slot_words = tl.cast(M, tl.int64) * tl.cdiv(N, VALUES)
+    y_rows = M // WORLD_SIZE if SCATTERS else M
+    slot_words = tl.cast(y_rows, tl.int64) * tl.cdiv(N, VALUES)
     tiles = tl.cdiv(N, BLOCK_N)
     owned = tl.cdiv(tiles - rank, WORLD_SIZE) if TWO_PHASE else 0
     tile = first_tile(work)
@@ -130,11 +104,13 @@ def gemv_ar_kernel(
         at, inside = tile_words(tile, M, N, BLOCK_M, BLOCK_N, VALUES)
         if (tile == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
             renew(mine + (1 - parity) * half_words, half_words, epoch - 1, 1024)
-        at += parity * half_words + rank * slot_words
-        if TWO_PHASE:
-            send_to(word_pointers, tile % WORLD_SIZE, at, words, inside)
+        first = parity * half_words + rank * slot_words
+        if SCATTERS:
+            send_to_owners(word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE)
+        elif TWO_PHASE:
+            send_to(word_pointers, tile % WORLD_SIZE, first + at, words, inside)
         else:
-            send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
+            send_to_all(word_pointers, rank, first + at, words, inside, WORLD_SIZE)
         tile = settle(end_draw(ticket), work)
     while tile < tiles + owned:
         ticket = begin_draw(work, NUM_WARPS)
@@ -151,7 +127,7 @@ def gemv_ar_kernel(
     while tile < tiles + owned + tiles:
         ticket = begin_draw(work, NUM_WARPS)
         last = tile - tiles - owned
-        at, inside = tile_words(last, M, N, BLOCK_M, BLOCK_N, VALUES)
+        at, inside = tile_words(last, y_rows, N, BLOCK_Y, BLOCK_N, VALUES)
         if TWO_PHASE:
             total = receive_sum(
                 half + WORLD_SIZE * slot_words, at, inside, slot_words, epoch, last % WORLD_SIZE,
@@ -162,7 +138,7 @@ def gemv_ar_kernel(
                 half, at, inside, slot_words, epoch, 0, deadline, status, memory,
                 dtype, WORLD_SIZE, VALUES,
             )  # fmt: skip  # wait [W]
-        store_tile(y, total, 0, last * BLOCK_N, M, N, BLOCK_M, BLOCK_N, False)
+        store_tile(y, total, 0, last * BLOCK_N, y_rows, N, BLOCK_Y, BLOCK_N, False)
         tile = settle(end_draw(ticket), work)
     close_draws(tile, tiles + owned + tiles, work)
     if tile == tiles + owned + tiles + tl.num_programs(0) - 1:
@@ -172,9 +148,10 @@ def gemv_ar_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     M: int, N: int, K: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, two_phase: bool,
+    layout: str, tile: Tile, two_phase: bool, scatters: bool,
 ) -> Launcher:  # fmt: skip
     tile = replace(tile, block_m=max(16, next_power_of_2(M)))
+    block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
     tiles = cdiv(N, tile.block_n)
     if device.type == "cpu":
         grid = launch.persistent_grid(device, tiles)
@@ -182,24 +159,25 @@ def _launcher(
         grid = (min(tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
     return Launcher(
         gemv_ar_kernel, grid, tile, (M, N, K),
-        WORLD_SIZE=world_size, TWO_PHASE=two_phase, LAYOUT_NN=layout == "nn",
-        VALUES=_values(dtype),
+        WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y, LAYOUT_NN=layout == "nn",
+        SCATTERS=scatters, VALUES=values_in_word(dtype.itemsize),
     )  # fmt: skip
 
 
 def gemv_ar(
     x: Tensor, w: Tensor, *, word_pointers: Tensor, half_bytes: int, epochs: Tensor, work: Tensor,
     status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str, tile: Tile,
-    two_phase: bool,
+    two_phase: bool = False, scatters: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all.
+    """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
+    it `scatters`, this rank's rows [M / R, N].
 
     `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
     `epochs` [1] and `work` belong to them, as `symm.word_channel` says.
     """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M, N)
-    run = _launcher(M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase)
+    y = x.new_empty(M // world_size if scatters else M, N)
+    run = _launcher(M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase, scatters)
     run((x, w, y, word_pointers, epochs, work, status), (rank, half_bytes // 8, timeout_ns))
     return y

@@ -18,3 +18,8 @@ def next_power_of_2(size: int) -> int:
 def tiles_of_shard(M_shard: int, N: int, tile: Tile) -> int:
     """GEMM tiles of a shard, those at its edges included."""
     return cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
+
+
+def values_in_word(itemsize: int) -> int:
+    """Values of so many bytes in the 32 bits of data of a word."""
+    return 4 // itemsize

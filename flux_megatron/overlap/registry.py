@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 
@@ -67,8 +67,7 @@ class Strategy(Protocol):
 
 # in order of preference without a measurement; the last can run every problem
 _ALL: dict[str, Strategy] = {
-    # has only `start_gemm_ar`, because GEMM+AR is its only pattern
-    "low_latency": cast(Strategy, low_latency),
+    "low_latency": low_latency,
     "hopper": hopper,
     "fused": fused,
     "pipelined": pipelined,

@@ -173,10 +173,15 @@ class _Prediction(NamedTuple):
         return self.hardware.launch_us if sm else self.hardware.copy_latency_us
 
     def _words_us(self) -> float:
-        """Partials from all ranks to all, or to their owners and back, half of each word data."""
-        others, trips = self.problem.world_size - 1.0, 1
+        """Partials from all ranks to all, or to their owners, and back; or rows to all, and through
+        this GPU's memory, assumed to take as long as a trip. Half of each word is data.
+        """
+        spec, trips = self.problem.spec, 1
+        others = self.problem.world_size - 1.0
         if self.plan.two_phase:
             others, trips = 2 * others / self.problem.world_size, 2
+        elif spec.scatters or spec.gathers:
+            others, trips = others / self.problem.world_size, 2 if spec.gathers else 1
         words = 2 * moved_bytes(self.problem) * others
         return trips * WORDS_TRIP_US + words / self.hardware.copy_gbps * 1e-3
 

@@ -20,14 +20,18 @@ class WordChannel(Channel):
     """Half h of a call's memory lies h * `region_bytes` behind `Call.pointers`.
 
     `epochs`, int32 [1], is the number of the last call that has ended on this rank. `work`, int32
-    [2 * WORK_WORDS], is the tile scheduler of the calls of either half. Collective constructor.
+    [2 * WORK_WORDS], is the tile scheduler of the calls of either half. `arrivals`, int32 [2],
+    counts pieces of gathered rows and the CTAs that have left a call. Collective constructor.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
         super().__init__(group, device, status)
         self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
         self._waiter = f"rank {self._rank} of group {group.group_name}"
+
+        status.name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
     def begin(self, captured: bool) -> Call:
         """Open the next call. Its `epoch` is the kernel's to know; here it is 0."""

@@ -141,22 +141,27 @@ def _unmeasured(
         like = replace(problem, beside=False)
         possible = possible & {*UNMEASURED_BESIDE}
         plans = [plan for plan in plans if plan.strategy in possible]
+    known = cache.like(like)
+    plans = _safe(problem, plans, known)
     if facts is None:
         return _nearest(like, plans, possible, cache)
-    connections, known = cache.environment.max_connections, cache.like(like)
-    return estimate.best(problem, _safe(plans, known), known, connections, facts)
+    return estimate.best(problem, plans, known, cache.environment.max_connections, facts)
 
 
-def _safe(plans: list[Plan], known: list[Entry]) -> list[Plan]:
+def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]:
     """Without the plans that an estimate alone shall not choose, as nobody has measured their like
     for this kind of problem:
 
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
       backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
       `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`);
-    - tiles of 192 columns, which have run without communication only.
+    - tiles of 192 columns, which have run without communication only;
+    - `low_latency` where rows are divided over the ranks: no GPU has run it there.
     """
     measured = [one.plan for entry in known for one in entry.measured]
+    divided = problem.spec.gathers or problem.spec.scatters
+    if divided and not any(plan.strategy == "low_latency" for plan in measured):
+        plans = [plan for plan in plans if plan.strategy != "low_latency"]
     if not any(plan.tile == hopper.MEDIUM for plan in measured):
         plans = [plan for plan in plans if plan.tile != hopper.MEDIUM]
     if any(plan.strategy == "signalled" for plan in measured):

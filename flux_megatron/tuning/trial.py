@@ -77,8 +77,7 @@ class Trial:
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
             _reserve(space, SCATTER, whole * element)
         if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
-            size_bytes = low_latency.half_bytes(p.M, p.N, self._x.dtype, p.world_size)
-            _reserve(space, WORDS, size_bytes, WordChannel)
+            _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""

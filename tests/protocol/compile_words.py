@@ -1,4 +1,4 @@
-"""Compiles the kernel of few rows as `compile_kernels` does the others.
+"""Compiles the kernels of few rows as `compile_kernels` does the others.
 
 python compile_words.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 """
@@ -15,6 +15,8 @@ from compile_kernels import compiled
 from forked_work import write_results
 from triton.backends.nvidia.compiler import CUDABackend
 
+from flux_megatron.kernels import ag_gemv
+from flux_megatron.kernels.ag_gemv import ag_gemv_kernel
 from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
 from flux_megatron.overlap import low_latency
 from flux_megatron.problem import Pattern, Problem
@@ -32,12 +34,27 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     """Default plans for sm_90."""
     for dtype, layout, M, two_phase in SHIPPED:
         problem = Problem(Pattern.GEMM_AR, M, 8192, 8192, dtype, 2, layout)
-        tile = low_latency.default_plan(problem).tile
-        yield f"{dtype} {layout} M={M}", partial(
-            compiled, gemv_ar_kernel, 90, dtype, tile,
-            WORLD_SIZE=2, TWO_PHASE=two_phase, LAYOUT_NN=layout == "nn",
-            BLOCK_M=max(16, M), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            VALUES=1 if dtype == "float32" else 2, NUM_WARPS=tile.num_warps,
+        tile, block_m = low_latency.default_plan(problem).tile, max(16, M)
+        common = {
+            "WORLD_SIZE": 2, "LAYOUT_NN": layout == "nn", "BLOCK_M": block_m,
+            "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+            "VALUES": 1 if dtype == "float32" else 2, "NUM_WARPS": tile.num_warps,
+        }  # fmt: skip
+        name = f"{dtype} {layout} M={M}"
+        reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
+        yield (
+            f"gemv_ar {name}",
+            partial(reduces, TWO_PHASE=two_phase, BLOCK_Y=block_m, SCATTERS=False),
+        )
+        shard = max(1, M // 2)
+        yield f"gemv_rs {name}", partial(reduces, TWO_PHASE=False, BLOCK_Y=shard, SCATTERS=True)
+        gathers = partial(compiled, ag_gemv_kernel, 90, dtype, tile, **common)
+        yield (
+            f"ag_gemv {name}",
+            partial(
+                gathers, SHARD_ROWS=shard, PIECE_COLUMNS=ag_gemv.PIECE // shard,
+                HAS_BIAS=layout == "nn",
+            ),
         )  # fmt: skip
 
 

@@ -102,6 +102,8 @@ CASES = {
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
     "words in two phases": Case("ar", **_WORDS, two_phase=True),
+    "words scattered": Case("rs", **_WORDS),
+    "words gathered": Case("ag", **{**_WORDS, "K": 40}),
     "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
 }
 

@@ -1,4 +1,4 @@
-"""What the compiled kernel of few rows does to its words; `ptx_order` has how it is asked."""
+"""What the compiled kernels of few rows do to their words; `ptx_order` has how it is asked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import re
 
 import pytest
 from compiled_apart import compiled_by, named
-from ptx_order import BARRIER, CLOCK, LOOK, Misordered, Ptx
+from ptx_order import (
+    ACQUIRE,
+    BARRIER,
+    CLOCK,
+    LOOK,
+    STORE,
+    Misordered,
+    Ptx,
+    check_acquire,
+    check_bounded,
+    check_gives_up,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,6 +89,43 @@ def test_the_order_of_words(compiled, check):
 def test_each_instruction_is_needed(compiled, check, found, put, reason):
     for kernel in named(compiled, "bfloat16").values():
         broken = re.sub(found, put, kernel["ptx"])
+        assert broken != kernel["ptx"], f"there is no {found}"
+        with pytest.raises(Misordered, match=reason):
+            check(Ptx(broken))
+
+
+COUNTED = r"(atom|red)\.global\.sys\.release\.add"
+
+
+def check_counted(ptx: Ptx) -> None:
+    """A piece of the gathered rows is counted when all threads have stored it."""
+    ptx.require_some(COUNTED, "no piece is counted")
+    ptx.require(STORE, COUNTED, BARRIER, "only one thread's stores are ordered: no CTA barrier")
+
+
+ROWS = [check_counted, check_acquire, check_bounded, check_gives_up]
+
+
+@pytest.mark.parametrize("check", ROWS)
+def test_gathered_rows_are_there_before_they_are_multiplied(compiled, check):
+    for kernel in named(compiled, "ag_gemv").values():
+        check(Ptx(kernel["ptx"]))
+
+
+@pytest.mark.parametrize(
+    ("check", "found", "reason"),
+    [
+        (check_counted, COUNTED, "no piece is counted"),
+        (check_counted, BARRIER, "no CTA barrier"),
+        (check_acquire, ACQUIRE, "no signal is acquired"),
+        (check_acquire, BARRIER, "no CTA barrier"),
+        (check_bounded, CLOCK, "without a clock"),
+        (check_gives_up, LOOK, "never gives up"),
+    ],
+)
+def test_each_instruction_of_the_gathered_rows_is_needed(compiled, check, found, reason):
+    for kernel in named(compiled, "ag_gemv", "bfloat16").values():
+        broken = re.sub(found, "nothing", kernel["ptx"])
         assert broken != kernel["ptx"], f"there is no {found}"
         with pytest.raises(Misordered, match=reason):
             check(Ptx(broken))

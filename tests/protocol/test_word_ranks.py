@@ -20,6 +20,16 @@ CASES = [
     Case("ar", world_size=3, rows=(1,) * 6, captured=True, **FEW),
     Case("ar", rows=(2,) * 5, two_streams=True, two_phase=True, **FEW),
 ]
+CASES += [
+    Case("rs", rows=(2, 1, 2, 1), **FEW),
+    Case("rs", world_size=3, rows=(1, 2, 1), layout="nn", dtype=torch.bfloat16, **FEW),
+    Case("rs", rows=(1,) * 6, captured=True, **FEW),
+    Case("ag", rows=(2, 1, 2, 1), bias=True, **FEW),
+    Case("ag", world_size=3, rows=(1, 3, 1), layout="nn", dtype=torch.bfloat16, **FEW),
+    Case("ag", rows=(1,) * 6, captured=True, **FEW),
+    Case("ag", rows=(2,) * 5, two_streams=True, **FEW),
+    Case("backward", rows=(2, 1, 2), layout="nn", **FEW),
+]
 # more CTAs than may be resident, which start in an order that differs between the ranks
 ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)
 

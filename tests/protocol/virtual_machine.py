@@ -37,6 +37,7 @@ _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
+    "kernels.word_tiles", "kernels.gemv_ar", "kernels.ag_gemv",
     "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
@@ -244,6 +245,7 @@ class Machine:
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
+            mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
             # so that small problems have tiles to split
             mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),

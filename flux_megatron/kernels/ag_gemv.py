@@ -1,0 +1,175 @@
+"""AG+GEMM of few rows (decode) in one kernel, with flags in the data.
+
+ag_gemv_kernel  one list of work tiles a rank, drawn in order:
+                1. pieces of x, all rows and some columns, go to all ranks as words
+                2. every rank's pieces become rows of the gathered x, and are counted [H]
+                3. GEMM tiles, all rows of some columns of y, once all pieces are there
+
+The words, and why one resident CTA a rank suffices, are those of `gemv_ar`. Rows go through memory
+once more, because every GEMM tile reads all of them, and words are twice as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
+from flux_megatron.kernels.primitives import (
+    begin_draw,
+    close_draws,
+    count_acq_rel_gpu,
+    count_release_sys,
+    deadline_after,
+    end_draw,
+    wait_acquire_sys,
+)
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.word_primitives import pack_words, receive_sum
+from flux_megatron.kernels.word_tiles import (
+    RENEW_EVERY,
+    WORK_WORDS,
+    renew,
+    send_to_all,
+    tile_words,
+)
+from flux_megatron.problem import Tile
+from flux_megatron.symm import signals
+
+PIECE = 2048  # values of x: 8 words a thread
+_ARRIVED, _LEFT = tl.constexpr(0), tl.constexpr(1)
+
+
+def half_bytes(M: int, K: int, dtype: torch.dtype) -> int:
+    """What one call stores on each rank: the words of all rows."""
+    return M * cdiv(K, values_in_word(dtype.itemsize)) * 8
+
+
+@triton.jit
+def load_piece(x, piece, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    cols = piece * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows[:, None] < M) & (cols[None, :] < K)
+    return tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0)
+
+
+# numbers that change from call to call must not compile a kernel each
+@triton.jit(do_not_specialize=["rank", "half_words", "timeout_ns"])
+def ag_gemv_kernel(
+    x, gathered, w, bias, y, word_pointers, epochs, work, arrivals, status, rank,
+    half_words: tl.int64, timeout_ns: tl.int64, M_shard, N, K,
+    WORLD_SIZE: tl.constexpr, SHARD_ROWS: tl.constexpr, PIECE_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, VALUES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    deadline = deadline_after(timeout_ns)
+    epoch = tl.load(epochs) + 1
+    parity = epoch & 1
+    work += parity * WORK_WORDS  # so a CTA has read the epoch before it draws
+    dtype: tl.constexpr = x.dtype.element_ty
+    memory = tl.load(word_pointers + rank)
+    mine = memory.to(word_pointers.dtype)
+    half = mine + parity * half_words
+    slot_words = tl.cast(M_shard, tl.int64) * tl.cdiv(K, VALUES)
+    pieces = tl.cdiv(K, PIECE_COLUMNS)
+    arriving = WORLD_SIZE * pieces
+    tiles = tl.cdiv(N, BLOCK_N)
+    # not the tile of its own number: a CTA that begins in a later section can draw no earlier one
+    tile = end_draw(begin_draw(work, NUM_WARPS))
+    while tile < pieces:
+        ticket = begin_draw(work, NUM_WARPS)
+        values = load_piece(x, tile, M_shard, K, SHARD_ROWS, PIECE_COLUMNS)
+        words = pack_words(values, epoch, VALUES)
+        at, inside = tile_words(tile, M_shard, K, SHARD_ROWS, PIECE_COLUMNS, VALUES)
+        if (tile == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
+            renew(mine + (1 - parity) * half_words, half_words, epoch - 1, 1024)
+        at += parity * half_words + rank * slot_words
+        send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
+        tile = end_draw(ticket)
+    while tile < pieces + arriving:
+        ticket = begin_draw(work, NUM_WARPS)
+        source = (rank + (tile - pieces) // pieces) % WORLD_SIZE
+        piece = (tile - pieces) % pieces
+        at, inside = tile_words(piece, M_shard, K, SHARD_ROWS, PIECE_COLUMNS, VALUES)
+        values = receive_sum(
+            half + source * slot_words, at, inside, slot_words, epoch, source, deadline, status,
+            memory, dtype, 1, VALUES,
+        )  # fmt: skip  # wait [W]
+        rows = gathered + source.to(tl.int64) * M_shard * K
+        store_tile(
+            rows, values, 0, piece * PIECE_COLUMNS, M_shard, K, SHARD_ROWS, PIECE_COLUMNS, False
+        )
+        count_release_sys(arrivals + _ARRIVED)  # count [H]
+        tile = end_draw(ticket)
+    while tile < pieces + arriving + tiles:
+        ticket = begin_draw(work, NUM_WARPS)
+        col = (tile - pieces - arriving) * BLOCK_N
+        wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline, status)  # wait [H]
+        M = WORLD_SIZE * M_shard
+        acc = gemm_tile(gathered, w, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, False)
+        if HAS_BIAS:
+            cols = col + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        store_tile(y, acc, 0, col, M, N, BLOCK_M, BLOCK_N, False)
+        tile = end_draw(ticket)
+    everything = pieces + arriving + tiles
+    close_draws(tile, everything, work)
+    if tile == everything + tl.num_programs(0) - 1:
+        tl.store(epochs, epoch)  # the last draw in vain: every CTA has read it
+    if count_acq_rel_gpu(arrivals + _LEFT, tl.num_programs(0)):
+        tl.store(arrivals + _ARRIVED, 0)  # the last CTA to leave: none waits any more
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, bias: bool,
+    layout: str, tile: Tile,
+) -> Launcher:  # fmt: skip
+    M_shard, K = x
+    rows = next_power_of_2(M_shard)
+    columns = max(values_in_word(dtype.itemsize), min(PIECE // rows, next_power_of_2(K)))
+    tile = replace(tile, block_m=max(16, next_power_of_2(world_size * M_shard)))
+    tiles = max(cdiv(N, tile.block_n), world_size * cdiv(K, columns))
+    if device.type == "cpu":
+        grid = launch.persistent_grid(device, tiles)
+    else:  # more than one CTA fits on an SM
+        grid = (min(tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
+    return Launcher(
+        ag_gemv_kernel, grid, tile, (M_shard, N, K),
+        WORLD_SIZE=world_size, SHARD_ROWS=rows, PIECE_COLUMNS=columns, HAS_BIAS=bias,
+        LAYOUT_NN=layout == "nn", VALUES=values_in_word(dtype.itemsize),
+    )  # fmt: skip
+
+
+def ag_gemv(
+    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *, word_pointers: Tensor,
+    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, status: Tensor, rank: int,
+    timeout_ns: int, layout: str, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """All ranks' x [M_shard, K], which it leaves in `gathered` [M, K], times w ([N, K] or [K, N])
+    + bias [N]: y [M, N].
+
+    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
+    `epochs` [1], `work` and `arrivals` [2] belong to them, as `symm.word_channel` says.
+    """
+    M = len(gathered)
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    y = x.new_empty(M, N)
+    run = _launcher(
+        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile
+    )  # fmt: skip
+    run(
+        (
+            x, gathered, w, bias if bias is not None else x, y, word_pointers, epochs, work,
+            arrivals, status,
+        ),
+        (rank, half_bytes // 8, timeout_ns),
+    )  # fmt: skip
+    return y
