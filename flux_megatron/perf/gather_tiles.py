@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem, Tile
 
 # what the waves of `operator_cost` are
@@ -25,16 +23,6 @@ REFERENCE = Tile(block_m=128, block_n=256, group_m=16)
 # by shape, and 0.83 in the shipped plan of 2048 x 36864 x 12288 at TP 4. 192: of a GEMM alone
 # (docs/results/h200/gemm_tiles.jsonl).
 SHARES = {128: 0.85, 192: 0.98}
-
-
-def plan_us(problem: Problem, plan: Plan, hardware: Hardware, connections: str = "1") -> float:
-    """`predict_us`, and by how much this plan's tiles take longer than the reference's."""
-    predicted = predict_us(problem, plan, hardware, connections=connections)
-    if plan.strategy != "hopper" or not problem.spec.gathers or plan.split_k_shards:
-        return predicted
-    reference = replace(plan, tile=REFERENCE, comm_rows=0)
-    longer = tiles_us(problem, plan, hardware) - tiles_us(problem, reference, hardware)
-    return predicted + longer
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf.band_plans import best_plans
-from flux_megatron.perf.gather_tiles import plan_us
 from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.plan_cost import plan_us
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment

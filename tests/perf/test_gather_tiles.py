@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.overlap import hopper
-from flux_megatron.perf import gather_tiles
+from flux_megatron.perf import gather_tiles, plan_cost
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -37,15 +37,12 @@ def test_a_tile_waits_for_its_rows_and_for_its_sm():
 
 def test_other_plans_are_predicted_as_before():
     for plan in (Plan("pipelined"), Plan("sequential"), Plan("hopper", 0, WIDE)):
-        assert gather_tiles.plan_us(LONG_GATHER, plan, H200) == predict_us(LONG_GATHER, plan, H200)
-    scattered = replace(LONG_GATHER, pattern=Pattern.GEMM_RS)
-    plan = Plan("hopper", 2048, hopper.NARROW)
-    assert gather_tiles.plan_us(scattered, plan, H200) == predict_us(scattered, plan, H200)
+        assert plan_cost.plan_us(LONG_GATHER, plan, H200) == predict_us(LONG_GATHER, plan, H200)
 
 
 def test_a_first_half_that_comes_in_time_is_worth_it():
     whole, halves = (Plan("hopper", rows, WIDE) for rows in (0, 2048))
-    gain = 1 - gather_tiles.plan_us(LONG_GATHER, halves, H200) / gather_tiles.plan_us(
+    gain = 1 - plan_cost.plan_us(LONG_GATHER, halves, H200) / plan_cost.plan_us(
         LONG_GATHER, whole, H200
     )
     assert gain > 0.1
