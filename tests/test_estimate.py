@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.plan_cost import plan_us
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import estimate, plan_cache
 from flux_megatron.tuning.environment import Environment
+from flux_megatron.tuning.plan_cost import plan_us
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
 HERE = Environment("NVIDIA H200", "nvlink", "580.65.06", "13.0", "2.11.0", "3.6.0", "1", "abc")

@@ -13,12 +13,11 @@ import pytest
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import hopper
-from flux_megatron.perf import plan_cost, scatter_tiles
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import gemms_us, predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.tuning import plan_cache, tuner
+from flux_megatron.tuning import plan_cache, plan_cost, scatter_tiles, tiles, tuner
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
 WIDE = replace(hopper.TILE, group_m=16)
@@ -26,8 +25,6 @@ SMALL = Problem(Pattern.GEMM_RS, 512, 512, 2 * 64, "bfloat16", 2)  # a shard of 
 TILE_GBPS = 128 * 256 * 2 / 1e3  # one tile a microsecond
 WHOLE = Plan("hopper", 256, WIDE)
 HALVES = Plan("hopper", 128, WIDE)  # a column of tiles each
-
-
 MACHINE = scatter_tiles._Machine(132, 840.0, 10.5, 386.0, 4.0, 0.0, 0.0)
 
 
@@ -44,7 +41,8 @@ def by_hand(monkeypatch):
     us more, a signal half of one.
     """
     plain = replace(FITTED, gemm_rate=1.0, tile_us=0.0)
-    monkeypatch.setattr(scatter_tiles, "FITTED", plain)
+    for module in (scatter_tiles, tiles):
+        monkeypatch.setattr(module, "FITTED", plain)
 
     def tiles_us(plan: Plan, sms: int, begin_us: float = 0.0) -> float:
         machine = replace(
@@ -61,7 +59,7 @@ def test_by_copy_engine(by_hand):
     """Remote tiles end at 1 us, their push 2 us later; sums are behind the main loops."""
     assert by_hand(WHOLE, 4) == pytest.approx(1 + 2 + scatter_tiles.FETCH_US)
     # the second push begins when the first one's bytes, and most of its latency, are over
-    second = 1 + 2 * (0.5 + scatter_tiles.PUSH_SHARE) + 1 - scatter_tiles.PUSH_SHARE
+    second = 1 + 2 * (0.5 + tiles.PUSH_SHARE) + 1 - tiles.PUSH_SHARE
     assert by_hand(HALVES, 4) == pytest.approx(second + scatter_tiles.FETCH_US)
     assert by_hand(WHOLE, 4, begin_us=10.0) == pytest.approx(10 + 2 + scatter_tiles.FETCH_US)
 
@@ -87,11 +85,11 @@ def test_the_order_is_the_kernel_s(M_shard, N, world_size, tile, comm_tiles):
     """When the last tile of each communication tile is made, and which tiles it has."""
     shape = cdiv(M_shard, tile.block_m), cdiv(N, tile.block_n)
     remote, local = scatter_tiles._order(*shape, tile.group_m, world_size - 1, comm_tiles)
-    tiles = tiles_of_shard(M_shard, N, tile)
-    tiles_comm = cdiv(tiles, min(hopper_gemm.COMM_TILES_MAX, comm_tiles))
+    count = tiles_of_shard(M_shard, N, tile)
+    tiles_comm = cdiv(count, min(hopper_gemm.COMM_TILES_MAX, comm_tiles))
     made = hopper_gemm.last_made(M_shard, N, world_size, tiles_comm, tile)
     assert {place: at for at, place in enumerate(remote)} == made
-    assert local == [n // tiles_comm for n in range(tiles)]
+    assert local == [n // tiles_comm for n in range(count)]
     pushed = scatter_tiles._pushed([(place, 0.0) for place in remote], 1, MACHINE)
     assert [*pushed] == sorted(made, key=made.__getitem__)
 

@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from flux_megatron.perf.constants import FITTED
-from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
+from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.wave_groups import OTHER_TILE
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.tuning.tiles import PUSH_SHARE, WIDE, area, in_groups, main_loop_us
 
 COMM_TILES_MAX = 8  # of a shard, as in the kernel
-# Of the copy engine's latency, what the next push waits for: 24 pushes of 128 KiB each took 231 us
-# in all, where the GEMM takes 57. This and the next two are from the shipped plans of 4 x H200
-# (2026-11-21, torch 2.11, triton 3.6); docs/decisions/0025 says what others would do.
-PUSH_SHARE = 0.65
 ADD_US = 1.5  # a peer's tile added to the sum, fetched beside the main loop
 FETCH_US = 3.0  # the same behind it, where no other tile is left to be made: fetched, then added
 
@@ -61,7 +57,7 @@ def tiles_us(
 ) -> float:
     """When the last tile of GEMM+RS is done; nothing is sent before `pushes_begin_us`."""
     by_sm = plan.transport == "sm"
-    wide_bytes = 128 * 256 * ELEMENT_BYTES[problem.dtype]
+    wide_bytes = WIDE * ELEMENT_BYTES[problem.dtype]
     machine = _Machine(
         hardware.sms, hardware.tflops[problem.dtype], hardware.copy_latency_us, hardware.copy_gbps,
         hardware.launch_us, wide_bytes * hardware.sms / hardware.store_gbps * 1e-3 * by_sm,
@@ -74,8 +70,8 @@ def tiles_us(
 def _tiles_us(
     problem: Problem, tile: Tile, comm_rows: int, by_sm: bool, machine: _Machine
 ) -> float:
-    tile_us = _tile_us(problem, tile, machine)
-    area = tile.block_m * tile.block_n / (128 * 256)
+    tile_us = main_loop_us(problem, tile, machine.sms, machine.tflops)
+    around_us = area(tile) * FITTED.tile_us
     remote, local = _order(
         math.ceil(problem.M_shard / tile.block_m), math.ceil(problem.N_local / tile.block_n),
         tile.group_m, problem.world_size - 1, math.ceil(problem.M_shard / comm_rows),
@@ -83,7 +79,7 @@ def _tiles_us(
     free = [0.0] * machine.sms  # a heap
     made: list[tuple[_Place, float]] = []
     for place in remote:
-        end = free[0] + tile_us + area * (FITTED.tile_us + machine.slower_us)
+        end = free[0] + tile_us + around_us + area(tile) * machine.slower_us
         heapq.heapreplace(free, end)
         made.append((place, end))
     tile_bytes = tile.block_m * tile.block_n * ELEMENT_BYTES[problem.dtype]
@@ -91,16 +87,9 @@ def _tiles_us(
     late = len(local) <= machine.sms
     for comm_tile in local:
         arrivals = [arrived[_Place(hops, comm_tile)] for hops in range(problem.world_size - 1)]
-        end = _summed_us(free[0], tile_us, arrivals, late) + area * FITTED.tile_us
+        end = _summed_us(free[0], tile_us, arrivals, late) + around_us
         heapq.heapreplace(free, end)
     return max(free)
-
-
-def _tile_us(problem: Problem, tile: Tile, machine: _Machine) -> float:
-    """The main loop of a tile."""
-    share = TILES.get((tile.block_m, tile.block_n), OTHER_TILE)
-    rate = FITTED.gemm_rate * share * machine.tflops * 1e6
-    return 2 * tile.block_m * tile.block_n * problem.K_local * machine.sms / rate
 
 
 @lru_cache(maxsize=256)
@@ -110,21 +99,14 @@ def _order(
     """The tiles of the remote shards, and the communication tiles of the local ones, in the
     kernel's order: down in groups of rows, which span the remote shards.
     """
-    in_shard = _in_groups(rows, columns, min(group_m, rows))
+    in_shard = in_groups(rows, columns, min(group_m, rows))
     numbers = {at: number for number, at in enumerate(in_shard)}
     tiles_comm = math.ceil(rows * columns / min(COMM_TILES_MAX, comm_tiles))
     remote = [
         _Place(row // rows, numbers[row % rows, column] // tiles_comm)
-        for row, column in _in_groups(peers * rows, columns, group_m)
+        for row, column in in_groups(peers * rows, columns, group_m)
     ]
     return remote, [number // tiles_comm for number in range(rows * columns)]
-
-
-def _in_groups(rows: int, columns: int, group: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, rows, group):
-        for column in range(columns):
-            for row in range(first, min(first + group, rows)):
-                yield row, column
 
 
 def _pushed(
