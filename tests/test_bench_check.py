@@ -38,14 +38,14 @@ def outcomes(rows, case, connections="unset"):
 
 
 GOOD = {"gemm": 3000.0, "serial": 3500.0, "serial_again": 3500.0, "auto": 3020.0,
-        "async_tp": 3200.0, "te_ring": 3300.0, "xformers": 3400.0}  # fmt: skip
+        "async_tp": 3200.0, "te_ring": 3300.0, "xformers": 3400.0, "quack": 3150.0}  # fmt: skip
 
 
 def test_good_rows_meet_everything():
     case = case_of()
     found = outcomes(rows_of(case, GOOD), case)
     nothing = dict.fromkeys(("beside E", "beside slower"), MISSING)
-    good = dict.fromkeys(("bound", "async_tp", "te_ring", "xformers", "host time"), MET)
+    good = dict.fromkeys(("bound", "async_tp", "te_ring", "xformers", "quack", "host time"), MET)
     assert found == good | nothing
 
 
@@ -111,6 +111,7 @@ def test_a_good_case_says_nothing_of_others():
         ({"auto": 3025.0}, {"bound": MET}),
         ({"async_tp": 3020.0}, {"async_tp": MISSED, "xformers": MET}),  # a tie
         ({"xformers": 3019.9}, {"xformers": MISSED, "te_ring": MET}),
+        ({"quack": 3020.0}, {"quack": MISSED, "xformers": MET}),
     ],
 )
 def test_one_time_too_many(changed, expected):
@@ -301,5 +302,5 @@ def test_rows_survive_the_file(tmp_path):
     file.write_text(old)
     assert records.load(file) == rows, "written before there were rows beside others"
     file.write_text(old + '{"suite": "gpt3-175b"}\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl line 8: .*provenance"):
+    with pytest.raises(ValueError, match=rf"rows.jsonl line {len(rows) + 1}: .*provenance"):
         records.load(file)

@@ -65,9 +65,9 @@ TABLE = {
     ),
     "overlap": room("errors patterns problem settings symm kernels", "torch"),
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
-    # link between the GPUs
+    # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
-        "errors patterns problem settings perf symm kernels.sizes overlap wgrad",
+        "errors patterns problem settings perf symm kernels.sizes kernels.split_k overlap wgrad",
         "torch",
         lazily="cuda triton",
     ),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flux_megatron.bench import targets
 from flux_megatron.bench.options import Options
 from flux_megatron.bench.records import COMPETITOR, MISSING, OK, Row
 from flux_megatron.bench.suites import Case
@@ -61,7 +62,11 @@ def summary(measured: list[list[Row]]) -> Table:
     for rows in measured:
         by_name = {row.candidate: row for row in rows if row.status == OK}
         ours = [r for r in by_name.values() if r.role == "ours" and r.candidate != "auto"]
-        competitors = [row for row in by_name.values() if row.role == COMPETITOR]
+        competitors = [
+            row
+            for row in by_name.values()
+            if row.role == COMPETITOR and row.candidate not in targets.GEMM_PEERS
+        ]
         first = rows[0]
         table.add_row(
             f"{first.suite} {first.pattern} {first.op}" + ", beside" * first.beside,

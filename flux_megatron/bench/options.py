@@ -13,7 +13,10 @@ from flux_megatron.errors import BadInput
 
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
-COMPETITORS = (*dict.fromkeys(n for names in targets.COMPETITORS.values() for n in names),)
+COMPETITORS = (
+    *dict.fromkeys(n for names in targets.COMPETITORS.values() for n in names),
+    *targets.GEMM_PEERS,
+)
 KNOWN = (*settings.STRATEGIES, *COMPETITORS, *BASELINES)  # every candidate's name
 # what is measured where nothing else is asked for
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,9 @@ from flux_megatron.bench.markdown import folded, table
 from flux_megatron.bench.plots import TITLES
 from flux_megatron.bench.records import LIBRARY, MISSING, OK, UNSUPPORTED, Provenance, Row
 
+# they only multiply: E says nothing of them
+GEMMS = ("ours_gemm", *targets.GEMM_PEERS)
+
 
 def write(out: Path, plots: Sequence[Path], rows: Sequence[Row], sources: Sequence[Path]) -> None:
     """Write OUT.md beside the folder OUT of plots."""
@@ -116,7 +119,7 @@ def _cell(row: Row | None) -> str:
     if row.status != OK or row.median_us is None:
         return f"**{row.status}**"
     text = f"{row.median_us:.0f}"
-    if row.efficiency is None or row.role == LIBRARY or row.candidate == "ours_gemm":
+    if row.efficiency is None or row.role == LIBRARY or row.candidate in GEMMS:
         return text
     text += f" ({row.efficiency:.2f})"
     return f"**{text}**" if row.efficiency < 0 else text

@@ -15,6 +15,7 @@ COLOURS = {
     "te": "#27ae60",
     "te_pipeline": "#a2d9a5",
     "xformers": "#8e44ad",
+    "quack": "#d68910",
 }
 SERIAL = "#2c3e50"  # beside the candidates, where it is drawn
 Key = tuple[str, str, str, int]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.bench import provenance, records
+from flux_megatron.bench import provenance, records, targets
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.backward_ar import AllReducedBackward
 from flux_megatron.bench.candidates import Call, Candidate, in_graphs
@@ -136,7 +136,8 @@ def _of_competitors(
             calls = competitor.build(experiment) if names else {}
         except Exception as error:  # `examine` reports it to the other ranks
             calls = {name: _raise(error) for name in names}
-        yield from (Candidate(name, COMPETITOR, calls[name]) for name in names)
+        for name in names:
+            yield Candidate(name, COMPETITOR, calls[name], local=name in targets.GEMM_PEERS)
 
 
 def _raise(error: Exception) -> Call:

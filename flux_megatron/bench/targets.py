@@ -86,13 +86,14 @@ BASELINE = {
 }
 # the candidates that `auto` is to be ahead of on every row
 COMPETITORS = {
-    "ag_gemm": ("async_tp", "te_ring", "xformers"),
+    "ag_gemm": ("async_tp", "te_ring", "xformers", "quack"),
     "gemm_rs": ("async_tp", "te_ring", "te_pipeline", "xformers"),
     "backward": ("async_tp", "te", "xformers"),
     "gemm_ar": (),
     "backward_ar": (),
     "gemm": (),
 }
+GEMM_PEERS = ("quack_gemm",)  # of other libraries: they only multiply, no target names them
 WITH_HOST_TIME = ("ag_gemm", "gemm_rs")
 
 

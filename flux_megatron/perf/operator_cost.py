@@ -60,7 +60,7 @@ def predict_us(
     """The time of `plan` in microseconds; for "nn" that of the layer's whole backward.
     `connections` is CUDA_DEVICE_MAX_CONNECTIONS or "unset".
     """
-    left = _left_by_others(problem, hardware)
+    left = left_by_others(problem, hardware)
     return _Prediction(problem, plan, left, constants, connections).total_us()
 
 
@@ -68,7 +68,7 @@ def gemms_us(
     problem: Problem, hardware: Hardware, constants: Constants = FITTED
 ) -> tuple[float, float]:
     """The GEMM of the pattern, and wgrad, 0 in a forward ("nt"), both without communication."""
-    left = _left_by_others(problem, hardware)
+    left = left_by_others(problem, hardware)
     one = _Prediction(problem, Plan("sequential"), left, constants)
     return one.gemm_us(problem.M), one.wgrad_us()
 
@@ -85,7 +85,7 @@ def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     return max(0.0, predict_us(problem, plan, hardware) - sum(gemms_us(problem, hardware)))
 
 
-def _left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
+def left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
     """The GPU without the SMs that other kernels hold beside the call, for every strategy alike."""
     if not problem.beside:
         return hardware

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.perf.gather_tiles import plan_us
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.tuning.plan_cost import plan_us
 from flux_megatron.tuning.plan_entry import Entry
 
 # Of a shard: below, latencies decide that the model does not know. Some plans win there, and most

@@ -22,12 +22,12 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf.band_plans import best_plans
-from flux_megatron.perf.gather_tiles import plan_us
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
+from flux_megatron.tuning.plan_cost import plan_us
 from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial

@@ -5,7 +5,7 @@ that differ in the tile and in the communication tile, beside the library and wh
     torchrun --nproc-per-node=2 tests/gpu/first_arrival.py out.jsonl --device cpu   # rehearsal
 
 Each plan is verified on small integers, every bit; then all of a shape race on random numbers. A
-line a shape and plan: us, E, and what `perf.gather_tiles` says of it.
+line a shape and plan: us, E, and what `tuning.gather_tiles` says of it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from flux_megatron import ops
 from flux_megatron.overlap import hopper, registry
 from flux_megatron.perf import hardware
-from flux_megatron.perf.gather_tiles import tiles_us
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning.gather_tiles import tiles_us
 from flux_megatron.tuning.timing import race
 
 # local M x N x K and layout: fewer tiles than SMs, a gather longer than the local GEMM, few waves

@@ -4,63 +4,125 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flux_megatron.kernels.split_k import split_k_of_gather
 from flux_megatron.overlap import hopper
-from flux_megatron.perf import gather_tiles
+from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import gather_tiles, plan_cost, tiles
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "h200x2"
 WIDE = replace(hopper.TILE, group_m=16)
+# as the rows name them
+NAMED = {
+    "wide, groups of 16": WIDE,
+    "wide, groups of 8": replace(hopper.TILE, group_m=8),
+    "narrow": hopper.NARROW,
+}
 # 192 tiles of the local shard, whose GEMM is shorter than the gather of the other
 LONG_GATHER = Problem(Pattern.AG_GEMM, 8192, 2 * 1536, 4096, "bfloat16", 2)
+SMALL = Problem(Pattern.AG_GEMM, 512, 512, 64, "bfloat16", 2)  # two tiles a shard
 
 
-def test_a_tile_waits_for_its_rows_and_for_its_sm():
-    """Four SMs, two tiles a shard, by hand: tile rows come at 3 and 5 us with two pushes."""
-    rate = {"bfloat16": 4 * 2 * 128 * 256 * 64 / 1e6}  # a tile takes 1 us
-    machine = replace(H200, sms=4, tflops=rate, copy_latency_us=1.0, copy_gbps=128 * 64 * 2 / 1e3)
-    problem = Problem(Pattern.AG_GEMM, 512, 512, 64, "bfloat16", 2)
-    plan = Plan("hopper", 0, WIDE)
-    assert gather_tiles.tiles_us(problem, plan, machine) == pytest.approx(1 + 2 + 1)
-    halves = replace(plan, comm_rows=128)
-    assert gather_tiles.tiles_us(problem, halves, machine) == pytest.approx(2 * (1 + 1) + 1)
-    one_sm = replace(machine, sms=1, tflops={"bfloat16": rate["bfloat16"] / 4})
-    assert gather_tiles.tiles_us(problem, halves, one_sm) == pytest.approx(2 * (1 + 1) + 1)
-    assert gather_tiles.tiles_us(problem, plan, one_sm) == pytest.approx(1 + 2 + 2)
+@pytest.fixture
+def by_hand(monkeypatch) -> Iterator:
+    """`tiles_us` on `sms` SMs that take 1 us for a tile of SMALL; 128 rows of it take `rows_us` to
+    come, a push 1 us more.
+    """
+    plain = replace(FITTED, gemm_rate=1.0, tile_us=0.0)
+    for module in (gather_tiles, tiles):
+        monkeypatch.setattr(module, "FITTED", plain)
+    gather_tiles._tiles_us.cache_clear()
+
+    def tiles_us(plan: Plan, sms: int, problem: Problem = SMALL, rows_us: float = 1.0) -> float:
+        machine = replace(
+            H200, sms=sms, tflops={"bfloat16": sms * 2 * 128 * 256 * 64 / 1e6},
+            copy_latency_us=1.0, copy_gbps=128 * 64 * 2 / 1e3 / (rows_us or 1e-9),
+        )  # fmt: skip
+        return gather_tiles.tiles_us(problem, plan, machine)
+
+    yield tiles_us
+    gather_tiles._tiles_us.cache_clear()
+
+
+def test_a_tile_waits_for_its_rows_and_for_its_sm(by_hand):
+    """With two pushes the first tile row comes at 2 us, the second a share of a latency later."""
+    whole, halves = Plan("hopper", 0, WIDE), Plan("hopper", 128, WIDE)
+    second = 1 + 1 + tiles.PUSH_SHARE + 1
+    assert by_hand(whole, 4) == pytest.approx(1 + 2 + 1)
+    assert by_hand(halves, 4) == pytest.approx(second + 1)
+    assert by_hand(halves, 1) == pytest.approx(second + 1)
+    assert by_hand(whole, 1) == pytest.approx(1 + 2 + 2)
+
+
+def test_pushes_to_other_peers_come_before(by_hand):
+    """Of the shards of three peers, the last comes behind two others."""
+    four = replace(SMALL, M=4 * 256, N=4 * 256, world_size=4)
+    last = 3 * 2 + 1 + 2 * tiles.PUSH_SHARE
+    assert by_hand(Plan("hopper", 0, WIDE), 8, four) == pytest.approx(last + 1)
+
+
+def test_parts_of_a_tile_are_added_by_one_cta(by_hand, monkeypatch):
+    """A tile a shard, of 16 us; that of the local shard is split, and the remote one comes soon."""
+    long, plan = replace(SMALL, M=256, K=16 * 64), Plan("hopper", 0, WIDE)
+    early = replace(plan, split_k_shards=1)
+    assert split_k_of_gather(1, 2, 1, 16, 4).early_parts == 2
+    assert by_hand(plan, 4, long, rows_us=0.0) == pytest.approx(1 + 16)
+    assert by_hand(early, 4, long, rows_us=0.0) == pytest.approx(1 + 16)  # on a third SM
+    monkeypatch.setattr(gather_tiles, "FIX_UP_US", 20.0)
+    gather_tiles._tiles_us.cache_clear()
+    assert by_hand(early, 4, long, rows_us=0.0) == pytest.approx(8 + 20)
 
 
 def test_other_plans_are_predicted_as_before():
-    for plan in (Plan("pipelined"), Plan("sequential"), Plan("hopper", 0, WIDE)):
-        assert gather_tiles.plan_us(LONG_GATHER, plan, H200) == predict_us(LONG_GATHER, plan, H200)
-    scattered = replace(LONG_GATHER, pattern=Pattern.GEMM_RS)
-    plan = Plan("hopper", 2048, hopper.NARROW)
-    assert gather_tiles.plan_us(scattered, plan, H200) == predict_us(scattered, plan, H200)
+    for plan in (Plan("pipelined"), Plan("sequential"), Plan("fused")):
+        assert plan_cost.plan_us(LONG_GATHER, plan, H200) == predict_us(LONG_GATHER, plan, H200)
 
 
 def test_a_first_half_that_comes_in_time_is_worth_it():
     whole, halves = (Plan("hopper", rows, WIDE) for rows in (0, 2048))
-    gain = 1 - gather_tiles.plan_us(LONG_GATHER, halves, H200) / gather_tiles.plan_us(
+    gain = 1 - plan_cost.plan_us(LONG_GATHER, halves, H200) / plan_cost.plan_us(
         LONG_GATHER, whole, H200
     )
     assert gain > 0.1
 
 
-def test_as_measured():
-    """The fastest plan by the model is at most 5 % slower than the fastest of all. Operands of
-    these rows are mostly zeros: long GEMMs are up to 14 % faster than the model's.
+def told() -> dict[str, dict[str, tuple[float, float]]]:
+    """What the plans of these rows took, and the model's word, by shape: none of them is among
+    those that the model's numbers are from.
     """
-    rows = [json.loads(line) for line in (FOLDER / "first_arrival.jsonl").read_text().splitlines()]
-    told = [row for row in rows if row["predicted_us"]]
-    errors = [row["predicted_us"] / row["median_us"] - 1 for row in told]
-    assert max(map(abs, errors)) < 0.15
-    assert statistics.mean(map(abs, errors)) < 0.08
-    for shape in {row["shape"] for row in told}:
-        here = [row for row in told if row["shape"] == shape]
-        chosen = min(here, key=lambda row: row["predicted_us"])
-        assert chosen["median_us"] <= 1.05 * min(row["median_us"] for row in here), shape
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for line in (FOLDER / "first_arrival.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        name, _, pushes = row["plan"].rpartition(", ")
+        if name in NAMED:
+            sizes, layout = row["shape"].split()
+            M, N, K = map(int, sizes.split("x"))
+            assert layout in ("nt", "nn"), "of either, AG+GEMM alone"
+            problem = Problem(Pattern.AG_GEMM, M, 2 * N, K, "bfloat16", 2)
+            parts = int(pushes.split()[0])
+            plan = Plan("hopper", 0 if parts == 1 else M // 2 // parts, NAMED[name])
+            said = plan_cost.plan_us(problem, plan, H200)
+            found.setdefault(row["shape"], {})[row["plan"]] = row["median_us"], said
+    assert len(found) >= 6
+    return found
+
+
+def test_as_measured():
+    """The fastest plan by the model is at most 1 % slower than the fastest of all. Operands of
+    these rows are mostly zeros: GEMMs are up to 14 % faster than the model's.
+    """
+    errors = []
+    for shape, plans in told().items():
+        errors += [said / took - 1 for took, said in plans.values()]
+        chosen = min(plans.values(), key=lambda pair: pair[1])
+        assert chosen[0] <= 1.01 * min(took for took, _ in plans.values()), shape
+    assert max(map(abs, errors)) < 0.2
+    assert statistics.mean(map(abs, errors)) < 0.12

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.perf import gather_tiles
 from flux_megatron.perf.hardware import H200, Hardware
 from flux_megatron.perf.operator_cost import predict_us
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.tuning import estimate, plan_cache
+from flux_megatron.tuning import estimate, plan_cache, plan_cost
 from flux_megatron.tuning.plan_entry import Entry
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
@@ -42,7 +41,7 @@ def _predicted_once(monkeypatch):
 
 @cache
 def predicted_us(problem: Problem, plan: Plan, connections: str) -> float:
-    return gather_tiles.plan_us(problem, plan, H200, connections=connections)
+    return plan_cost.plan_us(problem, plan, H200, connections=connections)
 
 
 def in_order(plans: list[Plan]) -> list[Plan]:
@@ -78,20 +77,16 @@ def regret(entries: list[Entry]) -> dict[str, float]:
     return found
 
 
-# What exceeds a tenth, at TP 4: `pipelined` instead of `hopper`; and a narrow tile, which took
-# longer there than elsewhere.
-EXCEEDING = {
-    "ag_gemm M=1024 N=57344 K=8192 nt": 0.11,
-    "ag_gemm M=2048 N=36864 K=12288 nt": 0.13,
-}
+# What exceeds a tenth: `pipelined` instead of narrow tiles of `hopper`, with shards of 128 rows.
+EXCEEDING = {"ag_gemm M=512 N=10240 K=8192 nt": 0.17}
 
 
 def test_the_unmeasured_choice_costs_little(entries):
-    """Over all that is shipped; the two operations that exceed a tenth are named."""
+    """Over all that is shipped; the operation that exceeds a tenth is named."""
     found = regret(entries)
     assert len(found) == len(entries) >= 244
     assert statistics.median(found.values()) < 0.001
-    assert statistics.mean(found.values()) < 0.008
+    assert statistics.mean(found.values()) < 0.006
     for name, over in found.items():
         bounds = [bound for operation, bound in EXCEEDING.items() if name.startswith(operation)]
         assert over < max(bounds, default=0.1), name
@@ -142,5 +137,5 @@ def test_a_worse_choice_is_seen(entries, monkeypatch, broken):
     broken(monkeypatch)
     found = regret(entries)
     exceeding = [name for name, over in found.items() if over > 0.1]
-    assert len(exceeding) > 3  # as many as of the right choice
+    assert len(exceeding) > 3  # two of the right choice
     assert max(found.values()) > 0.13

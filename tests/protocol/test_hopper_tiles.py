@@ -20,6 +20,7 @@ from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_split_k, ho
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
 from flux_megatron.symm.signals import PARTIAL_COUNTERS
+from flux_megatron.tuning import gather_tiles
 
 SMS = 132
 SHAPES = [  # tiles of a shard: rows, columns
@@ -47,9 +48,9 @@ def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
     )
 
 
-def _ag_tiles(shape, world_size, group_m, rank=1):
+def _ag_tiles(shape, world_size, group_m, rank=1, early_last=0, ctas=SMS):
     grid = _grid(shape, world_size, group_m, rank)
-    tiles = SimpleNamespace(early_last=0, NUM_CTAS=SMS)
+    tiles = SimpleNamespace(early_last=early_last, NUM_CTAS=ctas)
     return [
         hopper_tile_order.ag_tile.fn(tile, grid, tiles)
         for tile in range(world_size * grid.rows * grid.columns)
@@ -237,3 +238,17 @@ def test_a_gemm_alone_takes_a_tile_that_fits_its_waves(monkeypatch):
     assert {*chosen.values()} == {256, 192}
     for shape, us in found.items():
         assert us[chosen[shape]] <= 1.04 * min(us.values()), shape
+
+
+@pytest.mark.parametrize("group_m", GROUPS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shards", [0, 1])
+def test_the_cost_model_draws_the_same_tiles(shape, world_size, group_m, shards):
+    """Whose rows each tile of AG+GEMM waits for; test_scatter_tiles.py has GEMM+RS's."""
+    rows, columns = shape
+    split = split_k_of_gather(rows * columns, world_size, shards, 128, SMS)
+    made = _ag_tiles(shape, world_size, group_m, 1, split.early_last, split.ctas)
+    head = gather_tiles._head(rows, columns, split)
+    drawn = gather_tiles._order(rows, columns, group_m, world_size, head)
+    assert drawn == [(source - 1) % world_size * rows + m for source, m, _ in made]

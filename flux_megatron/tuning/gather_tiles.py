@@ -1,0 +1,115 @@
+"""The tiles of `hopper`'s AG+GEMM, one after another: what the tile, the communication tile and the
+split along K of a plan are worth.
+
+`operator_cost` knows waves of one tile and shards that arrive whole. Here each CTA takes the next
+tile or part of one, waits for its rows, and multiplies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
+from flux_megatron.perf.constants import FITTED
+from flux_megatron.perf.gemm import ELEMENT_BYTES
+from flux_megatron.perf.hardware import Hardware
+from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.tuning.tiles import area, in_groups, main_loop_us, pushed_us
+
+# For each part of a wide tile but the first: its sum is written, read and added. 5 to 10 do as
+# well.
+FIX_UP_US = 7.0
+_split_k = lru_cache(maxsize=1024)(split_k_of_gather)  # it counts waves for each choice
+
+
+class _Machine(NamedTuple):
+    """What of the hardware counts here."""
+
+    sms: int
+    tflops: float
+    copy_latency_us: float
+    copy_gbps: float
+
+
+def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
+    """When the last tile of AG+GEMM is done."""
+    machine = _Machine(
+        hardware.sms, hardware.tflops[problem.dtype], hardware.copy_latency_us, hardware.copy_gbps
+    )
+    comm_rows = plan.comm_rows or problem.M_shard
+    return _tiles_us(problem, plan.tile, comm_rows, plan.split_k_shards, machine)
+
+
+@lru_cache(maxsize=4096)  # known plans are asked for with each new kind of call
+def _tiles_us(
+    problem: Problem, tile: Tile, comm_rows: int, split_k_shards: int, machine: _Machine
+) -> float:
+    rows = math.ceil(problem.M_shard / tile.block_m)
+    columns = math.ceil(problem.N_local / tile.block_n)
+    k_tiles = math.ceil(problem.K_local / tile.block_k)
+    split = _split_k(rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms)
+    arrivals = [
+        _arrival_us(problem, (row + 1) * tile.block_m, comm_rows, machine, hops)
+        for hops in range(problem.world_size)
+        for row in range(rows)
+    ]
+    loop_us = main_loop_us(problem, tile, machine.sms, machine.tflops)
+    around_us, fix_up_us = area(tile) * FITTED.tile_us, area(tile) * FIX_UP_US
+    order = _order(rows, columns, tile.group_m, problem.world_size, _head(rows, columns, split))
+    free = [0.0] * split.ctas  # a heap
+    for row, parts in zip(order, _parts(split), strict=True):
+        for _ in range(parts):
+            end = max(free[0], arrivals[row]) + loop_us / parts + around_us
+            heapq.heapreplace(free, end)
+        if parts > 1:  # one CTA adds them up when the last is done
+            free.remove(end)
+            free.append(end + (parts - 1) * fix_up_us)
+            heapq.heapify(free)
+    return max(free)
+
+
+def _parts(split: SplitK) -> list[int]:
+    """Of each tile, in the order of tiles."""
+    before = split.early_last - split.early
+    whole = split.tiles - split.early_last - split.last_wave
+    return (
+        [1] * before
+        + [split.early_parts] * split.early
+        + [1] * whole
+        + [split.last_parts] * split.last_wave
+    )
+
+
+def _head(rows: int, columns: int, split: SplitK) -> int:
+    """Columns of rank+1 that are made alone, by CTAs that find no local tile."""
+    if rows > 2 or split.early_last:
+        return 0
+    return min(math.ceil(-rows * columns % split.ctas / rows), columns)
+
+
+@lru_cache(maxsize=256)
+def _order(rows: int, columns: int, group_m: int, world_size: int, head: int) -> list[int]:
+    """The row of tiles of each tile, counted from the local shard's first, in the kernel's order:
+    local ones, those of the `head`, then down in groups of rows, which span the remote shards.
+    """
+    remote = rows * (world_size - 1)
+    local = [row for row, _ in in_groups(rows, columns, group_m)]
+    next_rank = [rows + row for _ in range(head) for row in range(rows)]
+    behind = [2 * rows + row for _ in range(head) for row in range(remote - rows)]
+    others = [rows + row for row, _ in in_groups(remote, columns - head, group_m)]
+    return local + next_rank + behind + others
+
+
+def _arrival_us(problem: Problem, last: int, comm_rows: int, machine: _Machine, hops: int) -> float:
+    """When a peer's rows before `last` have come: a rank pushes to one peer after another."""
+    if hops == 0:
+        return 0.0
+    pushes = math.ceil(min(last, problem.M_shard) / comm_rows)
+    rows = (hops - 1) * problem.M_shard + min(pushes * comm_rows, problem.M_shard)
+    before = (hops - 1) * math.ceil(problem.M_shard / comm_rows)
+    size_bytes = rows * problem.columns_moved * ELEMENT_BYTES[problem.dtype]
+    latency_us = pushed_us(before + pushes, machine.copy_latency_us)
+    return latency_us + size_bytes / machine.copy_gbps * 1e-3

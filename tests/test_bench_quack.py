@@ -1,0 +1,227 @@
+"""quack as a peer, with a stand-in of its modules: ranks of the CPU have no CuTe DSL."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import DEVICE, run_ranks
+
+from flux_megatron.bench import provenance, records, runner, suites
+from flux_megatron.bench.competitors import quack
+from flux_megatron.bench.competitors.quack import TILES, Quack, QuackGemm, Tile
+from flux_megatron.bench.forward import Forward
+from flux_megatron.bench.options import Options
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
+
+
+class Arguments(NamedTuple):
+    """quack's AllGatherArguments."""
+
+    flags: torch.Tensor
+    epoch: torch.Tensor
+    num_shards: int
+    first_shard: int
+
+
+class Runner:
+    """quack's AllGatherRunner: gathers at once, and counts its kind."""
+
+    made = 0
+
+    def __init__(self, shard_m, k, dtype, group=None, device=None):
+        assert group is dist.group.WORLD, "0.6.5 has no other"
+        Runner.made += 1
+        self.shape, self.dtype, self.group = (shard_m, k), dtype, group
+
+    @contextmanager
+    def gather(self, shard):
+        assert (shard.shape, shard.dtype) == (self.shape, self.dtype)
+        gathered = shard.new_empty(self.group.size() * shard.shape[0], shard.shape[1])
+        dist.all_gather_into_tensor(gathered, shard, group=self.group)
+        yield gathered, Arguments(None, None, self.group.size(), self.group.rank())
+
+
+def installed(monkeypatch, broken=(), runner_of=Runner):
+    """Stand-ins in sys.modules; tiles of `broken` do not compile. Gives the tiles that ran."""
+    ran = []
+
+    def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, pingpong=False,
+             ag_args=None):  # fmt: skip
+        tile = Tile(tile_M, tile_N, cluster_M, pingpong)
+        if tile in broken:
+            raise RuntimeError(f"no {tile}")
+        if ag_args is not None:
+            assert A.shape[0] // ag_args.num_shards % tile.rows == 0
+            if ag_args.flags is not None:  # open gates
+                assert (ag_args.flags >= ag_args.epoch).all()
+                assert ag_args.flags.numel() == ag_args.num_shards
+        assert B.shape == (D.shape[1], A.shape[1])
+        torch.mm(A, B.t(), out=D)
+        ran.append(tile)
+
+    contents = {
+        "quack": {},
+        "quack.gemm": {"gemm": gemm, "AllGatherArguments": Arguments},
+        "quack.distributed": {"AllGatherRunner": runner_of},
+    }
+    for name, things in contents.items():
+        module = ModuleType(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None), []
+        vars(module).update(things)
+        monkeypatch.setitem(sys.modules, name, module)
+    return ran
+
+
+def of_case(pattern="ag_gemm", M=512):
+    (case, *_) = suites.cases("llama2-70b", pattern, (M,), 2, scale=512)
+    return case
+
+
+def _rows(case, competitors=None):
+    """The rows of a tiny race in which only quack takes part."""
+    options = Options((case.suite,), (case.pattern,), (case.M,), "", ("quack", "quack_gemm"))
+    about = provenance.describe(CPU, 2, torch.float32, 512, False, "none")
+    those = competitors or {Quack(): None, QuackGemm(): None}
+    given = runner.measure(case, options, dist.group.WORLD, CPU, torch.float32, those, about)
+    (rows,) = given
+    return {row.candidate: row for row in rows}
+
+
+def _measured(rank, pattern, M):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ran = installed(monkeypatch)
+        return _rows(of_case(pattern, M)), set(ran)
+
+
+@interpreted
+@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs", "gemm"])
+def test_rows_of_quack(pattern):
+    (rows, ran), _ = run_ranks(_measured, 2, pattern, 512)
+    named = {"quack", "quack_gemm"} if pattern == "ag_gemm" else {"quack_gemm"}
+    assert {name for name in rows if "quack" in name} == named
+    for name in named:
+        row = rows[name]
+        assert (row.role, row.status, row.reason) == (records.COMPETITOR, records.OK, "")
+        assert len(row.times_us) == 12
+    assert ran == set(TILES)
+
+
+@interpreted
+def test_tiles_that_span_shards_are_left_out():
+    (_, ran), _ = run_ranks(_measured, 2, "ag_gemm", 256)  # shards of 128 rows
+    assert {Tile(128, 192, 1, True), Tile(64, 192, 1, True)} <= ran
+
+
+@interpreted
+def test_shards_that_no_tile_fits():
+    (rows, _), _ = run_ranks(_measured, 2, "ag_gemm", 64)
+    assert rows["quack"].status == records.FAILED
+    assert "shards of 32 rows given, a multiple of 64 expected" in rows["quack"].reason
+    assert rows["quack_gemm"].status == records.OK, "it has no shards"
+
+
+class Refuses(Runner):
+    def __init__(self, *_, **__):
+        raise RuntimeError("CUDASymmetricMemory needs peer access")
+
+
+def _refused(rank, broken_on, tiles):
+    """Broken tiles on one rank, or a runner that no rank can make."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        broken = tiles if rank == broken_on else ()
+        installed(monkeypatch, broken, Runner if tiles else Refuses)
+        return _rows(of_case())
+
+
+@interpreted
+def test_a_runner_that_cannot_be_made():
+    rows, _ = run_ranks(_refused, 2, 0, ())
+    assert rows["quack"].status == records.FAILED
+    assert rows["quack"].reason == "RuntimeError: CUDASymmetricMemory needs peer access"
+    assert rows["serial"].status == rows["quack_gemm"].status == records.OK
+
+
+@interpreted
+def test_a_tile_that_one_rank_cannot_compile_is_left_out_on_all():
+    for rows in run_ranks(_refused, 2, 1, TILES[:4]):
+        assert rows["quack"].status == records.OK
+    for rows in run_ranks(_refused, 2, 1, TILES):
+        assert rows["quack"].status == records.FAILED
+        assert f"no {TILES[0]}" in rows["quack"].reason
+        assert rows["serial"].status == records.OK
+
+
+def _wrong(rank):
+    class Stale(Runner):
+        @contextmanager
+        def gather(self, shard):
+            with super().gather(shard) as (gathered, arguments):
+                gathered[-1] = 0  # a row that never came
+                yield gathered, arguments
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        installed(monkeypatch, runner_of=Stale)
+        return _rows(of_case())
+
+
+@interpreted
+def test_a_row_that_never_came_is_found():
+    rows, _ = run_ranks(_wrong, 2)
+    assert rows["quack"].status == records.WRONG
+
+
+def _runners_made(rank):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        installed(monkeypatch)
+        Runner.made, peer = 0, Quack()
+        for M in (512, 512, 256, 256):
+            experiment = Forward(of_case(M=M), dist.group.WORLD, CPU, torch.float32)
+            peer.build(experiment)
+        return Runner.made
+
+
+@interpreted
+def test_one_runner_a_shape():
+    assert run_ranks(_runners_made, 2) == [2, 2]
+
+
+def test_why_it_is_unavailable(monkeypatch):
+    monkeypatch.setattr(quack.util, "find_spec", lambda name: None)
+    for peer in (Quack(), QuackGemm()):
+        assert peer.unavailable() == "quack-kernels is not installed"
+    monkeypatch.undo()
+    installed(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "compute capability 9.0" in Quack().unavailable()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "compute capability 9.0" in QuackGemm().unavailable()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 expected" in Quack().unavailable()
+    assert QuackGemm().unavailable() is None, "it has no symmetric memory"
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    assert Quack().unavailable() is None
+    monkeypatch.setitem(sys.modules, "quack.distributed", None)  # as before 0.6
+    assert "quack.distributed cannot be imported: ModuleNotFoundError" in Quack().unavailable()
+
+
+def _missing(rank):
+    return _rows(of_case(), {Quack(): "an older one", QuackGemm(): "an older one"})
+
+
+@interpreted
+def test_a_version_that_lacks_it_has_rows_that_say_so():
+    rows, _ = run_ranks(_missing, 2)
+    for name in ("quack", "quack_gemm"):
+        assert (rows[name].status, rows[name].reason) == (records.MISSING, "an older one")
+    assert rows["serial"].status == records.OK
