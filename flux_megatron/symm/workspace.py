@@ -46,6 +46,7 @@ class Workspace:
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
+        self.name = group.group_name
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
@@ -217,17 +218,21 @@ def _compare() -> None:
         space.compare()
 
 
-_workspaces: dict[str, Workspace] = {}
+_workspaces: dict[ProcessGroup, Workspace] = {}
 _statuses: dict[torch.device, Status] = {}
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
-    found = _workspaces.get(group.group_name)
-    if found is None or found.group is not group:  # a later group may have the same name
+    found = _workspaces.get(group)
+    if found is None:
         warn_of_untested(TORCH, TRITON)
         status = _statuses.setdefault(device, Status(device))
-        found = _workspaces[group.group_name] = Workspace(group, device, status)
+        found = Workspace(group, device, status)
+        for other, space in [*_workspaces.items()]:
+            if space.name == found.name:  # of a group that is gone
+                del _workspaces[other]
+        _workspaces[group] = found
     return found
 
 
