@@ -14,8 +14,10 @@ FAKE Done fake_done[MOST];
 FAKE int64_t fake_count = 0;        // of operations since it was set to 0
 FAKE int64_t fake_refuse_at = -1;   // the operation that is refused, by that count
 FAKE int fake_code = 700, fake_moves = 0, fake_capturing = 0;  // with this code; are bytes moved?
-FAKE size_t fake_sizes[256];        // of a kernel's parameters, ended by 0
-FAKE unsigned char fake_parameters[8192];  // of the last launch, one behind the other
+#define FUNCTIONS 64
+FAKE size_t fake_sizes[FUNCTIONS][128];  // of a kernel's parameters, ended by 0
+FAKE unsigned char fake_parameters[16][4096];  // of the last launches, one behind the other
+FAKE int64_t fake_launches = 0, fake_functions = 0;
 
 static CUresult note(uint64_t what, CUstream stream, uint64_t a, uint64_t b, uint64_t c) {
     if (fake_count == fake_refuse_at) return (CUresult)fake_code;
@@ -61,13 +63,14 @@ FAKE CUresult cuStreamBatchMemOp(
 }
 FAKE CUresult cuLaunchKernelEx(
     const CUlaunchConfig *how, CUfunction function, void **given, void **extra) {
-    unsigned char *to = fake_parameters;
-    for (int i = 0; fake_sizes[i]; to += fake_sizes[i], i++) memcpy(to, given[i], fake_sizes[i]);
+    unsigned char *to = fake_parameters[fake_launches++ % 16];
+    const size_t *sizes = fake_sizes[(uintptr_t)function % FUNCTIONS];
+    for (int i = 0; sizes[i]; to += sizes[i], i++) memcpy(to, given[i], sizes[i]);
     uint64_t shape = (uint64_t)how->gridDimX << 32 | how->blockDimX;
     return note(LAUNCH, how->hStream, (uintptr_t)function, shape, how->sharedMemBytes);
 }
 FAKE CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
-    *offset = 0, *size = index < 255 ? fake_sizes[index] : 0;
+    *offset = 0, *size = index < 127 ? fake_sizes[(uintptr_t)function % FUNCTIONS][index] : 0;
     return *size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 // A descriptor begins with its address.
@@ -104,7 +107,7 @@ FAKE CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return 0;
 }
 FAKE CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    *function = (CUfunction)3;
+    *function = (CUfunction)(uintptr_t)++fake_functions;
     return 0;
 }
 FAKE CUresult cuFuncGetAttribute(int *value, CUfunction_attribute a, CUfunction f) {

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NAMES = ("", "record", "follow", "copy", "write", "wait", "launch")
 EVENT = 77
 MOST = 4096
+_PARAMETERS = 4096  # bytes that are kept of a launch
 
 
 def compiler() -> str | None:
@@ -87,14 +88,17 @@ class Driver:
             yield NAMES[one.what], one.stream, one.a, one.b, one.c
         count.value = 0
 
-    def parameters(self, size: int) -> bytes:
-        """Of the last launch."""
-        return bytes((ctypes.c_uint8 * size).in_dll(self._library, "fake_parameters"))
+    def parameters(self, size: int, launch: int = -1) -> bytes:
+        """Of one of the last launches, by its number; of the last one."""
+        launches = self.word("fake_launches", ctypes.c_int64).value
+        number = launch if launch >= 0 else launches + launch
+        kept = (ctypes.c_uint8 * _PARAMETERS * 16).in_dll(self._library, "fake_parameters")
+        return bytes(kept[number % 16][:size])
 
-    def expect_parameters(self, *sizes: int) -> None:
+    def expect_parameters(self, function: int, *sizes: int) -> None:
         """How large the driver says that a kernel's parameters are."""
-        known = (ctypes.c_size_t * 256).in_dll(self._library, "fake_sizes")
-        known[:] = [*sizes, *[0] * (256 - len(sizes))]
+        known = (ctypes.c_size_t * 128 * 64).in_dll(self._library, "fake_sizes")[function]
+        known[:] = [*sizes, *[0] * (128 - len(sizes))]
 
     def refuse(self, number: int, code: int = 700) -> None:
         """The operation of this number is refused; -1 for none."""

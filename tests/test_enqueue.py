@@ -47,7 +47,7 @@ def library(tmp_path_factory) -> Path:
 def driver(library, monkeypatch, tmp_path_factory) -> Driver:
     driver = Driver(library)
     driver.refuse(-1)
-    driver.expect_parameters()
+    driver.expect_parameters(Compiled.function)
     driver.word("fake_capturing").value = 0
     driver.count.value = 0
     monkeypatch.setattr(enqueue, "DRIVER", str(library))
@@ -235,7 +235,7 @@ COMPILED = Compiled()
 def space(driver, monkeypatch) -> Space:
     monkeypatch.setattr(triton_launch, "runs_directly", lambda: True)
     monkeypatch.setattr(steady_module, "_watched", lambda: False)
-    driver.expect_parameters(*Compiled.SIZES)
+    driver.expect_parameters(Compiled.function, *Compiled.SIZES)
     DRIVERS[:] = [driver]
     return Space(engines()[1])
 
@@ -376,7 +376,7 @@ def test_an_error_leaves_the_call_open_and_breaks_the_group_off(space, driver):
 
 
 def test_a_kernel_with_other_parameters_is_not_recorded(space, driver):
-    driver.expect_parameters(*Compiled.SIZES[:-1])
+    driver.expect_parameters(Compiled.function, *Compiled.SIZES[:-1])
     steady = Steady(space, "gather", True)
     assert not any(through(steady, space, number)[0] for number in range(20))
     assert "parameters of [8, 8, 8, 8, 4, 4, 8, 8] bytes" in steady.refused
