@@ -44,6 +44,7 @@ from triton.runtime import driver as active
 
 CALLERS, COPY, SMS = 5, 7, 132
 M_SHARD, N, K = 1024, 1024, 512
+FIRST_EPOCH = 70000  # no size is such a number
 
 
 class Offline:
@@ -96,12 +97,12 @@ hopper_gemm._refused = lambda *given: None
 
 
 @cache
-def scratch(size: int, *how: object) -> torch.Tensor:
+def scratch(size: int) -> torch.Tensor:
     """Where kernels make descriptors."""
     return torch.empty(size, dtype=torch.int8)
 
 
-triton_launch._descriptor_memory = scratch
+triton_launch._descriptor_memory = lambda size, alignment, stream: scratch(size)
 
 TILE = replace(hopper.TILE, group_m=16)
 PLANS = {
@@ -210,6 +211,9 @@ def main(path: str, timed: bool) -> None:
         call = Call(name, bias=name == "hopper ag_gemm")
         for kind in ("compile", "python", "native"):
             with engine(kind != "python"):
+                enqueued(call)  # the channel is there, and kernels are compiled
+                for channel in workspace.workspaces()[0].channels.values():
+                    channel.epoch = FIRST_EPOCH - 1
                 calls[kind] = [enqueued(call) for _ in range(8)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
 ]
+EPOCH = 70000  # of the first call
 CALLS = {
     "hopper ag_gemm": ["record", "follow", "copy", "write", "launch", "record", "follow"],
     "hopper ag_gemm, split-K": ["record", "follow", "copy", "write", "launch", "record", "follow"],
@@ -54,18 +55,19 @@ def without_epoch(call: dict, epoch: int) -> tuple[list, list]:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_list_does_what_the_strategy_does(calls, name):
     compiled, by_python, native = calls[name].values()
-    assert [call["by_list"] for call in compiled] == [False] * 3 + [True] * 5
     assert [call["by_list"] for call in by_python] == [False] * 8
-    assert [call["by_list"] for call in native] == [False] * 3 + [True] * 5
-    for number in range(8):  # epochs begin with 1; calls of one parity use the same memory
+    for engine in (compiled, native):
+        assert [call["by_list"] for call in engine] == [False] * 2 + [True] * 6
+    for number, call in enumerate(native):
         assert [what for what, *_ in by_python[number]["done"]] == CALLS[name]
-        done, given = without_epoch(native[number], number + 1)
-        assert (done, given) == without_epoch(native[number % 2], number % 2 + 1)
+        done, given = without_epoch(call, EPOCH + number)
         assert [what for what, *_ in done] == CALLS[name]
+        # the strategy's call of the same parity, which uses the same memory
+        assert (done, given) == without_epoch(native[number % 2], EPOCH + number % 2)
         assert given
         assert all("epoch" in one for one in given)
 
 
 def test_another_epoch_would_be_noticed(calls):
     call = calls["hopper ag_gemm"]["native"][4]
-    assert without_epoch(call, 5) != without_epoch(call, 6)
+    assert without_epoch(call, EPOCH + 4) != without_epoch(call, EPOCH + 3)
