@@ -98,6 +98,8 @@ FAKE CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice
     return 0;
 }
 FAKE CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return 0; }
+FAKE CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return 0; }
+FAKE CUresult cuModuleUnload(CUmodule module) { return 0; }
 FAKE CUresult cuCtxSetCurrent(CUcontext context) { return 0; }
 FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (CUcontext)1; return 0; }
 FAKE CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 0; return 0; }
