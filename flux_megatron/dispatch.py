@@ -21,7 +21,6 @@ from flux_megatron.overlap.steady import Steady
 from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice, environment
 
@@ -82,11 +81,10 @@ def decide(
     layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new kind of call with the other ranks."""
-    name_of(group)
     space = workspace(group, x.device)
     space.check()  # before a question: a rank that has failed would not answer
-    if space.settings is not settings.get():
-        space.settings = settings.get()
+    if space.settings is not (now := settings.get()):
+        space.settings = now
         space.checked.clear()
     # everything that the checks read
     key = (

@@ -36,13 +36,16 @@ class Steady:
     def __init__(self, space: Workspace, channel: str, recordable: bool) -> None:
         self._space, self._name = space, channel
         self._engine = space.engine
+        now = settings.get()  # a decision belongs to its settings
         recordable = recordable and isinstance(space.engine, NativeCopyEngine)
-        self._attempts = _ATTEMPTS if recordable else 0
+        self._attempts = 0 if not recordable or now.nvtx or now.record_waits else _ATTEMPTS
+        self._poison = now.poison
         self._channel: Channel | None = None
         self._regions: tuple[Region, ...] = ()  # to which the lists belong
         self._lists: list[Any] = [None, None]  # by the parity of the epoch
-        self._settings: settings.Settings | None = None
-        self._made: list[tuple[Any, ...]] = []  # shapes and dtypes of what a call makes
+        self._made: list[
+            tuple[Any, Any]
+        ] = []  # shapes of what a call makes, dtypes that are not x's
         self._result = 0  # which of them is y
         self._launches: tuple[str, ...] = ()
         self.refused = ""  # why the last recording was of no use
@@ -57,9 +60,10 @@ class Steady:
         stream = engine.current()
         if run is None or stream != engine._last or not epoch % REFRESH_EVERY or _watched():
             return None
-        if self._settings is None or settings.get() is not self._settings:
-            return None
-        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        new = x.new_empty
+        made = [
+            new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in self._made
+        ]
         biased = 0 if bias is None else bias.data_ptr()
         channel.open = True
         try:
@@ -74,7 +78,7 @@ class Steady:
         if not ran:
             return None
         channel.epoch = epoch
-        if self._settings.poison:
+        if self._poison:
             channel.poison(self._regions[epoch & 1])
         for name in self._launches:
             triton_launch.launches[name] += 1
@@ -88,8 +92,7 @@ class Steady:
 
     def _may_record(self) -> bool:
         """Whether the next call is one that a list could make, but for the list."""
-        now = settings.get()
-        if not self._attempts or _watched() or now.nvtx or now.record_waits:
+        if not self._attempts or _watched():
             return False
         channel = self._space.channels.get(self._name)
         if channel is None or channel.open or self._engine.capture(self._engine.current()):
@@ -97,10 +100,7 @@ class Steady:
         return not self._is_of(channel) or self._lists[(channel.epoch + 1) & 1] is None
 
     def _is_of(self, channel: Channel) -> bool:
-        return (
-            self._channel is channel and self._regions is channel._regions
-            and self._settings is settings.get()
-        )  # fmt: skip
+        return self._channel is channel and self._regions is channel._regions
 
     def record(self, recording: Recording | None) -> None:
         """Have the copy engine note what it enqueues from now on, or no longer."""
@@ -111,14 +111,16 @@ class Steady:
         channel = self._space.channels[self._name]
         if not self._is_of(channel):
             self._channel, self._regions, self._lists = channel, channel._regions, [None, None]
-            self._settings = settings.get()
         try:
             run, self._result = recording.listed().run, recording.place_of(y)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             self.refused, self._attempts = str(error), self._attempts - 1
             return
         self._lists[channel.epoch & 1] = run
-        self._made = [(tuple(one.shape), one.dtype) for one in recording.made]
+        self._made = [
+            (tuple(one.shape), None if one.dtype is y.dtype else one.dtype)
+            for one in recording.made
+        ]
         launched = (one for one in recording.operations if isinstance(one, Launch))
         self._launches = tuple(one.name for one in launched)
 

@@ -25,6 +25,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
@@ -226,6 +227,7 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
     found = _workspaces.get(group)
     if found is None:
+        name_of(group)  # there is one
         warn_of_untested(TORCH, TRITON)
         status = _statuses.setdefault(device, Status(device))
         found = Workspace(group, device, status)
