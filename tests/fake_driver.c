@@ -28,8 +28,8 @@ static CUresult note(uint64_t what, CUstream stream, uint64_t a, uint64_t b, uin
 
 FAKE CUresult cuEventCreate(CUevent *event, unsigned flags) { *event = (CUevent)77; return 0; }
 FAKE CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    *status = (CUstreamCaptureStatus)fake_capturing;
-    return CUDA_SUCCESS;
+    *status = (CUstreamCaptureStatus)(fake_capturing > 0);
+    return fake_capturing < 0 ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
 }
 FAKE CUresult cuEventRecord(CUevent event, CUstream stream) {
     return note(RECORD, stream, (uintptr_t)event, 0, 0);

@@ -137,7 +137,7 @@ BROKEN = {
         "address = value_of(first[i].a",
         "address = value_of(first[i].b",
     ),
-    "the first operation is left out": ("for (at = 0;", "for (at = 1;"),
+    "the first operation is left out": ("int at = 0,", "int at = 1,"),
     "an error is passed over": ("if ((code = run_one", "if (0 && (code = run_one"),
 }
 
@@ -348,6 +348,8 @@ def test_what_a_list_cannot_do_is_left_to_the_strategy(space, driver, monkeypatc
     before = space.epoch
     driver.word("fake_capturing").value = 1
     assert nothing_done(), "in a capture"
+    driver.word("fake_capturing").value = -1
+    assert nothing_done(), "where the driver does not say"
     driver.word("fake_capturing").value = 0
     assert run(torch.zeros(40, dtype=torch.int64)[1:33].view(4, 8)) is None, "not aligned"
     space.open = True

@@ -95,7 +95,8 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
                                      one->kernel->parameters, NULL);
 }
 
-// run(stream, ...): False, and nothing enqueued, in a capture or with an address that is not aligned
+// run(stream, ...): False, and nothing enqueued, in a capture, with an address that is not aligned,
+// or where the driver does not say whether there is a capture: the caller's own way will ask again
 static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const List *list = (List *)self;
     uint64_t registers[REGISTERS] = {0};
@@ -106,21 +107,20 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
         if (list->aligned >> (i + 1) & 1 && registers[i + 1] % 16) Py_RETURN_FALSE;
     }
     CUresult code = CUDA_SUCCESS;
-    int at = -1;
+    int at = 0, eager = 1;
     CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
     Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&one_at_a_time);
-    if (list->eager) code = p_cuStreamIsCapturing((CUstream)(uintptr_t)registers[1], &capturing);
-    if (!code && !capturing)
-        for (at = 0; at < list->count; at += 1 + list->operations[at].count)
-            if ((code = run_one(&list->operations[at], registers))) break;
+    if (list->eager)
+        eager = !p_cuStreamIsCapturing((CUstream)(uintptr_t)registers[1], &capturing) && !capturing;
+    for (; eager && at < list->count; at += 1 + list->operations[at].count)
+        if ((code = run_one(&list->operations[at], registers))) break;
     pthread_mutex_unlock(&one_at_a_time);
     Py_END_ALLOW_THREADS
     if (code)
         return PyErr_Format(PyExc_RuntimeError, "%s failed: %d (operation %d of %d)",
-                            at < 0 ? "cuStreamIsCapturing" : NAMES[list->operations[at].kind],
-                            (int)code, at + 1, list->count);
-    return PyBool_FromLong(!capturing);
+                            NAMES[list->operations[at].kind], (int)code, at + 1, list->count);
+    return PyBool_FromLong(eager);
 }
 
 static Operation *more(List *list) {
