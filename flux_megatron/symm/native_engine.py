@@ -64,11 +64,13 @@ class NativeCopyEngine(CudaCopyEngine):
 
     def fork(self) -> None:
         self._order.run(self.current(), self._own.add)
-        self._note(*self._ordered(self._own, STREAM))
+        if self.recording is not None:
+            self._note(*self._ordered(self._own, STREAM))
 
     def join(self) -> None:
         self._order.run(self._own.add, self.current())
-        self._note(*self._ordered(STREAM, self._own))
+        if self.recording is not None:
+            self._note(*self._ordered(STREAM, self._own))
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         self._copy.run(self._own.add, destination, source, size_bytes)
