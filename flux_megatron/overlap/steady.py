@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -43,9 +44,8 @@ class Steady:
         self._channel: Channel | None = None
         self._regions: tuple[Region, ...] = ()  # to which the lists belong
         self._lists: list[Any] = [None, None]  # by the parity of the epoch
-        self._made: list[
-            tuple[Any, Any]
-        ] = []  # shapes of what a call makes, dtypes that are not x's
+        # shapes of what a call makes, and dtypes that are not x's
+        self._made: list[tuple[tuple[int, ...], torch.dtype | None]] = []
         self._result = 0  # which of them is y
         self._launches: tuple[str, ...] = ()
         self.refused = ""  # why the last recording was of no use
@@ -71,13 +71,14 @@ class Steady:
                 stream, x.data_ptr(), w.data_ptr(), epoch, biased,
                 *[one.data_ptr() for one in made],
             )  # fmt: skip
-        except RuntimeError as error:
+            if ran:
+                channel.epoch = epoch
+            channel.open = False
+        except BaseException as error:  # an interrupt too: nobody knows what has been enqueued
             self._space.break_off(error)
             raise
-        channel.open = False
         if not ran:
             return None
-        channel.epoch = epoch
         if self._poison:
             channel.poison(self._regions[epoch & 1])
         for name in self._launches:

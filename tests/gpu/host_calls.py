@@ -220,13 +220,15 @@ def host_speed(run: Run, layer: Layer, batches: int) -> None:
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", shared: bool = False,
-    strategies: str = ",".join(STRATEGIES), batches: int = 10, rounds: int = 2,
+    strategies: str = ",".join(STRATEGIES), batches: int = 5, rounds: int = 2,
     seconds: float = 150,
 ) -> None:  # fmt: skip
     """Be one of the ranks. Both arms in turn, `rounds` times, until `seconds` are over."""
     run = start(device, out, commit, seconds, shared)
     layer = Layer(run)
     host_speed(run, layer, batches)
+    if reason := native_engine.unavailable():
+        run.say(f"C cannot make the driver calls here: {reason}")
     wanted = [name for name in strategies.split(",") if not shared or name != "sequential"]
     for _ in range(rounds):
         for arm in ("python", "native") if run.device.type == "cuda" else ("python",):
