@@ -24,7 +24,7 @@ from flux_megatron.symm import enqueue, native_engine
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 from flux_megatron.symm.native_engine import NativeCopyEngine
-from flux_megatron.symm.recording import Recording
+from flux_megatron.symm.recording import Recording, Unrecordable
 
 pytestmark = [
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
@@ -394,5 +394,5 @@ def test_the_launch_says_what_it_cannot_be(space):
     recording = Recording(*operands(1), None)
     compiled = Compiled()
     compiled.src = SimpleNamespace(signature={"x": "fp32"})
-    with pytest.raises(ValueError, match="stand_in takes x as fp32"):
+    with pytest.raises(Unrecordable, match="stand_in takes x as fp32"):
         native_launch.launch("stand_in", compiled, (1,), ["x"], [1.0], recording, None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flux_megatron.symm import enqueue
-from flux_megatron.symm.recording import EPOCH, Launch, Recording
+from flux_megatron.symm.recording import EPOCH, Launch, Recording, Unrecordable
 
 _SIZES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _MAP_BYTES = 128  # of a descriptor, which must lie at a multiple of that
@@ -61,12 +61,12 @@ def launch(
     name: str, compiled: Any, grid: tuple[int, ...], names: Sequence[str], values: Sequence[Any],
     recording: Recording, scratch: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
-    """The launch that Triton has made of `values`; `names` are theirs. `ValueError`: why not."""
+    """The launch that Triton has made of `values`; `names` are theirs. `Unrecordable`: why not."""
     metadata = compiled.metadata
     warps, ctas, shared = compiled.packed_metadata[:3]
     cooperative = metadata.launch_cooperative_grid or metadata.launch_pdl
     if ctas != 1 or cooperative or metadata.profile_scratch_size:
-        raise ValueError(f"{name} needs a launch of another kind")
+        raise Unrecordable(f"{name} needs a launch of another kind")
     parameters, metas = (
         _Parameters(recording),
         iter(getattr(metadata, "tensordesc_meta", None) or ()),
@@ -75,7 +75,7 @@ def launch(
         kind = compiled.src.signature[parameter]
         if kind.startswith("tensordesc"):
             if (meta := next(metas, None)) is None:
-                raise ValueError(f"{name} takes {parameter} in pieces")
+                raise Unrecordable(f"{name} takes {parameter} in pieces")
             parameters.add_descriptor(value, meta)
         elif kind.startswith("*"):
             parameters.add_address(value)
@@ -83,11 +83,11 @@ def launch(
             word = EPOCH if parameter in _NUMBERS_OF_CALLS else None
             parameters.add_number(value, _SIZES[kind], word)
         elif kind != "constexpr":
-            raise ValueError(f"{name} takes {parameter} as {kind}")
+            raise Unrecordable(f"{name} takes {parameter} as {kind}")
     parameters.add_address(0 if scratch is None else scratch.data_ptr())
     parameters.add_address(0)
     if (known := enqueue.native().parameters(compiled.function)) != parameters.sizes:
-        raise ValueError(f"{name}: parameters of {known} bytes, {parameters.sizes} expected")
+        raise Unrecordable(f"{name}: parameters of {known} bytes, {parameters.sizes} expected")
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(name, (
         compiled.function, (x, y, z), 32 * warps, shared, bytes(parameters.memory),

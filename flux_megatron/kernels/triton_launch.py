@@ -1,5 +1,5 @@
-"""How a kernel is launched. The only file that uses what Triton keeps private; in which versions
-it may, `versions.triton` says.
+"""How a kernel is launched. It uses what Triton keeps private, as `native_launch` and
+`symm.enqueue` do and no other file; in which versions it may, `versions.triton` says.
 
 | Triton | a compiled kernel is launched by |
 | --- | --- |
@@ -144,7 +144,7 @@ class Launcher:
                 scratch,
             ))  # fmt: skip
         except Exception as error:  # whatever this Triton has instead
-            recording.refused = f"{type(error).__name__}: {error}"
+            recording.refused = str(error)
 
     def _scratch(self, recording: Recording) -> torch.Tensor | None:
         """Such memory as the kernel makes descriptors in, for each launch anew."""

@@ -21,6 +21,10 @@ X, W, EPOCH, BIAS = (Word(register) for register in range(2, 6))
 _MADE = 6
 
 
+class Unrecordable(Exception):
+    """Why a recording is of no use. No caller sees it: the strategy goes on making the calls."""
+
+
 class Launch(NamedTuple):
     """A kernel, as `List.launch` of enqueue.c takes it behind the stream; `name` is for counts."""
 
@@ -71,7 +75,7 @@ class Recording:
         """Which of those that the call has `made` is its result."""
         places = [place for place, one in enumerate(self.made) if one is y]
         if not places:
-            raise ValueError("the call's result is not one that it has made")
+            raise Unrecordable("the call's result is not one that it has made")
         return places[0]
 
     def listed(self) -> Any:
@@ -79,7 +83,7 @@ class Recording:
         `made`. It runs outside of captures only, and with whole 16-byte addresses.
         """
         if self.refused:
-            raise ValueError(self.refused)
+            raise Unrecordable(self.refused)
         made = enqueue.native().List()
         for one in self.operations:
             if isinstance(one, Launch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fake_driver
 import pytest
+import torch
 from compiled_apart import compiled_by
 
 from flux_megatron.versions.triton import TRITON
@@ -15,6 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
 ]
 EPOCH = 70000  # of the first call
 CALLS = {
