@@ -7,7 +7,8 @@ a list.
     TRITON_INTERPRET=1 torchrun --nproc-per-node=2 tests/gpu/host_calls.py rows.jsonl --device cpu
 
 With `--shared` both ranks have the first GPU, and gloo: times of the host count there, not of the
-GPU, whose kernels wait for a process that does not run. All calls are verified on small integers,
+GPU, whose kernels wait for a process that does not run, and the plan of `hopper` whose tiles the
+copy engine sends is left out. All calls are verified on small integers,
 every bit. A line a strategy, what is called, and arm: the median host time of a call, of so many
 that no queue is full, with nothing awaited between them. `torch.mm` and a loop of Python tell how
 fast the host is.
@@ -74,8 +75,8 @@ def whole(run: Run, seed: int, *size: int) -> Tensor:
 class Layer:
     """Operands of one rank and what the calls must give."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.group = run, run.group
+    def __init__(self, run: Run, shared: bool = False) -> None:
+        self.run, self.group, self.shared = run, run.group, shared
         R, rank = run.group.size(), run.group.rank()
         rows, N, K = SIZES[run.device.type]
         xs = [whole(run, 10 + r, rows, K) for r in range(R)]
@@ -114,7 +115,8 @@ class Layer:
                 self.sum.view(tokens),
             ),
         }
-        if strategy == "hopper" and (plan := self.pushed()):
+        # A copy within one GPU needs SMs, all of which a kernel holds that waits for it: not shared.
+        if strategy == "hopper" and not self.shared and (plan := self.pushed()):
             calls["gemm_rs, copy engine"] = (
                 lambda: ops.gemm_reduce_scatter(self.part, self.part_w, group, plan=plan), self.sum
             )  # fmt: skip
@@ -225,7 +227,7 @@ def main(
 ) -> None:  # fmt: skip
     """Be one of the ranks. Both arms in turn, `rounds` times, until `seconds` are over."""
     run = start(device, out, commit, seconds, shared)
-    layer = Layer(run)
+    layer = Layer(run, shared)
     host_speed(run, layer, batches)
     if reason := native_engine.unavailable():
         run.say(f"C cannot make the driver calls here: {reason}")
