@@ -8,10 +8,9 @@ a list.
 
 With `--shared` both ranks have the first GPU, and gloo: times of the host count there, not of the
 GPU, whose kernels wait for a process that does not run, and the plan of `hopper` whose tiles the
-copy engine sends is left out. All calls are verified on small integers,
-every bit. A line a strategy, what is called, and arm: the median host time of a call, of so many
-that no queue is full, with nothing awaited between them. `torch.mm` and a loop of Python tell how
-fast the host is.
+copy engine sends is left out. All calls are verified on small integers, every bit. A line a
+strategy, what is called, and arm: the median host time of a call, of so many that no queue is full,
+with nothing awaited between them. `torch.mm` and a loop of Python tell how fast the host is.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Layer:
                 self.sum.view(tokens),
             ),
         }
-        # A copy within one GPU needs SMs, all of which a kernel holds that waits for it: not shared.
+        # A copy within one GPU needs SMs, all of which a kernel holds that waits for it.
         if strategy == "hopper" and not self.shared and (plan := self.pushed()):
             calls["gemm_rs, copy engine"] = (
                 lambda: ops.gemm_reduce_scatter(self.part, self.part_w, group, plan=plan), self.sum

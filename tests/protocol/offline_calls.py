@@ -152,15 +152,18 @@ class Call:
 
 
 def enqueued(call: Call) -> dict[str, Any]:
-    """What a call enqueues, the kernels' parameters, and whether a list made it."""
+    """What a call enqueues, the kernels' parameters, the tensors that it makes, and whether a list
+    made it.
+    """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
-    new, lists = torch.Tensor.new_empty, []
+    new, lists, sizes = torch.Tensor.new_empty, [], []
     run = Steady.run
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
             return scratch(*shape[0])
         key = (str(shape).strip("(),"), dtype or like.dtype)
+        sizes.append(str(key))
         return made.setdefault(key, new(like, *shape, dtype=dtype))
 
     def noted(*given: Any) -> torch.Tensor | None:
@@ -176,7 +179,10 @@ def enqueued(call: Call) -> dict[str, Any]:
     done = [*DRIVER.done()]
     functions = [one[2] for one in done if one[0] == "launch"]
     given = [DRIVER.parameters(sum(SIZES.get(f, ())), before + n) for n, f in enumerate(functions)]
-    return {"by_list": lists[-1] is not None, "done": done, "given": [one.hex() for one in given]}
+    return {
+        "by_list": lists[-1] is not None, "done": done, "given": [one.hex() for one in given],
+        "made": sizes,
+    }  # fmt: skip
 
 
 KEPT: dict[str, dict[tuple, torch.Tensor]] = {}

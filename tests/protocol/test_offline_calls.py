@@ -66,6 +66,8 @@ def test_a_list_does_what_the_strategy_does(calls, name):
         assert [what for what, *_ in done] == CALLS[name]
         # the strategy's call of the same parity, which uses the same memory
         assert (done, given) == without_epoch(native[number % 2], EPOCH + number % 2)
+        assert call["made"] == native[0]["made"], "memory that a list would not take anew"
+        assert call["made"]
         assert given
         assert all("epoch" in one for one in given)
 
