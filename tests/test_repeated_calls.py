@@ -1,5 +1,5 @@
 """Repeated calls on GPUs, which a list of driver calls makes: exact, with operands that move and
-ranks that are late. `test_enqueue.py` and `protocol/test_offline_calls.py` need no GPU.
+ranks that are late. `test_steady.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
 from __future__ import annotations
