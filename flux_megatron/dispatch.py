@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
+from flux_megatron.overlap.steady import Steady
+from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice, environment
 
@@ -52,6 +53,16 @@ class Decision:
         facts = hardware.find(where.gpu, where.link)
         return None if facts is None else operator_cost.exposed_us(self.problem, self.plan, facts)
 
+    @cached_property
+    def steady(self) -> tuple[Steady, Steady]:
+        """What makes repeated calls without and with a bias, as far as it can."""
+        recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
+        channel = GATHER if self.problem.spec.gathers else SCATTER
+        return (
+            Steady(self.workspace, channel, recordable),
+            Steady(self.workspace, channel, recordable),
+        )
+
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
         calls gets an entry.
@@ -70,11 +81,10 @@ def decide(
     layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new kind of call with the other ranks."""
-    name_of(group)
     space = workspace(group, x.device)
     space.check()  # before a question: a rank that has failed would not answer
-    if space.settings is not settings.get():
-        space.settings = settings.get()
+    if space.settings is not (now := settings.get()):
+        space.settings = now
         space.checked.clear()
     # everything that the checks read
     key = (

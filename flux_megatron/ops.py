@@ -248,8 +248,14 @@ def run_ag_gemm(
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.count()
     space = decision.workspace
-    with space.guard():
-        return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume)
+    if consume is not None:
+        with space.guard():
+            return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume)
+    steady = decision.steady[bias is not None]
+    if (y := steady.run(x, w, bias)) is not None:
+        return y
+    with space.guard(), steady.recorded(x, w, bias) as made:
+        return made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, None))
 
 
 def run_gemm_rs(
@@ -258,9 +264,11 @@ def run_gemm_rs(
     """`gemm_reduce_scatter` without torch's operator."""
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
-    space = decision.workspace
-    with space.guard():
-        return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space).finish()
+    space, steady = decision.workspace, decision.steady[0]
+    if (y := steady.run(x, w, None)) is not None:
+        return y
+    with space.guard(), steady.recorded(x, w, None) as made:
+        return made(decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space).finish())
 
 
 def run_gemm_ar(

@@ -23,6 +23,7 @@ ROOMS = (
 )  # fmt: skip
 OUR_OWN = {
     "AttributeError", "ArgumentTypeError", "ConstructorError", "NoRoom", "NotImplementedError",
+    "Unrecordable",
 }  # fmt: skip
 
 

@@ -35,6 +35,8 @@ import torch  # noqa: E402
 hypothesis.settings.register_profile("flux_megatron", deadline=None)
 hypothesis.settings.load_profile("flux_megatron")
 
+pytest.register_assert_rewrite("fake_engines")  # a plugin of two files, which import it first
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)

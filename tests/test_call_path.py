@@ -22,6 +22,7 @@ from cases import ON_HOPPER
 from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
+from flux_megatron.overlap.steady import Steady
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import cpu_backend, signals
 
@@ -54,13 +55,13 @@ KERNELS = {
 if ON_HOPPER:
     KERNELS |= {("hopper", pattern): {f"hopper_{pattern}"} for pattern in ("ag_gemm", "gemm_rs")}
     KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "wait_sources"}
-# These hand no operand on: how any kernel is launched, what describes, divides, counts, names and
-# records.
+# These hand no operand on: what repeats a call, how any kernel is launched, what describes,
+# divides, counts, names and records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "overlap/phase", "overlap/report", "overlap/wait_log",
+    "overlap/phase", "overlap/report", "overlap/steady", "overlap/wait_log",
 }  # fmt: skip
 
 
@@ -93,7 +94,10 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> set[
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             found.add(chain_of(frame))
 
-    with mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes):
+    with (
+        mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes),
+        mock.patch.object(Steady, "run", return_value=None),  # the strategy makes it, on GPUs too
+    ):
         sys.setprofile(entered)
         call(x, w, dist.group.WORLD, plan=plan)
         sys.setprofile(None)

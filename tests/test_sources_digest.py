@@ -45,6 +45,7 @@ def package(tmp_path):
         ("overlap/fused.py", "y = 3\n", {"fused"}),
         ("overlap/report.py", "z = 4\n", set()),
         ("symm/d.py", "e = f'{1!r:>{3}}' + \"a\" f'b'\n", {"wide"}),
+        ("symm/d.c", "int d = 1;\n", {"wide"}),
     ],
 )
 def test_an_edit_makes_stale_what_runs_it(package, file, text, stale):

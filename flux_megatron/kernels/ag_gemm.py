@@ -32,7 +32,7 @@ from flux_megatron.kernels.primitives import (
     wait_rows,
 )
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
 
@@ -109,7 +109,7 @@ def ag_gemm(
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M, N)
+    y = empty(x, M, N)
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         launch.has_whole_units(x, w), waits is not None,

@@ -35,7 +35,7 @@ from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_gather
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
@@ -192,7 +192,7 @@ def ag_gemm(
     than there are SMs. `waits` is a buffer of `wait_records`, or None.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M, N)
+    y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     run, sums = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
@@ -209,7 +209,7 @@ def ag_gemm(
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             rest and described(y, tile.block_m, rest),
             bias if bias is not None else x, x, local_rows,
-            x.new_empty(sums, dtype=torch.float32) if sums else x, pad, status, waits,
+            empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,
             partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, comm_rows),

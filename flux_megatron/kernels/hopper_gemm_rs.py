@@ -46,7 +46,7 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_scatter
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 
 
@@ -242,7 +242,7 @@ def gemm_rs(
     so that they are sent before the last wave ends.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = gathering.y if gathering else x.new_empty(x.shape[0] // world_size, N)
+    y = gathering.y if gathering else empty(x, x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
     run, sums = _launcher(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, split_k_shards, by_sm,
@@ -254,7 +254,7 @@ def gemm_rs(
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(y, *block),
-            x.new_empty(sums, dtype=torch.float32) if sums else x,
+            empty(x, sums, dtype=torch.float32) if sums else x,
             received_pointers, pad_pointers,
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
             pad, status, waits, counters, partial_counters, work_words,

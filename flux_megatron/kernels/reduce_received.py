@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Tile
 
@@ -73,7 +73,7 @@ def reduce_received(
 
     `waits` is a buffer of `wait_records`, or None.
     """
-    y = received.new_empty(received.shape[1:])
+    y = empty(received, *received.shape[1:])
     run = _launcher(received.shape, received.dtype, received.device, waits is not None)
     run((received, y, pad, status, waits), (epoch, timeout_ns, comm_rows))
     return y

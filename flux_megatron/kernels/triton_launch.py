@@ -1,5 +1,5 @@
-"""How a kernel is launched. The only file that uses what Triton keeps private; in which versions
-it may, `versions.triton` says.
+"""How a kernel is launched. It uses what Triton keeps private, as `native_launch` and
+`symm.enqueue` do and no other file; in which versions it may, `versions.triton` says.
 
 | Triton | a compiled kernel is launched by |
 | --- | --- |
@@ -18,7 +18,9 @@ from contextlib import contextmanager
 import torch
 import triton
 
+from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
+from flux_megatron.symm.recording import Recording
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -31,6 +33,26 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 _compiling = False
+_recording: Recording | None = None  # what notes the launches of the call that is being made
+
+
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Launches inside, of this thread, are noted."""
+    global _recording
+    _recording = recording
+    try:
+        yield
+    finally:
+        _recording = None
+
+
+def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """New memory beside `like`, for what a call makes: a recording knows it by that."""
+    made = like.new_empty(shape, dtype=dtype)
+    if _recording is not None and _recording.mine():
+        _recording.take(made)
+    return made
 
 
 @contextmanager
@@ -75,6 +97,7 @@ class Launcher:
         self._kernel, self._grid, self._tile = kernel, grid, tile
         self._name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
+        self._compiled = None
         self._dtypes: list | None = None
 
     def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
@@ -96,8 +119,10 @@ class Launcher:
                 bits |= address
             addresses.append(address)
         aligned = bits % 16 == 0
-        if self._direct is not None and aligned and not _has_hooks():
+        if self._direct is not None and aligned and not has_hooks():
             self._direct(*addresses, *numbers, *self._fixed)
+            if _recording is not None and _recording.mine():
+                self._note(_recording, (*addresses, *numbers, *self._fixed))
             return
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
@@ -106,8 +131,26 @@ class Launcher:
             *tensors, *numbers, *self._fixed,
             num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
         )  # fmt: skip
+        if _recording is not None and _recording.mine():
+            _recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
-            self._direct = _direct_launch(compiled, self._grid)
+            self._direct, self._compiled = _direct_launch(compiled, self._grid), compiled
+
+    def _note(self, recording: Recording, given: tuple) -> None:
+        try:
+            scratch = self._scratch(recording)
+            recording.operations.append(native_launch.launch(
+                self._name, self._compiled, self._grid, self._kernel.arg_names, given, recording,
+                scratch,
+            ))  # fmt: skip
+        except Exception as error:  # whatever this Triton has instead
+            recording.refused = str(error)
+
+    def _scratch(self, recording: Recording) -> torch.Tensor | None:
+        """Such memory as the kernel makes descriptors in, for each launch anew."""
+        x, y, z = (*self._grid, 1, 1)[:3]
+        size = x * y * z * self._compiled.metadata.global_scratch_size
+        return empty(recording.x, size, dtype=torch.int8) if size else None
 
 
 def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | None:
@@ -153,7 +196,7 @@ def _expanded(descriptor, meta) -> list:
     return descriptor.expanded
 
 
-def _has_hooks() -> bool:
+def has_hooks() -> bool:
     """Whether somebody, such as a profiler, wants to see every launch."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

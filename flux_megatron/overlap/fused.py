@@ -23,6 +23,7 @@ from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
+RECORDABLE = (COLUMN, ROW)
 
 
 def supports(problem: Problem) -> str | None:

@@ -22,6 +22,7 @@ from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
+from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
@@ -40,6 +41,7 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
+RECORDABLE = (COLUMN, ROW)
 
 
 def supports(problem: Problem) -> str | None:
@@ -219,7 +221,7 @@ def _start(
     )
     parts = None
     if not by_sm:
-        parts = x.new_empty((world_size - 1) * tile_rows, tile.block_n)
+        parts = empty(x, (world_size - 1) * tile_rows, tile.block_n)
         engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
     with phase("gemm_rs kernel"):
         y = hopper_gemm_rs.gemm_rs(

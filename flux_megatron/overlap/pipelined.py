@@ -10,6 +10,7 @@ behind later work, such as wgrad.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.signals import comm_rows_at_least, slot
+from flux_megatron.symm.channel import Region
+from flux_megatron.symm.copy_engine import Push
+from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -95,34 +98,66 @@ def start_gemm_rs(
     world_size, N = workspace.world_size, right.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    shape = (world_size, M_shard, N)
-    size_bytes = world_size * M_shard * N * x.element_size()
+    size_bytes = x.shape[0] * N * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    received = call.view(call.rank, shape, x.dtype)
-    staging = x.new_empty(shape)
+    received, steps = call.region.prepared(_steps, M_shard, N, x.dtype, comm_rows)
+    staging = x.new_empty(x.shape[0], N)
+    source = staging.data_ptr()
     if plan.splits:
-        _multiply(x, right, out=staging.view(-1, N))
+        _multiply(x, right, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
         # before the copy engine's stream gets there.
         with phase("local shard"):
-            received[call.rank].copy_(staging[call.rank])
+            received[call.rank].copy_(staging.view(received.shape)[call.rank])
         engine.fork()
-    for step in range(1, world_size + 1):
-        owner = (call.rank + step) % world_size
-        rows = x[owner * M_shard : (owner + 1) * M_shard]
-        target = call.view(owner, shape, x.dtype)[call.rank]
-        for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
-            tile_rows = slice(first, first + comm_rows)
-            if not plan.splits:
-                out = target if owner == call.rank else staging[owner]
-                _multiply(rows[tile_rows], right, out=out[tile_rows])
-                engine.fork()
-            number = slot(call.rank, comm_tile)
-            with phase("scatter push"):
-                if owner != call.rank:
-                    engine.push(target[tile_rows], staging[owner, tile_rows])
-                engine.signal(call.pads[owner], number, call.epoch)  # signal [B]
+    for step in steps:
+        if not plan.splits:
+            rows = slice(step.first, step.last)
+            out = staging[rows] if step.local is None else step.local
+            _multiply(x[rows], right, out=out)
+            engine.fork()
+        with phase("scatter push"):
+            if step.local is None:
+                engine.send(step.pushes, source, call.epoch)  # signal [B]
+            else:
+                engine.write(step.signal, as_int32(call.epoch))  # signal [B]
     return transfer.ReduceScatter(workspace, call, received, comm_rows, keep_alive=staging)
+
+
+class Step(NamedTuple):
+    """A communication tile: rows of x, and where their products go: pushed from the same rows of
+    the staging buffer, or `local`, into this rank's receive buffer. The `signal` is its address.
+    """
+
+    first: int
+    last: int
+    local: Tensor | None
+    pushes: tuple[Push, ...]
+    signal: int
+
+
+def _steps(
+    region: Region, M_shard: int, N: int, dtype: torch.dtype, comm_rows: int
+) -> tuple[Tensor, tuple[Step, ...]]:
+    """The receive buffer [R, M_shard, N], and the tiles for the rank behind this one first, for
+    this one last; the same for every call of a shape through one region.
+    """
+    shape, row_bytes = (region.world_size, M_shard, N), N * dtype.itemsize
+
+    def step(owner: int, comm_tile: int, first: int) -> Step:
+        target = region.view(owner, shape, dtype)[region.rank, first : first + comm_rows]
+        signal = region.pads[owner][slot(region.rank, comm_tile) :].data_ptr()
+        begin = owner * M_shard + first
+        end = begin + target.shape[0]
+        if owner == region.rank:
+            return Step(begin, end, target, (), signal)
+        push = Push(target.data_ptr(), begin * row_bytes, target.nbytes, signal)
+        return Step(begin, end, None, (push,), signal)
+
+    owners = [(region.rank + hops) % region.world_size for hops in range(1, region.world_size + 1)]
+    tiles = [*enumerate(range(0, M_shard, comm_rows))]
+    steps = tuple(step(owner, *tile) for owner in owners for tile in tiles)
+    return region.view(region.rank, shape, dtype), steps
 
 
 def start_gemm_ar(

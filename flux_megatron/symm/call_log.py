@@ -31,6 +31,7 @@ class CallLog:
         self._memory = cpu_backend.allocate(ENTRIES * 8, group)
         entries = ctypes.c_int64 * ENTRIES
         self._rings = [entries.from_address(p) for p in self._memory.pointers.tolist()]
+        self._others = [(r, ring) for r, ring in enumerate(self._rings) if r != self._rank]
         self._digests: dict[str, int] = {}
         self._count = 0
         self._compared = [0] * group.size()
@@ -57,14 +58,15 @@ class CallLog:
     def difference(self) -> str:
         """The first call that some rank made differently, as far as they have come, or nothing."""
         count, compared, ours = self._count, self._compared, self._rings[self._rank]
-        for rank, ring in enumerate(self._rings):
-            if rank == self._rank:
-                continue
+        for rank, ring in self._others:
             for number in range(compared[rank] + 1, count + 1):
                 theirs, mine = ring[number % ENTRIES], ours[number % ENTRIES]
+                if theirs == mine:
+                    compared[rank] = number
+                    continue
                 if _is_before(theirs >> _DIGEST_BITS, number):
                     break  # not there yet
-                if theirs != mine and theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
+                if theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
                     return (
                         f"call {number} of rank {self._rank} is {self._describe(mine)}, "
                         f"of rank {rank} {self._describe(theirs)}"

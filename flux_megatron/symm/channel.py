@@ -150,10 +150,14 @@ class Channel:
         captured = call.region is self._regions[_CAPTURED]
         assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
         if settings.get().poison:
-            # No peer writes this region before our next call announces, by its data or its entry,
-            # that this one is done.
-            call.view(call.rank, (call.region.size_bytes,), torch.uint8).fill_(0xFF)
+            self.poison(call.region)
         self.open = False
+
+    def poison(self, region: Region) -> None:
+        """Fill the region of a call that ends. No peer writes it before our next call announces, by
+        its data or its entry, that this one is done.
+        """
+        region.view(region.rank, (region.size_bytes,), torch.uint8).fill_(0xFF)
 
     def grow(self, size_bytes: int) -> None:
         """Allocate new regions of `size_bytes`; no rank uses the old ones any more. Collective."""

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from torch import Tensor
-
 from flux_megatron import errors
 from flux_megatron.symm.signals import as_int32
 
@@ -119,14 +117,6 @@ class CopyEngine(ABC):
     @abstractmethod
     def clear(self, counters: tuple[int, ...]) -> None:
         """Set the int32 at these addresses to 0."""
-
-    def push(self, destination: Tensor, source: Tensor) -> None:
-        """destination <- source: same shape and dtype, both contiguous."""
-        self.copy(destination.data_ptr(), source.data_ptr(), source.nbytes)
-
-    def signal(self, pad: Tensor, slot: int, epoch: int) -> None:
-        """Announce to the owner of `pad` that everything pushed before has arrived."""
-        self.write(pad.data_ptr() + slot * pad.element_size(), as_int32(epoch))
 
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
         """Enqueue all `pushes` from the address `source`, each followed by its signal."""

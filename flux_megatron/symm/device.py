@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch.distributed import ProcessGroup
 
-from flux_megatron.symm import cpu_backend, cuda_backend
+from flux_megatron.symm import cpu_backend, cuda_backend, native_engine
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
 
@@ -35,5 +35,5 @@ def communication_stream(device: torch.device) -> CopyEngine:
 
 def _engine(device: torch.device) -> CopyEngine:
     if device.type == "cuda":
-        return cuda_backend.CudaCopyEngine(device)
+        return native_engine.engine(device)
     return cpu_backend.CpuCopyEngine()

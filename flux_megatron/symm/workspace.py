@@ -25,6 +25,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
@@ -46,6 +47,7 @@ class Workspace:
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
         self.group, self.device, self.world_size = group, device, group.size()
+        self.name = group.group_name
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
@@ -217,17 +219,22 @@ def _compare() -> None:
         space.compare()
 
 
-_workspaces: dict[str, Workspace] = {}
+_workspaces: dict[ProcessGroup, Workspace] = {}
 _statuses: dict[torch.device, Status] = {}
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
-    found = _workspaces.get(group.group_name)
-    if found is None or found.group is not group:  # a later group may have the same name
+    found = _workspaces.get(group)
+    if found is None:
+        name_of(group)  # there is one
         warn_of_untested(TORCH, TRITON)
         status = _statuses.setdefault(device, Status(device))
-        found = _workspaces[group.group_name] = Workspace(group, device, status)
+        found = Workspace(group, device, status)
+        for other, space in [*_workspaces.items()]:
+            if space.name == found.name:  # of a group that is gone
+                del _workspaces[other]
+        _workspaces[group] = found
     return found
 
 

@@ -94,6 +94,8 @@ def sources_digest(package: Path, strategy: str | None = None, room: str = OVERL
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(package)} {codes[file].text}\n".encode())
+        if (beside := file.with_suffix(".c")).exists():  # what the file compiles
+            digest.update(beside.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- | --- |
 | a compiled kernel is launched by `compiled.run` | yes | yes | yes | yes |
 | that expands host descriptors by itself | no | yes | yes | yes |
+| `runtime.build` compiles C, `make_tensordesc_arg` makes descriptors | yes | yes | yes | yes |
 | the interpreter's `range` takes numpy's arrays of one number | no | yes | yes | yes |
 | the compiler completes TMA stores before a release | no | no | yes | yes |
 | and adds a barrier of the CTA before it | no | no | no | yes |

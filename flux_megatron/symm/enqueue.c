@@ -1,0 +1,263 @@
+// A list of driver calls that runs in one call from Python. `enqueue.py` builds and explains it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cuda.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#define REGISTERS 16
+#define PARAMETERS 96
+enum { RECORD, FOLLOW, COPY, WRITE, WAIT, BATCH, LAUNCH, KINDS };
+enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a register goes into a kernel's parameters
+
+typedef struct { int from; uint64_t add; } Value;  // registers[from] + add
+typedef struct { int how; size_t at; Value value; } Patch;
+typedef struct {
+    CUfunction function;
+    CUlaunchConfig config;
+    unsigned char *memory;  // the parameters; aligned as descriptors need it
+    void *parameters[PARAMETERS];
+    int patch_count;
+    Patch patches[PARAMETERS];
+} Kernel;
+typedef struct { int kind, count; Value stream, a, b, c; Kernel *kernel; } Operation;
+typedef struct {
+    PyObject_HEAD
+    int count, room, eager;
+    uint32_t aligned;  // the registers that must be multiples of 16 bytes
+    Operation *operations;
+} List;
+
+// cuda.h renames functions to their newest versions: so do their names as text
+#define TEXT(name) #name
+#define NAME(name) TEXT(name)
+#define FUNCTIONS(use) \
+    use(cuEventRecord) use(cuStreamWaitEvent) use(cuMemcpyDtoDAsync) use(cuStreamWriteValue32) \
+    use(cuStreamWaitValue32) use(cuStreamBatchMemOp) use(cuLaunchKernelEx) \
+    use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) use(cuFuncGetParamInfo)
+#define DECLARE(name) static __typeof__(&name) p_##name;
+FUNCTIONS(DECLARE)
+static const char *const NAMES[KINDS] = {
+    "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync", "cuStreamWriteValue32",
+    "cuStreamWaitValue32", "cuStreamBatchMemOp", "cuLaunchKernelEx"};
+
+// Lists share an event and the memory of parameters: one thread at a time runs one.
+static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+
+static uint64_t value_of(Value value, const uint64_t *registers) {
+    return registers[value.from] + value.add;
+}
+
+static CUresult patch(Kernel *kernel, const uint64_t *registers) {
+    CUresult code = CUDA_SUCCESS;
+    for (int i = 0; i < kernel->patch_count && !code; i++) {
+        const Patch *one = &kernel->patches[i];
+        unsigned char *to = kernel->memory + one->at;
+        uint64_t value = value_of(one->value, registers);
+        if (one->how == AS_MAP) code = p_cuTensorMapReplaceAddress((CUtensorMap *)to, (void *)value);
+        else memcpy(to, &value, one->how == AS_WORD ? 4 : 8);
+    }
+    return code;
+}
+
+static CUresult batch(const Operation *first, int count, const uint64_t *registers, CUstream stream) {
+    CUstreamBatchMemOpParams given[PARAMETERS];
+    memset(given, 0, count * sizeof *given);
+    for (int i = 0; i < count; i++) {  // a wait has the same fields at the same places
+        given[i].operation = first[i].kind == WRITE ? CU_STREAM_MEM_OP_WRITE_VALUE_32
+                                                    : CU_STREAM_MEM_OP_WAIT_VALUE_32;
+        given[i].writeValue.address = value_of(first[i].a, registers);
+        given[i].writeValue.value = (cuuint32_t)value_of(first[i].b, registers);
+    }
+    return p_cuStreamBatchMemOp(stream, count, given, 0);
+}
+
+static CUresult run_one(const Operation *one, const uint64_t *registers) {
+    CUstream stream = (CUstream)(uintptr_t)value_of(one->stream, registers);
+    uint64_t a = value_of(one->a, registers), b = value_of(one->b, registers);
+    switch (one->kind) {
+    case RECORD: return p_cuEventRecord((CUevent)(uintptr_t)a, stream);
+    case FOLLOW: return p_cuStreamWaitEvent(stream, (CUevent)(uintptr_t)a, 0);
+    case COPY: return p_cuMemcpyDtoDAsync(a, b, value_of(one->c, registers), stream);
+    // flags 0: the write is ordered after all earlier writes of the stream
+    case WRITE: return p_cuStreamWriteValue32(stream, a, (cuuint32_t)b, 0);
+    // flags 0: until the difference of the two, as a signed number, is at least 0
+    case WAIT: return p_cuStreamWaitValue32(stream, a, (cuuint32_t)b, 0);
+    case BATCH: return batch(one + 1, one->count, registers, stream);
+    default: break;
+    }
+    CUresult code = patch(one->kernel, registers);
+    one->kernel->config.hStream = stream;
+    return code ? code
+                : p_cuLaunchKernelEx(&one->kernel->config, one->kernel->function,
+                                     one->kernel->parameters, NULL);
+}
+
+// run(stream, ...): False, and nothing enqueued, in a capture, with an address that is not aligned,
+// or where the driver does not say whether there is a capture: the caller's own way will ask again
+static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+    const List *list = (List *)self;
+    uint64_t registers[REGISTERS] = {0};
+    if (count >= REGISTERS) return PyErr_Format(PyExc_ValueError, "%zd registers given", count);
+    for (int i = 0; i < count; i++) {
+        registers[i + 1] = PyLong_AsUnsignedLongLongMask(given[i]);
+        if (PyErr_Occurred()) return NULL;
+        if (list->aligned >> (i + 1) & 1 && registers[i + 1] % 16) Py_RETURN_FALSE;
+    }
+    CUresult code = CUDA_SUCCESS;
+    int at = 0, eager = 1;
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&one_at_a_time);
+    if (list->eager)
+        eager = !p_cuStreamIsCapturing((CUstream)(uintptr_t)registers[1], &capturing) && !capturing;
+    for (; eager && at < list->count; at += 1 + list->operations[at].count)
+        if ((code = run_one(&list->operations[at], registers))) break;
+    pthread_mutex_unlock(&one_at_a_time);
+    Py_END_ALLOW_THREADS
+    if (code)
+        return PyErr_Format(PyExc_RuntimeError, "%s failed: %d (operation %d of %d)",
+                            NAMES[list->operations[at].kind], (int)code, at + 1, list->count);
+    return PyBool_FromLong(eager);
+}
+
+static Operation *more(List *list) {
+    if (list->count == list->room) {
+        int room = list->room ? 2 * list->room : 16;
+        Operation *grown = PyMem_Realloc(list->operations, room * sizeof *grown);
+        if (!grown) return (Operation *)PyErr_NoMemory();
+        list->operations = grown;
+        list->room = room;
+    }
+    Operation *one = &list->operations[list->count++];
+    memset(one, 0, sizeof *one);
+    return one;
+}
+
+#define VALUE "(iK)"
+#define INTO(value) &(value).from, &(value).add
+
+// add(kind, count, stream, a, b, c): an operation, or the head of a batch of the next `count`
+static PyObject *List_add(PyObject *self, PyObject *arguments) {
+    Operation one = {0};
+    if (!PyArg_ParseTuple(arguments, "ii" VALUE VALUE VALUE VALUE, &one.kind, &one.count,
+                          INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c))) return NULL;
+    if (one.kind < 0 || one.kind >= LAUNCH || one.count >= PARAMETERS)
+        return PyErr_Format(PyExc_ValueError, "operation %d of %d given", one.kind, one.count);
+    Operation *to = more((List *)self);
+    if (!to) return NULL;
+    *to = one;
+    Py_RETURN_NONE;
+}
+
+// launch(stream, function, grid, threads, shared, memory, places, patches): see `Kernel`
+static PyObject *List_launch(PyObject *self, PyObject *arguments) {
+    Value stream;
+    unsigned long long function;
+    CUlaunchConfig config = {.blockDimY = 1, .blockDimZ = 1};
+    Py_buffer memory;
+    PyObject *places, *patches;
+    if (!PyArg_ParseTuple(arguments, VALUE "K(III)IIy*O!O!", INTO(stream), &function,
+                          &config.gridDimX, &config.gridDimY, &config.gridDimZ, &config.blockDimX,
+                          &config.sharedMemBytes, &memory, &PyTuple_Type, &places, &PyTuple_Type,
+                          &patches)) return NULL;
+    Kernel *kernel = PyMem_Calloc(1, sizeof *kernel);
+    void *block = NULL;
+    Operation *one = NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(places), patched = PyTuple_GET_SIZE(patches);
+    if (count > PARAMETERS || patched > PARAMETERS) {
+        PyErr_Format(PyExc_ValueError, "%zd parameters given", count);
+    } else if (kernel && !posix_memalign(&block, 128, memory.len + 1) && (one = more((List *)self))) {
+        kernel->function = (CUfunction)(uintptr_t)function;
+        kernel->config = config;
+        kernel->memory = memcpy(block, memory.buf, memory.len);
+        for (Py_ssize_t i = 0; i < count; i++)
+            kernel->parameters[i] = kernel->memory + PyLong_AsSize_t(PyTuple_GET_ITEM(places, i));
+        for (Py_ssize_t i = 0; i < patched && !PyErr_Occurred(); i++) {
+            Patch *to = &kernel->patches[kernel->patch_count++];
+            PyArg_ParseTuple(PyTuple_GET_ITEM(patches, i), "in" VALUE, &to->how, &to->at,
+                             INTO(to->value));
+        }
+        one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;
+    } else PyErr_NoMemory();
+    PyBuffer_Release(&memory);
+    if (PyErr_Occurred()) return NULL;  // the list is given up by who was building it
+    Py_RETURN_NONE;
+}
+
+static PyObject *List_require(PyObject *self, PyObject *arguments) {
+    List *list = (List *)self;
+    if (!PyArg_ParseTuple(arguments, "pI", &list->eager, &list->aligned)) return NULL;
+    Py_RETURN_NONE;
+}
+
+static void List_free(PyObject *self) {
+    List *list = (List *)self;
+    for (int i = 0; i < list->count; i++)
+        if (list->operations[i].kernel) {
+            free(list->operations[i].kernel->memory);
+            PyMem_Free(list->operations[i].kernel);
+        }
+    PyMem_Free(list->operations);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static Py_ssize_t List_length(PyObject *self) { return ((List *)self)->count; }
+static PySequenceMethods as_sequence = {.sq_length = List_length};
+
+static PyMethodDef methods[] = {
+    {"add", List_add, METH_VARARGS, NULL},
+    {"launch", List_launch, METH_VARARGS, NULL},
+    {"require", List_require, METH_VARARGS, NULL},
+    {"run", (PyCFunction)(void (*)(void))List_run, METH_FASTCALL, NULL},
+    {NULL}};
+static PyTypeObject ListType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flux_megatron_enqueue.List",
+    .tp_basicsize = sizeof(List),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = List_free,
+    .tp_as_sequence = &as_sequence,
+    .tp_methods = methods,
+};
+
+// bind(path): the driver whose functions all lists call
+static PyObject *bind(PyObject *self, PyObject *arguments) {
+    const char *path, *missing = NULL;
+    if (!PyArg_ParseTuple(arguments, "s", &path)) return NULL;
+    void *library = dlopen(path, RTLD_NOW);
+    if (!library) return PyErr_Format(PyExc_OSError, "%s", dlerror());
+#define FIND(name) \
+    if (!(p_##name = (__typeof__(&name))dlsym(library, NAME(name)))) missing = NAME(name);
+    FUNCTIONS(FIND)
+    if (missing) return PyErr_Format(PyExc_OSError, "%s has no %s", path, missing);
+    Py_RETURN_NONE;
+}
+
+// parameters(function): the sizes of a kernel's parameters, as the driver knows them
+static PyObject *parameters(PyObject *self, PyObject *arguments) {
+    unsigned long long function;
+    size_t offset, size;
+    if (!PyArg_ParseTuple(arguments, "K", &function)) return NULL;
+    PyObject *sizes = PyList_New(0);
+    for (size_t i = 0; sizes && i < PARAMETERS; i++) {
+        if (p_cuFuncGetParamInfo((CUfunction)(uintptr_t)function, i, &offset, &size)) break;
+        PyObject *one = PyLong_FromSize_t(size);
+        if (!one || PyList_Append(sizes, one)) Py_CLEAR(sizes);
+        Py_XDECREF(one);
+    }
+    return sizes;
+}
+
+static PyMethodDef functions[] = {
+    {"bind", bind, METH_VARARGS, NULL}, {"parameters", parameters, METH_VARARGS, NULL}, {NULL}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "flux_megatron_enqueue", NULL, -1, functions};
+
+PyMODINIT_FUNC PyInit_flux_megatron_enqueue(void) {
+    PyObject *module = PyType_Ready(&ListType) ? NULL : PyModule_Create(&definition);
+    if (module && PyModule_AddObjectRef(module, "List", (PyObject *)&ListType)) Py_CLEAR(module);
+    return module;
+}

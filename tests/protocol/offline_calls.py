@@ -1,0 +1,234 @@
+"""Whole calls of the kernels for GPUs where there is none: Triton compiles and launches, the driver
+is `fake_driver`, and a second rank is pretended.
+
+    python offline_calls.py FILE       writes JSON: what calls enqueue, by a strategy and by a list
+    python offline_calls.py FILE time  writes also what a call takes the host, by Python's and by
+                                       C's copy engine: the driver does nothing, so all is ours
+
+For a process of its own, without the interpreter. It starts itself anew where the driver is found
+before another one would be.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import fake_driver
+
+if "FAKE_DRIVER" not in os.environ:
+    folder = tempfile.mkdtemp()
+    library = str(fake_driver.build(Path(folder)))
+    found = {"FAKE_DRIVER": library, "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **found})
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver as active
+
+CALLERS, COPY, SMS = 5, 7, 132
+M_SHARD, N, K = 1024, 1024, 512
+FIRST_EPOCH = 70000  # no size is such a number
+
+
+class Offline:
+    """Triton's driver, on the pretended one."""
+
+    launcher_cls = nvidia.CudaLauncher
+
+    def __init__(self) -> None:
+        self.utils = nvidia.CudaUtils()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return CALLERS
+
+
+active.set_active(Offline())
+DRIVER = fake_driver.Driver(Path(os.environ["FAKE_DRIVER"]))
+with contextlib.suppress(ImportError):  # what engines have elsewhere is faster than ours
+    import cuda.bindings.driver  # noqa: F401
+if "cuda.bindings" not in sys.modules:
+    sys.modules["cuda.bindings"] = SimpleNamespace(driver=DRIVER)  # type: ignore[assignment]
+torch.cuda.current_device = lambda: 0
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.Stream = lambda device, priority=0: SimpleNamespace(cuda_stream=COPY)  # type: ignore[misc]
+torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc]
+torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
+
+from flux_megatron import ops
+from flux_megatron.kernels import hopper_gemm, launch, native_launch, triton_launch
+from flux_megatron.overlap import hopper
+from flux_megatron.overlap.steady import Steady
+from flux_megatron.problem import Plan
+from flux_megatron.symm import agreement, native_engine, objects, workspace
+from flux_megatron.symm import device as devices
+from flux_megatron.symm.cuda_backend import CudaCopyEngine
+
+objects.all_gather = lambda mine, group: [mine] * group.size()
+agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
+workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
+workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
+launch.supports = lambda problem: None
+launch._sms = lambda device: SMS
+launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
+hopper_gemm._refused = lambda *given: None
+
+
+@cache
+def scratch(size: int) -> torch.Tensor:
+    """Where kernels make descriptors."""
+    return torch.empty(size, dtype=torch.int8)
+
+
+triton_launch._descriptor_memory = lambda size, alignment, stream: scratch(size)
+
+TILE = replace(hopper.TILE, group_m=16)
+PLANS = {
+    "hopper ag_gemm": Plan("hopper", tile=TILE),
+    "hopper ag_gemm, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
+    "hopper gemm_rs": Plan("hopper", comm_rows=512, tile=TILE, transport="copy_engine"),
+    "hopper gemm_rs, by SM": Plan("hopper", comm_rows=128, tile=TILE, transport="sm"),
+    "fused ag_gemm": Plan("fused", comm_rows=512, tile=TILE),
+    "fused gemm_rs": Plan("fused", tile=TILE),
+}
+
+
+def parameters_of(ptx: str) -> list[int]:
+    """The sizes of a kernel's parameters, as its code declares them."""
+    entry = ptx.partition(".visible .entry")[2].partition(")")[0]
+    found = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\n\[]*(?:\[(\d+)\])?", entry)
+    return [int(count) if count else int(bits) // 8 for bits, count in found]
+
+
+_launch = native_launch.launch
+SIZES: dict[int, list[int]] = {}  # by function
+
+
+def known(name: str, compiled: Any, *given: Any) -> Any:
+    """The driver knows the sizes of a kernel's parameters; ours, of those that are recorded."""
+    SIZES[compiled.function] = parameters_of(compiled.asm["ptx"])
+    DRIVER.expect_parameters(compiled.function, *SIZES[compiled.function])
+    return _launch(name, compiled, *given)
+
+
+native_launch.launch = known
+
+
+class Call:
+    """The calls of one plan. Their operands, and what they make, stay where they are."""
+
+    def __init__(self, name: str, bias: bool) -> None:
+        gathers = "ag_gemm" in name
+        self.x = torch.zeros(M_SHARD if gathers else 2 * M_SHARD, K, dtype=torch.bfloat16)
+        self.w = torch.zeros(N, K, dtype=torch.bfloat16)
+        self.named = {"bias": torch.zeros(N, dtype=torch.bfloat16)} if bias and gathers else {}
+        self.operation = ops.all_gather_gemm if gathers else ops.gemm_reduce_scatter
+        self.plan = PLANS[name]
+
+    def __call__(self) -> torch.Tensor:
+        return self.operation(self.x, self.w, dist.group.WORLD, plan=self.plan, **self.named)
+
+
+def enqueued(call: Call) -> dict[str, Any]:
+    """What a call enqueues, the kernels' parameters, the tensors that it makes, and whether a list
+    made it.
+    """
+    made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
+    new, lists, sizes = torch.Tensor.new_empty, [], []
+    run = Steady.run
+
+    def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if dtype is torch.int8:
+            return scratch(*shape[0])
+        key = (str(shape).strip("(),"), dtype or like.dtype)
+        sizes.append(str(key))
+        return made.setdefault(key, new(like, *shape, dtype=dtype))
+
+    def noted(*given: Any) -> torch.Tensor | None:
+        lists.append(y := run(*given))
+        return y
+
+    before = DRIVER.word("fake_launches").value
+    torch.Tensor.new_empty, Steady.run = kept, noted  # type: ignore[method-assign, assignment]
+    try:
+        call()
+    finally:
+        torch.Tensor.new_empty, Steady.run = new, run  # type: ignore[method-assign]
+    done = [*DRIVER.done()]
+    functions = [one[2] for one in done if one[0] == "launch"]
+    given = [DRIVER.parameters(sum(SIZES.get(f, ())), before + n) for n, f in enumerate(functions)]
+    return {
+        "by_list": lists[-1] is not None, "done": done, "given": [one.hex() for one in given],
+        "made": sizes,
+    }  # fmt: skip
+
+
+KEPT: dict[str, dict[tuple, torch.Tensor]] = {}
+
+
+@contextlib.contextmanager
+def engine(native: bool) -> Iterator[None]:
+    workspace.release()
+    devices.copy_engine.cache_clear()
+    kind = native_engine.NativeCopyEngine if native else CudaCopyEngine
+    devices._engine = lambda device: kind(torch.device("cuda", 0))
+    yield
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """The least of many short means: other processes only add to them."""
+    least = float("inf")
+    for _ in range(150):
+        begin = time.perf_counter()
+        for _ in range(100):
+            call()
+        least = min(least, (time.perf_counter() - begin) / 100)
+        DRIVER.count.value = 0
+    return round(1e6 * least, 2)
+
+
+def main(path: str, timed: bool) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    written: dict[str, Any] = {"calls": {}, "host_us": {}}
+    for name in PLANS:
+        calls = {}
+        call = Call(name, bias=name == "hopper ag_gemm")
+        for kind in ("compile", "python", "native"):
+            with engine(kind != "python"):
+                enqueued(call)  # the channel is there, and kernels are compiled
+                for channel in workspace.workspaces()[0].channels.values():
+                    channel.epoch = FIRST_EPOCH - 1
+                calls[kind] = [enqueued(call) for _ in range(8)]
+                if timed and kind != "compile":
+                    written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
+        written["calls"][name] = calls
+    Path(path).write_text(json.dumps(written))
+    sys.stdout.flush()
+    os._exit(0)  # the pretended group has nothing to end
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(sys.argv[1], "time" in sys.argv[2:])

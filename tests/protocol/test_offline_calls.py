@@ -1,0 +1,77 @@
+"""Whole calls of the kernels for GPUs, by their strategy and by a list: the same driver calls in
+the same order, and the same parameters of kernels, but for the epoch. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import fake_driver
+import pytest
+import torch
+from compiled_apart import compiled_by
+
+from flux_megatron.versions.triton import TRITON
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.slow,
+    pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
+    pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
+]
+EPOCH = 70000  # of the first call
+CALLS = {
+    "hopper ag_gemm": ["record", "follow", "copy", "write", "launch", "record", "follow"],
+    "hopper ag_gemm, split-K": ["record", "follow", "copy", "write", "launch", "record", "follow"],
+    "hopper gemm_rs": [
+        "record", "follow", "launch", *["wait", "copy", "write"] * 2, "write", "write",
+        "record", "follow",
+    ],
+    "hopper gemm_rs, by SM": ["launch"],
+    "fused ag_gemm": [
+        "record", "follow", *["copy", "write"] * 2, "launch", "record", "follow"
+    ],
+    "fused gemm_rs": ["launch", "launch"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("offline_calls.py", tmp_path_factory.mktemp("offline"))["calls"]
+
+
+def without_epoch(call: dict, epoch: int) -> tuple[list, list]:
+    """What a call has enqueued, "epoch" for that number where it may stand: in signals and in
+    parameters of kernels.
+    """
+    done = [
+        ["epoch" if what == "write" and value == epoch else value for value in (what, *values)]
+        for what, *values in call["done"]
+    ]
+    given = []
+    for one in map(bytes.fromhex, call["given"]):
+        words = [int.from_bytes(one[at : at + 4], "little") for at in range(0, len(one), 4)]
+        given.append(["epoch" if word == epoch else word for word in words])
+    return done, given
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_list_does_what_the_strategy_does(calls, name):
+    compiled, by_python, native = calls[name].values()
+    assert [call["by_list"] for call in by_python] == [False] * 8
+    for engine in (compiled, native):
+        assert [call["by_list"] for call in engine] == [False] * 2 + [True] * 6
+    for number, call in enumerate(native):
+        assert [what for what, *_ in by_python[number]["done"]] == CALLS[name]
+        done, given = without_epoch(call, EPOCH + number)
+        assert [what for what, *_ in done] == CALLS[name]
+        # the strategy's call of the same parity, which uses the same memory
+        assert (done, given) == without_epoch(native[number % 2], EPOCH + number % 2)
+        assert call["made"] == native[0]["made"], "memory that a list would not take anew"
+        assert call["made"]
+        assert given
+        assert all("epoch" in one for one in given)
+
+
+def test_another_epoch_would_be_noticed(calls):
+    call = calls["hopper ag_gemm"]["native"][4]
+    assert without_epoch(call, EPOCH + 4) != without_epoch(call, EPOCH + 3)

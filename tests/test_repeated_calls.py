@@ -1,0 +1,78 @@
+"""Repeated calls on GPUs, which a list of driver calls makes: exact, with operands that move and
+ranks that are late. `test_steady.py` and `protocol/test_offline_calls.py` need no GPU.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import ON_HOPPER, Case, call, operands
+from closeness import assert_exact
+from ranks import be_late, run_ranks
+
+import flux_megatron
+from flux_megatron.overlap.steady import Steady
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm.workspace import workspaces
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
+PLANS = {
+    "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
+    "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
+}
+if ON_HOPPER:
+    PLANS |= {
+        "hopper": Plan("hopper", comm_rows=128, tile=WIDE, transport="copy_engine"),
+        "hopper by SM": Plan("hopper", comm_rows=128, tile=WIDE, transport="sm"),
+        "hopper, split-K": Plan("hopper", tile=WIDE, split_k_shards=1),
+    }
+CALLS = 60
+
+
+def repeated(rank: int, plan: Plan) -> int:
+    """Calls of both operations in a drawn order; how many of them lists have made."""
+    sizes = {"M_shard": 256, "N_local": 512, "K_local": 1024, "dtype": torch.bfloat16, "kept": 0.2}
+    cases = [
+        Case(pattern, **sizes, plan=plan, seed=seed)
+        for pattern in ("ag_gemm", "gemm_rs")
+        for seed in range(4)
+    ]
+    given, draw, mine = [operands(case, 2) for case in cases], random.Random(0), random.Random(rank)
+    run, by_list = Steady.run, []
+
+    def noted(*given):
+        by_list.append(y := run(*given))
+        return y
+
+    Steady.run = noted
+    try:
+        results = []
+        for _ in range(CALLS):
+            which = draw.randrange(len(cases))
+            if mine.random() < 0.1:
+                be_late(0.002)
+            results.append((which, call(cases[which], given[which], dist.group.WORLD)))
+    finally:
+        Steady.run = run
+    torch.cuda.synchronize()
+    flux_megatron.check()
+    for number, (which, result) in enumerate(results):
+        assert_exact(result, given[which].expected[rank], f"call {number}")
+    refused = [s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady]
+    assert all(not one or "not launched directly" in one for one in refused), refused
+    return sum(y is not None for y in by_list)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_repeated_calls_are_exact(plan):
+    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", fresh=True)
+    assert made[0] == made[1], "the ranks make the same calls by lists"
+    assert made[0] >= CALLS - 10
