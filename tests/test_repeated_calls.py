@@ -73,6 +73,7 @@ def repeated(rank: int, plan: Plan) -> int:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_repeated_calls_are_exact(plan):
-    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", fresh=True)
+    wanted = {"FLUX_MEGATRON_NATIVE": "1"}
+    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", fresh=True, environment=wanted)
     assert made[0] == made[1], "the ranks make the same calls by lists"
     assert made[0] >= CALLS - 10

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flux_megatron import settings
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
@@ -167,7 +168,9 @@ def unavailable() -> str | None:
 
 
 def engine(device: torch.device) -> CopyEngine:
-    """The copy engine of a GPU: this one where there is a C compiler."""
+    """The copy engine of a GPU: this one where it is wanted and there is a C compiler."""
+    if not settings.get().native:
+        return CudaCopyEngine(device)
     if reason := unavailable():
         warnings.warn(
             f"flux_megatron: Python makes the driver calls, which takes the host longer: {reason}",
