@@ -11,6 +11,9 @@ python=${TEST_PYTHON:-.venv/bin/python}
 [ -n "${TEST_PYTHON:-}" ] || scripts/environment.sh || exit
 scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 
+# compiled once, not in each of the thousand processes that import this checkout
+export PYTHONDONTWRITEBYTECODE=
+
 status=0
 step() {
     echo "== $*"
