@@ -54,7 +54,7 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
     """pytest's exit code of the mutant's test, 1 if it has failed; its output goes to `log`."""
     if str(mutant.test_file.parent) not in sys.path:
         sys.path.insert(0, str(mutant.test_file.parent))
-    importlib.import_module(mutant.test_file.stem)  # once here, not once in each fork
+    module = importlib.import_module(mutant.test_file.stem)  # once here, not once in each fork
     if "ranks" in sys.modules:
         sys.modules["ranks"].prepare()
     gc.freeze()  # else each fork collects, and so copies, what these imports have made
@@ -65,6 +65,9 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
         for descriptor in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # finding them takes seconds
+        if "rank_process" in sys.modules and not hasattr(module, "RankFailure"):
+            # the test has failed with its first rank: nobody reads what the others say later
+            sys.modules["rank_process"].AFTER_A_FAILURE_S = 0
         code = int(pytest.main(
             [f"{TESTS / mutant.test}", "-q", "--tb=native", "-p", "no:cacheprovider",
              "-p", "pytest_timeout"],
