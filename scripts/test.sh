@@ -43,7 +43,7 @@ without_gpus=(env CUDA_VISIBLE_DEVICES=)
 sample=tests/protocol/test_sample_ptx.py
 step "${without_gpus[@]}" "${test[@]}" --ignore="$sample" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
-step scripts/newest_triton.sh
+step scripts/newest_triton.sh -n "$workers" --dist loadgroup
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     # most of a test on GPUs is compiling, on one core: several share the GPUs
     on_gpus="(device or gpu or gpus)"
