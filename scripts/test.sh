@@ -11,6 +11,9 @@ python=${TEST_PYTHON:-.venv/bin/python}
 [ -n "${TEST_PYTHON:-}" ] || scripts/environment.sh || exit
 scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 
+# compiled once, not in each of the thousand processes that import this checkout
+export PYTHONDONTWRITEBYTECODE=
+
 status=0
 step() {
     echo "== $*"
@@ -40,7 +43,7 @@ without_gpus=(env CUDA_VISIBLE_DEVICES=)
 sample=tests/protocol/test_sample_ptx.py
 step "${without_gpus[@]}" "${test[@]}" --ignore="$sample" -m "not alone" -n "$workers" --dist loadgroup
 step "${without_gpus[@]}" "${test[@]}" -m alone
-step scripts/newest_triton.sh
+step scripts/newest_triton.sh -n "$workers" --dist loadgroup
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     # most of a test on GPUs is compiling, on one core: several share the GPUs
     on_gpus="(device or gpu or gpus)"

@@ -41,13 +41,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 
-# files whose tests share what is slow to make: compiled kernels, rows, losses, a Slurm
+# files whose tests share what is slow to make: compiled kernels, rows, losses, a wheel, a Slurm
 ONE_WORKER = (
-    "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_bench_runs", "test_gpt_model",
-    "test_slurm_jobs", "test_slurm_faults",
+    "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_expert_ptx", "test_embedding_ptx",
+    "test_word_ptx", "test_device_ptx", "test_sample_ptx", "test_kept_code", "test_bench_runs",
+    "test_gpt_model", "test_generate", "test_compiled_layers", "test_wheel", "test_simulate",
+    "test_regret", "test_calibration", "test_slurm_jobs", "test_slurm_faults",
 )  # fmt: skip
 # files of few long tests, which come last in the order of names: one alone would be waited for
-FIRST = ("test_train_runs", "test_tuner_command", "test_tuner")
+FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 AFTER_A_FAILURE_S = 15  # in which the other ranks, who may wait for it, can say what they saw
+LOOK_S = 0.05  # after which it is seen that all have ended without an answer
 _DONE = "all have answered"
 
 Work = Callable[[int], Any]  # is given the rank
@@ -82,11 +83,10 @@ class Ranks:
         outcomes: dict[int, tuple[bool, object]] = {}
         deadline = time.monotonic() + limit_s
         while len(outcomes) < len(self._processes) and time.monotonic() < deadline:
-            if self._results.empty():
-                gone = not any(process.is_alive() for process in self._processes)
-                if gone and self._results.empty():
+            gone = not any(process.is_alive() for process in self._processes)
+            if not self._results._reader.poll(LOOK_S):  # asleep: the ranks need the cores
+                if gone:
                     break
-                time.sleep(0.002)
                 continue
             rank, ok, value = self._results.get()
             outcomes[rank] = (ok, value)

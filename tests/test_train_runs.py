@@ -165,7 +165,7 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, text, number):
     assert (out / "checkpoints" / "latest").read_text() == f"step_{done}\n"
     assert tensors(out / "checkpoints" / f"step_{done}")
     if number is signal.SIGINT:
-        train(out, text, "--steps", str(done + 1), "--resume", layers="stock")
+        train_forked(out, text, "--steps", str(done + 1), "--resume", layers="stock")
         assert len(losses(out)) == done + 1
 
 
@@ -193,7 +193,7 @@ def test_a_failing_rank_ends_all_and_shows_its_traceback(tmp_path, text):
 
 def test_compare_agrees_and_can_disagree(tmp_path, text):
     arguments = ("--steps", "2", "--compare")
-    output = train(tmp_path / "same", text, *arguments)
+    output = train_forked(tmp_path / "same", text, *arguments)
     assert re.search(r"verdict +│ same", output)
     result = json.loads((tmp_path / "same" / "compare.json").read_text())
     assert result["overlapped"] == result["eligible"] > 0

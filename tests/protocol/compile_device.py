@@ -14,8 +14,8 @@ from unittest import mock
 
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 import triton.language as tl
+from compile_kernels import code_of
 from forked_work import write_results
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental import gluon
@@ -76,9 +76,7 @@ def compiled(kernel, architecture: int, dtype: str, num_warps: int, **constexprs
         fn=kernel, signature=signature, constexprs=constexprs,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )  # fmt: skip
-    target = GPUTarget("cuda", architecture, 32)
-    result = triton.compile(source, target=target, options={"num_warps": num_warps})
-    return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+    return code_of(source, architecture, {"num_warps": num_warps})
 
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:

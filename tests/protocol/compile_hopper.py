@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 from forked_work import write_results
+from kept_code import compiled_or_kept
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -41,6 +42,7 @@ from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
 
+_SM_90 = GPUTarget("cuda", 90, 32)
 SMS = 132  # of an H100 or H200
 WORLD_SIZE = 4
 RECORDED = (
@@ -218,11 +220,15 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": launcher._tile.num_warps}
+    return compiled_or_kept(source, _SM_90, options, lambda: _assembled(source, options))
+
+
+def _assembled(source: GluonASTSource, options: dict) -> dict:
     log = io.StringIO()
     with contextlib.redirect_stdout(log), mock.patch.object(
         triton.knobs.nvidia, "dump_ptxas_log", True
     ):  # fmt: skip
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        result = triton.compile(source, target=_SM_90, options=options)
     return {
         "ptx": result.asm["ptx"],
         "shared_bytes": result.metadata.shared,

@@ -19,6 +19,7 @@ import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 from broken_kernels import BROKEN
 from forked_work import write_results
+from kept_code import compiled_or_kept
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
@@ -64,8 +65,18 @@ def compiled(
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+    return code_of(source, architecture, options)
+
+
+def code_of(source: ASTSource, architecture: int, options: dict) -> dict:
+    """The PTX, compiled or kept, and the shared memory that it needs."""
+    target = GPUTarget("cuda", architecture, 32)
+
+    def make() -> dict:
+        result = triton.compile(source, target=target, options=options)
+        return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+
+    return compiled_or_kept(source, target, options, make)
 
 
 def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:

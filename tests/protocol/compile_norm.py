@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from kept_code import compiled_or_kept
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -60,11 +61,16 @@ def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: st
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    target = GPUTarget("cuda", architecture, 32)
+    return compiled_or_kept(source, target, options, lambda: _assembled(source, target, options))
+
+
+def _assembled(source: ASTSource, target: GPUTarget, options: dict) -> dict:
     log = io.StringIO()
     with contextlib.redirect_stdout(log), mock.patch.object(
         triton.knobs.nvidia, "dump_ptxas_log", True
     ):  # fmt: skip
-        result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        result = triton.compile(source, target=target, options=options)
     spilled = re.search(r"(\d+) bytes spill stores", log.getvalue())
     assert spilled, log.getvalue()
     return {

@@ -7,6 +7,7 @@ runs in a forked process in which the module has been replaced wherever it is in
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -53,9 +54,10 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
     """pytest's exit code of the mutant's test, 1 if it has failed; its output goes to `log`."""
     if str(mutant.test_file.parent) not in sys.path:
         sys.path.insert(0, str(mutant.test_file.parent))
-    importlib.import_module(mutant.test_file.stem)  # once here, not once in each fork
+    module = importlib.import_module(mutant.test_file.stem)  # once here, not once in each fork
     if "ranks" in sys.modules:
         sys.modules["ranks"].prepare()
+    gc.freeze()  # else each fork collects, and so copies, what these imports have made
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 99
@@ -63,8 +65,12 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
         for descriptor in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # finding them takes seconds
+        if "rank_process" in sys.modules and not hasattr(module, "RankFailure"):
+            # the test has failed with its first rank: nobody reads what the others say later
+            sys.modules["rank_process"].AFTER_A_FAILURE_S = 0
         code = int(pytest.main(
-            [f"{TESTS / mutant.test}", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout"],
+            [f"{TESTS / mutant.test}", "-q", "--tb=native", "-p", "no:cacheprovider",
+             "-p", "pytest_timeout"],
             plugins=[_Replacing(mutant, log.with_name("mutant.py"))],
         ))  # fmt: skip
     finally:
@@ -94,8 +100,11 @@ def replace(module: ModuleType, mutation: Mutation, file: Path) -> None:
         if getattr(old, "__module__", None) == module.__name__:
             renewed[id(old)] = vars(module)[name] = _renewed(old, vars(module)[name])
     for other in [*sys.modules.values()]:
-        for name, value in [*getattr(other, "__dict__", {}).items()]:
-            if other is not module and id(value) in renewed:
+        names = getattr(other, "__dict__", {})
+        if other is module or renewed.keys().isdisjoint(map(id, names.values())):
+            continue  # most of thousands
+        for name, value in [*names.items()]:
+            if id(value) in renewed:
                 setattr(other, name, renewed[id(value)])
 
 

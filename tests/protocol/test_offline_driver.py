@@ -6,7 +6,7 @@ Triton 3.6 builds its launcher against the driver's library, and 3.5 has no Gluo
 from __future__ import annotations
 
 import pytest
-from compiled_apart import compiled_by
+from compiled_apart import written_by
 
 from flux_megatron.versions.triton import TRITON, run_expands_descriptors, runs_directly
 
@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict:
     """Written only if what asks an unknown Triton for its code could compile it."""
-    return compiled_by("offline_driver.py", tmp_path_factory.mktemp("offline"))
+    return written_by("offline_driver.py", tmp_path_factory.mktemp("offline"))
 
 
 def test_a_direct_launch_hands_over_what_triton_s_own_does(written):

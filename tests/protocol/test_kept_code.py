@@ -1,0 +1,101 @@
+"""Code is kept for the next run only while nothing that makes it changes. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kept_code
+import pytest
+
+HERE = Path(__file__).parent
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def called(x):
+    return x + 1
+
+@triton.jit
+def kernel(x, SIZE: tl.constexpr, STEP: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, called(tl.load(x + at)) + STEP)
+"""
+KEY = """
+import sys
+import json
+import kept_code
+from kernel_of_a_test import kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+given = json.loads(sys.argv[1])
+types = {"x": given["type"], "SIZE": "constexpr", "STEP": "constexpr"}
+constants = {"SIZE": given["size"], "STEP": given["step"]}
+source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+print(kept_code._key(source, GPUTarget("cuda", given["architecture"], 32), given["options"]))
+"""
+GIVEN = {"type": "*fp32", "size": 32, "step": 64, "architecture": 90, "options": {"num_warps": 4}}
+
+
+def key(folder: Path, source: str = KERNEL, **changes: object) -> str:
+    """As a script finds it."""
+    folder.mkdir()
+    (folder / "kernel_of_a_test.py").write_text(source)
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(HERE), *sys.path])
+    command = [sys.executable, "-c", KEY, json.dumps(GIVEN | changes)]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> str:
+    return key(tmp_path_factory.mktemp("first") / "kernel")
+
+
+def test_the_same_kernel_is_found_again(tmp_path, first):
+    assert key(tmp_path / "kernel") == first
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": KERNEL.replace("x + 1", "x + 2")},
+        {"source": KERNEL.replace("+ STEP", "- STEP")},
+        {"type": "*bf16"},
+        {"size": 64, "step": 32},
+        {"architecture": 100},
+        {"options": {"num_warps": 8}},
+    ],
+    ids=["a function that it calls", "its source", "a type", "constants that change places",
+         "the GPU", "an option"],
+)  # fmt: skip
+def test_what_has_changed_is_compiled_again(tmp_path, first, changes):
+    assert key(tmp_path / "kernel", **changes) != first
+
+
+def test_only_results_of_the_same_key_are_taken(tmp_path, monkeypatch):
+    file = tmp_path / "last.json"
+    file.write_text(json.dumps({"a kernel": {"key": "known", "ptx": "kept"}}))
+    monkeypatch.setenv(kept_code.LAST, str(file))
+    kept_code._last_results.cache_clear()
+    try:
+        for known, ptx in (("known", "kept"), ("another", "made")):
+            monkeypatch.setattr(kept_code, "_key", lambda *_, known=known: known)
+            given = kept_code.compiled_or_kept(None, None, {}, lambda: {"ptx": "made"})
+            assert given == {"key": known, "ptx": ptx}
+    finally:
+        kept_code._last_results.cache_clear()
+
+
+def test_a_changed_script_forgets_all(monkeypatch, tmp_path):
+    before = kept_code._scripts.__wrapped__()
+    (tmp_path / "compile_other.py").write_text("")
+    monkeypatch.setattr(kept_code, "HERE", tmp_path)
+    assert kept_code._scripts.__wrapped__() != before
