@@ -193,7 +193,7 @@ def test_a_failing_rank_ends_all_and_shows_its_traceback(tmp_path, text):
 
 def test_compare_agrees_and_can_disagree(tmp_path, text):
     arguments = ("--steps", "2", "--compare")
-    output = train_forked(tmp_path / "same", text, *arguments)
+    output = train(tmp_path / "same", text, *arguments)  # as a user starts it
     assert re.search(r"verdict +│ same", output)
     result = json.loads((tmp_path / "same" / "compare.json").read_text())
     assert result["overlapped"] == result["eligible"] > 0
