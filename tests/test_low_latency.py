@@ -108,45 +108,26 @@ def test_every_rank_adds_in_rank_order(plan):
     assert all(torch.equal(first, other) for other in others)
 
 
-def alone(rank: int) -> str:
+def alone(rank: int, pattern: str) -> str:
     """Rank 1 makes one call less."""
-    group, plan = dist.group.WORLD, PLANS["one shot"]
-    x, w = torch.ones(2, 4, device=DEVICE), torch.ones(40, 4, device=DEVICE)
-    ops.gemm_all_reduce(x, w, group, plan=plan)
-    dist.barrier()
-    if rank == 1:
-        return ""
-    try:
-        ops.gemm_all_reduce(x, w, group, plan=plan)
-        flux_megatron.synchronize()
-    except errors.SignalTimeout as error:
-        return str(error)
-    return "no error"
-
-
-def gathers_alone(rank: int) -> str:
-    group, plan = dist.group.WORLD, PLANS["one shot"]
+    group, call = dist.group.WORLD, ops.OPERATIONS[Pattern(pattern)]
     x, w = torch.ones(2, 40, device=DEVICE), torch.ones(40, 40, device=DEVICE)
-    ops.all_gather_gemm(x, w, group, plan=plan)
+    call(x, w, group, plan=PLANS["one shot"])
     dist.barrier()
     if rank == 1:
         return ""
     try:
-        ops.all_gather_gemm(x, w, group, plan=plan)
+        call(x, w, group, plan=PLANS["one shot"])
         flux_megatron.synchronize()
     except errors.SignalTimeout as error:
         return str(error)
     return "no error"
 
 
-def test_rows_that_do_not_come_are_reported():
-    environment = {"FLUX_MEGATRON_TIMEOUT_S": "0.5"}
-    said, _ = on_device(gathers_alone, 2, environment=environment, fresh=True)
-    assert "for words of rank 1: epoch 2 expected, 0 seen" in said
-
-
-def test_words_that_do_not_come_are_reported():
-    said, _ = on_device(alone, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "0.5"}, fresh=True)
+@pytest.mark.parametrize("pattern", Pattern)
+def test_words_that_do_not_come_are_reported(pattern):
+    wanted = {"FLUX_MEGATRON_TIMEOUT_S": "0.5"}
+    said, _ = on_device(alone, 2, str(pattern), environment=wanted, fresh=True)
     assert "rank 0 of group" in said
     assert "for words of rank 1: epoch 2 expected, 0 seen" in said
 
