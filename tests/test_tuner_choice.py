@@ -352,6 +352,10 @@ def test_an_estimate_alone_is_careful():
     few = [PLAIN, Plan("low_latency")]
     assert choice._safe(LAYER, few, known("hopper")) == [PLAIN]
     assert choice._safe(LAYER, few, known("low_latency")) == few
+    ragged = replace(LAYER, M=4 * 248)
+    assert choice._safe(ragged, plans[:2], known("hopper")) == [PLAIN]
+    tried = replace(known("hopper")[0], problem=replace(LAYER, M=4 * 200))
+    assert choice._safe(ragged, plans[:2], [tried]) == plans[:2]
     whole = replace(LAYER, pattern=Pattern.GEMM_AR)
     assert choice._safe(whole, few, known("hopper")) == few
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flux_megatron.kernels import hopper_config, hopper_descriptors
+from flux_megatron.kernels import hopper_config, hopper_descriptors, hopper_gemm
 from flux_megatron.kernels.gluon_versions import (
     Descriptor,
     Number,
@@ -32,7 +32,7 @@ from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
-from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
+from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import split_k_of_gather
 from flux_megatron.kernels.triton_launch import Launcher, empty
@@ -50,6 +50,7 @@ class GatheredRows:
     sizes: Sizes
     signals: Signals
     comm_rows: Number
+    RAGGED: gl.constexpr
 
     @gluon.jit
     def deadline(self):
@@ -63,7 +64,7 @@ class GatheredRows:
     def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
         sizes = self.sizes
         source, m, n = ag_tile(work.tile, grid, scheduler.tiles)
-        row = m * sizes.BLOCK_M
+        row = row_in_shard(m, sizes, self.RAGGED)
         col = n * sizes.BLOCK_N
         if source == sizes.rank:
             loaded, ticket = ring.load_tile(
@@ -106,6 +107,7 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
 class AgConfig(Config):
     HAS_BIAS: bool
     COPY_LOCAL: bool
+    RAGGED: bool  # the rows of a shard are no multiple of a tile's
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -137,10 +139,12 @@ def hopper_ag_gemm_kernel(
         w_descs = w_descs + (w_rest,)
         y_descs = y_descs + (y_rest,)
     ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    operands = GatheredRows(x_desc, gathered_desc, w_descs, sizes, signals, comm_rows)
+    operands = GatheredRows(
+        x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED
+    )
     epilogue = StoredTiles(
         y_descs, new_buffers(y_descs, []), bias, sizes, signals, tiles,
-        CONFIG.HAS_BIAS, CONFIG.NUM_WARPS,
+        CONFIG.HAS_BIAS, CONFIG.RAGGED, CONFIG.NUM_WARPS,
     )  # fmt: skip
     sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
     fence_async_shared()  # TMA arrives at some of the barriers
@@ -162,9 +166,10 @@ def _launcher(
     recorded: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     M_shard, K = x
+    ragged = hopper_gemm.is_ragged(M_shard, world_size, tile)
     split = split_k_of_gather(
         tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
-        hopper_config.sms(device),
+        hopper_config.sms(device), ragged,
     )  # fmt: skip
     run = Launcher(
         hopper_ag_gemm_kernel, (split.ctas,), tile,
@@ -173,7 +178,8 @@ def _launcher(
             min(split.ctas, split.whole),
         ),
         CONFIG=AgConfig(
-            **common_config(world_size, layout, tile, split), HAS_BIAS=bias, COPY_LOCAL=copy_local
+            **common_config(world_size, layout, tile, split), HAS_BIAS=bias,
+            COPY_LOCAL=copy_local, RAGGED=ragged,
         ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n

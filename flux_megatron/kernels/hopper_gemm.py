@@ -71,9 +71,9 @@ def supports(problem: Problem) -> str | None:
     if reason := _refused(problem.device, problem.dtype, K, N) or launch.supports(problem):
         return reason
     if problem.spec.gathers:
-        # the end of the last shard is clipped, as TMA does at the end of a matrix
-        if problem.M_shard % TILE.block_m and problem.world_size > 1:
-            return f"M_shard {problem.M_shard} is not a multiple of {TILE.block_m} rows"
+        # a last tile that ends with its shard begins in it
+        if problem.M_shard < TILE.block_m and problem.world_size > 1:
+            return f"M_shard {problem.M_shard} is below {TILE.block_m} rows"
         return None
     K_min = K_TILES_MIN * (problem.world_size - 1) * TILE.block_k
     return None if K_min <= K else f"K {K} is below {K_min}"
@@ -135,9 +135,18 @@ def tile_alone(M: int, N: int, K: int, device: torch.device) -> Tile:
 def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) -> SplitK:
     """Which tiles of a problem are split along K."""
     shard_tiles = tiles_of_shard(problem.M_shard, problem.N_local, tile)
-    split_k = split_k_of_gather if problem.spec.gathers else split_k_of_scatter
     k_tiles = cdiv(problem.K_local, tile.block_k)
-    return split_k(shard_tiles, problem.world_size, shards, k_tiles, sms(device))
+    given = (shard_tiles, problem.world_size, shards, k_tiles, sms(device))
+    if not problem.spec.gathers:
+        return split_k_of_scatter(*given)
+    return split_k_of_gather(*given, ragged=is_ragged(problem.M_shard, problem.world_size, tile))
+
+
+def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
+    """Whether the last tiles of a gathered shard begin in the tiles before; at the end of a matrix
+    TMA clips them.
+    """
+    return world_size > 1 and M_shard % tile.block_m > 0
 
 
 def last_made(

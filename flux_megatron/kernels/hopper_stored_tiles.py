@@ -12,7 +12,7 @@ from flux_megatron.kernels.gluon_versions import Parts, Pointer, aggregate, tma_
 from flux_megatron.kernels.hopper_ring import mma_layout
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import WorkTiles
-from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile
+from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard
 
 
 @aggregate
@@ -26,6 +26,7 @@ class StoredTiles:
     signals: Signals
     tiles: WorkTiles
     HAS_BIAS: gl.constexpr
+    RAGGED: gl.constexpr
     NUM_WARPS: gl.constexpr
 
     @gluon.jit
@@ -49,7 +50,7 @@ class StoredTiles:
         for part in gl.static_range(len(outs)):
             self.y_bufs[part].store(outs[part].to(self.y_descs[part].dtype))
         fence_async_shared()
-        row = source * sizes.M_shard + m * sizes.BLOCK_M
+        row = source * sizes.M_shard + row_in_shard(m, sizes, self.RAGGED)
         for part in gl.static_range(len(outs)):
             at = [row, col + part * outs[0].shape[1]]
             tma_store(self.y_descs[part], at, self.y_bufs[part])

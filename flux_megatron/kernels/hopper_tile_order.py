@@ -58,6 +58,17 @@ class Sizes:
 
 
 @gluon.jit
+def row_in_shard(m, sizes, RAGGED: gl.constexpr):
+    """The first row of the tiles of row `m`. Those at the end of a ragged shard end with it: they
+    make some rows of the tiles before again, to the same bits.
+    """
+    row = m * sizes.BLOCK_M
+    if RAGGED:
+        row = min(row, sizes.M_shard - sizes.BLOCK_M)
+    return row
+
+
+@gluon.jit
 def tile_in_groups(tile, rows, columns, group_m):
     """Row and column, in tiles: `group_m` rows of tiles go column by column, to reuse w in L2."""
     per_group = group_m * columns

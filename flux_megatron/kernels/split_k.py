@@ -91,11 +91,14 @@ class SplitK:
 
 
 def split_k_of_gather(
-    shard_tiles: int, world_size: int, shards: int, k_tiles: int, sms: int
+    shard_tiles: int, world_size: int, shards: int, k_tiles: int, sms: int, ragged: bool = False
 ) -> SplitK:
     """For AG+GEMM with `shard_tiles` tiles a shard, `shards` of them split; with none, or where the
-    local tiles keep all SMs busy, only the last wave is.
+    local tiles keep all SMs busy, only the last wave is. In `ragged` shards no tile is: two make
+    the same rows, whose sums must have one order.
     """
+    if ragged:
+        return SplitK(shard_tiles * world_size, sms)
     early = min(shards, world_size) * shard_tiles
     parts = min(
         cdiv(sms * 19 // 20, shard_tiles), k_tiles // K_TILES_MIN, EARLY_PARTS_MAX

@@ -152,22 +152,34 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     """Without the plans that an estimate alone shall not choose, as nobody has measured their like
     for this kind of problem:
 
+    - tiles of 192 columns, which have run without communication only;
+    - `low_latency` where rows are divided over the ranks, and `hopper`'s AG+GEMM of shards that are
+      no whole number of tiles: no GPU has run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
       backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
-      `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`);
-    - tiles of 192 columns, which have run without communication only;
-    - `low_latency` where rows are divided over the ranks: no GPU has run it there.
+      `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
     """
-    measured = [one.plan for entry in known for one in entry.measured]
-    divided = problem.spec.gathers or problem.spec.scatters
-    if divided and not any(plan.strategy == "low_latency" for plan in measured):
-        plans = [plan for plan in plans if plan.strategy != "low_latency"]
-    if not any(plan.tile == hopper.MEDIUM for plan in measured):
-        plans = [plan for plan in plans if plan.tile != hopper.MEDIUM]
-    if any(plan.strategy == "signalled" for plan in measured):
-        return plans
-    others = [plan for plan in plans if plan.strategy != "signalled"]
-    return others if any(plan.strategy != "sequential" for plan in others) else plans
+    measured = {name for e in known for one in e.measured for name in _kinds(e.problem, one.plan)}
+    unsafe = {plan: _kinds(problem, plan) - measured for plan in plans}
+    safe = [plan for plan in plans if not unsafe[plan]]
+    if any(plan.strategy != "sequential" for plan in safe):
+        return safe
+    return [plan for plan in plans if unsafe[plan] <= {"signalled"}]
+
+
+def _kinds(problem: Problem, plan: Plan) -> set[str]:
+    """What an estimate needs a measurement of before it chooses the plan."""
+    spec, kinds = problem.spec, set()
+    if plan.strategy == "signalled":
+        kinds.add("signalled")
+    if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
+        kinds.add("few rows, divided")
+    if plan.strategy == "hopper":
+        if plan.tile == hopper.MEDIUM:
+            kinds.add("192 columns")
+        if spec.gathers and problem.M_shard % plan.tile.block_m:
+            kinds.add("ragged shards")
+    return kinds
 
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:

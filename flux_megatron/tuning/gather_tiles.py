@@ -50,7 +50,10 @@ def _tiles_us(
     rows = math.ceil(problem.M_shard / tile.block_m)
     columns = math.ceil(problem.N_local / tile.block_n)
     k_tiles = math.ceil(problem.K_local / tile.block_k)
-    split = _split_k(rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms)
+    ragged = problem.M_shard % tile.block_m > 0
+    split = _split_k(
+        rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms, ragged
+    )
     arrivals = [
         _arrival_us(problem, (row + 1) * tile.block_m, comm_rows, machine, hops)
         for hops in range(problem.world_size)

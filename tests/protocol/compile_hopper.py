@@ -83,11 +83,13 @@ class Configuration:
 
 
 def _problems(pattern: Pattern) -> Iterator[Problem]:
-    """Shards of one tile of rows, of some, and of many; a last wave of tiles that is worth a split,
-    and one that is not.
+    """Shards of one tile of rows, of some, and of many, and ragged ones; a last wave of tiles that
+    is worth a split, and one that is not.
     """
-    for rows, N, (layout, dtype) in itertools.product((128, 512, 4096), (4096, 5120), _VARIANTS):
-        if dtype == "bfloat16" or (rows, N) == (512, 4096):
+    sizes_of = [*itertools.product((128, 512, 4096), (4096, 5120)), (200, 4096)]
+    for (rows, N), (layout, dtype) in itertools.product(sizes_of, _VARIANTS):
+        ragged = rows == 200 and (pattern is Pattern.GEMM_RS or layout == "nn")  # as others
+        if not ragged and (dtype == "bfloat16" or (rows, N) == (512, 4096)):
             sizes = {"M": WORLD_SIZE * rows, "N": WORLD_SIZE * N, "K": WORLD_SIZE * 4096}
             if pattern is Pattern.GEMM_RS:
                 sizes["N"] = N
@@ -108,7 +110,8 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
         launcher, _ = hopper_ag_gemm._launcher(x, **common, **options)
-        yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}", launcher
+        ragged = " ragged" * _constexprs(launcher)["CONFIG"].RAGGED
+        yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}{ragged}", launcher
         return
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")

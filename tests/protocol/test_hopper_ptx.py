@@ -55,7 +55,7 @@ def test_order_among_ranks_and_ctas(compiled, kernel):
     "way",
     ["ag_gemm plain", "ag_gemm bias", "ag_gemm last", "gemm_rs sm late", "gemm_rs sm last",
      "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine last",
-     "ag_gemm early", "gemm_rs sm early"],
+     "ag_gemm early", "ag_gemm ragged", "gemm_rs sm early"],
 )  # fmt: skip
 def test_every_way_is_compiled(compiled, way):
     for tile in ("128x256", "128x128"):

@@ -24,6 +24,8 @@ CASES = [
     Case(*AG, rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1),
     Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5),
     Case(*AG, 3, rows=(16, 32, 32), N=16, comm_rows=5),
+    # the last tiles of ragged shards end with them
+    Case(*AG, 3, rows=(17, 31, 40), N=40, layout="nn", block_n=24, comm_rows=0),
     Case(*AG, rows=(16, 32, 32), N=40, bias=True, block_n=24),  # columns in parts of 16 and 8
     Case(*RS),
     Case(*RS, rows=(7, 20, 33), comm_rows=5, layout="nn"),
