@@ -22,8 +22,8 @@ LONG = {"FLUX_MEGATRON_TIMEOUT_S": "8"}  # what a wait that nobody ends would ta
 SOON_S = 4.0
 GATHER, SCATTER = ops.all_gather_gemm, ops.gemm_reduce_scatter
 STRATEGIES = {
-    GATHER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
-    SCATTER: ["hopper", "fused", "pipelined", "signalled", "sequential"],
+    GATHER: ["low_latency", "hopper", "fused", "pipelined", "signalled", "sequential"],
+    SCATTER: ["low_latency", "hopper", "fused", "pipelined", "signalled", "sequential"],
 }
 
 

@@ -55,7 +55,7 @@ def test_every_strategy_of_both_versions(tmp_path, capfd):
     rows = _rows(tmp_path / "rows.jsonl")
     for piece in PIECES:
         free = [row for row in rows if row["piece"] == piece and row["held_on"] == "none"]
-        both = {"fused", "pipelined", "signalled"}
+        both = {"low_latency", "fused", "pipelined", "signalled"}
         assert {(row["version"], row["strategy"]) for row in free} == {
             ("new", "sequential"), *((version, name) for version in ("new", "old") for name in both)
         }  # fmt: skip
