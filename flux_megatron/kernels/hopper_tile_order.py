@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Number, aggregate
-from flux_megatron.kernels.hopper_primitives import here
+from flux_megatron.kernels.hopper_primitives import here, uniform
 
 
 @aggregate
@@ -64,7 +64,7 @@ def row_in_shard(m, sizes, RAGGED: gl.constexpr):
     """
     row = m * sizes.BLOCK_M
     if RAGGED:
-        row = min(row, sizes.M_shard - sizes.BLOCK_M)
+        row = uniform(min(row, sizes.M_shard - sizes.BLOCK_M))
     return row
 
 
