@@ -151,11 +151,12 @@ def test_crashes_queue_an_arm_again_within_a_bound(slurm, tmp_path):
 
 
 def test_silent_ranks_say_where_they_are_and_queue_again(slurm, tmp_path):
-    job = Job(slurm, tmp_path, silent_s=8)  # on busy cores a start is silent for seconds
+    job = Job(slurm, tmp_path, silent_s=16)  # on busy cores a start is silent for seconds
     job.order("hang-flux", 1)
     job.submit("--arm", "flux")
-    job.end()
-    assert (job.fields("_0")["JobState"], job.fields("_0")["Restarts"]) == ("COMPLETED", "1")
+    job.end(90)
+    ended = job.fields("_0")["JobState"], job.fields("_0")["Restarts"]
+    assert ended == ("COMPLETED", "1"), job.output()
     assert "flux: no rank has written a line for " in job.output()
     stacks = (job.run / "flux" / "logs" / "node-0" / "0" / "stderr.log").read_text()
     assert "in waits_for_another_rank" in stacks
