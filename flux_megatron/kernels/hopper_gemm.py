@@ -21,6 +21,7 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
     K_TILES_MIN,
     SplitK,
+    is_ragged,
     split_k_of_gather,
     split_k_of_scatter,
 )
@@ -140,13 +141,6 @@ def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) 
     if not problem.spec.gathers:
         return split_k_of_scatter(*given)
     return split_k_of_gather(*given, ragged=is_ragged(problem.M_shard, problem.world_size, tile))
-
-
-def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
-    """Whether the last tiles of a gathered shard begin in the tiles before; at the end of a matrix
-    TMA clips them.
-    """
-    return world_size > 1 and M_shard % tile.block_m > 0
 
 
 def last_made(

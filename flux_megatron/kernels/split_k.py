@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS
 
 K_TILES_MIN = 8  # of a part: the time that it takes to fetch or store one
@@ -88,6 +89,13 @@ class SplitK:
         yield from [self.early_parts] * (self.early * self.early_parts)
         yield from [1] * (self.tiles - self.last_wave - before - self.early)
         yield from [self.last_parts] * (self.last_wave * self.last_parts)
+
+
+def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
+    """Whether the last tiles of a gathered shard begin in the tiles before; at the end of a matrix
+    TMA clips them.
+    """
+    return world_size > 1 and M_shard % tile.block_m > 0
 
 
 def split_k_of_gather(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
+from flux_megatron.kernels.split_k import is_ragged
 from flux_megatron.overlap import hopper, registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
@@ -177,7 +178,7 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
     if plan.strategy == "hopper":
         if plan.tile == hopper.MEDIUM:
             kinds.add("192 columns")
-        if spec.gathers and problem.M_shard % plan.tile.block_m:
+        if spec.gathers and is_ragged(problem.M_shard, problem.world_size, plan.tile):
             kinds.add("ragged shards")
     return kinds
 

@@ -12,7 +12,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
+from flux_megatron.kernels.split_k import SplitK, is_ragged, split_k_of_gather
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.hardware import Hardware
@@ -50,7 +50,7 @@ def _tiles_us(
     rows = math.ceil(problem.M_shard / tile.block_m)
     columns = math.ceil(problem.N_local / tile.block_n)
     k_tiles = math.ceil(problem.K_local / tile.block_k)
-    ragged = problem.M_shard % tile.block_m > 0
+    ragged = is_ragged(problem.M_shard, problem.world_size, tile)
     split = _split_k(
         rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms, ragged
     )
