@@ -91,7 +91,7 @@ class Problem:
 @dataclass(frozen=True)
 class Tile:
     """How one kernel tiles the local GEMM. Sizes are in elements, and powers of two, but for the
-    192 columns of `kernels.hopper_config.MEDIUM`.
+    columns of some tiles of `kernels.hopper_config`.
     """
 
     block_m: int = 128

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
+from flux_megatron.kernels.hopper_config import TILES
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 
@@ -53,7 +54,8 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
         )
     ]  # fmt: skip
     dtypes = itertools.cycle([torch.bfloat16, torch.float16])
-    return [
+    more = _other_tiles(K) if pattern == "ag_gemm" else []
+    return more + [
         Case(pattern, *shape, dtype=dtype, layout=layout, plan=plan, seed=seed, kept=0.15)
         for seed, (shape, plan, layout, dtype) in enumerate(
             (*both, dtype)
@@ -62,6 +64,22 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
             )
         )
     ]
+
+
+def _other_tiles(K: int) -> list[Case]:
+    """AG+GEMM with each tile of few rows or odd columns, and of ragged shards; in one layout each,
+    because each is a kernel to compile.
+    """
+    rows = itertools.cycle([64, 200, 333, 70])
+    return [
+        Case(
+            "ag_gemm", max(tile.block_m, M_shard), 520, K + 1024, dtype=torch.bfloat16, kept=0.15,
+            layout=layout, bias=layout == "nn", plan=Plan("hopper", comm_rows, tile),
+        )
+        for tile, M_shard, layout, comm_rows in zip(
+            TILES, rows, itertools.cycle(["nn", "nt", "nt"]), itertools.cycle([0, 64]), strict=False
+        )
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

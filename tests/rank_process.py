@@ -145,15 +145,15 @@ def _answer(results: Any, rank: int, work: Work) -> None:
 
 def _join_world(rank: int, world_size: int, device: str, store: dist.TCPStore) -> None:
     torch.set_num_threads(1)
+    own = None  # GPU
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world_size <= torch.cuda.device_count():
+            own = torch.device("cuda", rank)
     from flux_megatron import settings
 
     settings.reload()
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
-    )
+    dist.init_process_group(  # NCCL takes no two ranks of one GPU
+        "gloo" if own is None else "nccl", store=store, rank=rank, world_size=world_size,
+        device_id=own,
+    )  # fmt: skip

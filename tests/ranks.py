@@ -4,14 +4,17 @@ CPU ranks are forked for every test: a parent that has imported and prepared eve
 in 20 ms. It enters no FakeTensorMode: in a CUDA build of torch that sees no GPU, the next backward
 would start threads after which no fork can run backward. GPU ranks take ten seconds to start, so
 they serve many tests (`rank_pool`); their bodies must be functions of a module. `on_device` takes
-the GPUs if there are some. If one rank fails all are stopped, and the failure carries every rank's
-traceback.
+the GPUs if there are some: one a rank, or with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 as many
+ranks as a test wants on those that there are, over gloo. Kernels of such ranks take turns, and
+nothing is said of the memory order between GPUs. If one rank fails all are stopped, and the failure
+carries every rank's traceback.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +26,22 @@ import torch
 import torch.multiprocessing as mp
 from rank_process import RankFailure, Ranks
 
-__all__ = ["DEVICE", "FUSED", "RankFailure", "be_late", "here", "on_device", "run_ranks"]
+__all__ = [
+    "DEVICE",
+    "FUSED",
+    "GPU_RANKS",
+    "RankFailure",
+    "be_late",
+    "here",
+    "on_device",
+    "run_ranks",
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+GPU_RANKS = torch.cuda.device_count()  # that tests may start
+if SHARED and DEVICE == "cuda":
+    GPU_RANKS = max(2, GPU_RANKS)
 # For tests of what overlaps. Without it interpreted calls are fused too, but on GPUs that the cost
 # model knows shards of few rows are left to `sequential`.
 FUSED = {"FLUX_MEGATRON_STRATEGY": "fused"}
@@ -46,8 +62,8 @@ def be_late(seconds: float) -> None:
 
 def on_device(body: Callable, world_size: int, *args, **options) -> list:
     """`run_ranks` on GPUs where there are some, one a rank; skips a test that needs more."""
-    if DEVICE == "cuda" and world_size > torch.cuda.device_count():
-        pytest.skip(f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} here")
+    if DEVICE == "cuda" and world_size > GPU_RANKS:
+        pytest.skip(f"{world_size} ranks need as many GPUs, {GPU_RANKS} here")
     return run_ranks(body, world_size, *args, device=DEVICE, **options)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, call, operands
 from closeness import assert_exact
-from ranks import be_late, run_ranks
+from ranks import GPU_RANKS, be_late, run_ranks
 
 import flux_megatron
 from flux_megatron.overlap.steady import Steady
@@ -20,7 +20,7 @@ from flux_megatron.symm.workspace import workspaces
 
 pytestmark = [
     pytest.mark.gpus(2),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
 ]
 
 WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
@@ -73,7 +73,6 @@ def repeated(rank: int, plan: Plan) -> int:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_repeated_calls_are_exact(plan):
-    wanted = {"FLUX_MEGATRON_NATIVE": "1"}
-    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", fresh=True, environment=wanted)
+    made = run_ranks(repeated, 2, PLANS[plan], device="cuda")
     assert made[0] == made[1], "the ranks make the same calls by lists"
     assert made[0] >= CALLS - 10

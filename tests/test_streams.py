@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import be_late, run_ranks
+from ranks import GPU_RANKS, be_late, run_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -22,7 +22,7 @@ from flux_megatron.wgrad import plain_wgrad
 
 pytestmark = [
     pytest.mark.gpus(2),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
 ]
 
 TILE = Tile(64, 64, 32)

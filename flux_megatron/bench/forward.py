@@ -20,6 +20,7 @@ from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
+from flux_megatron.tuning.gather_tiles import tile_alone
 
 
 class Forward:
@@ -99,7 +100,7 @@ class Forward:
         alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
-        tile = hopper_gemm.tile_alone(len(x), self.case.N_local, self.case.K_local, x.device)
+        tile = tile_alone(len(x), self.case.N_local, self.case.K_local, x.dtype, layout)
         return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
 
     def _ours(self) -> Iterator[Candidate]:

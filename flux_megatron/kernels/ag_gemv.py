@@ -111,7 +111,8 @@ def ag_gemv_kernel(
     while tile < pieces + arriving + tiles:
         ticket = begin_draw(work, NUM_WARPS)
         col = (tile - pieces - arriving) * BLOCK_N
-        wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline, status)  # wait [H]
+        # a later deadline: rows that lack are rows whose words lack, and that wait names the rank
+        wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline + timeout_ns, status)  # wait [H]
         M = WORLD_SIZE * M_shard
         acc = gemm_tile(gathered, w, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, False)
         if HAS_BIAS:

@@ -164,7 +164,8 @@ def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
     bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool,
     recorded: bool = False,
-) -> tuple[Launcher, int]:  # fmt: skip
+) -> tuple[Launcher, int, int, int | None]:  # fmt: skip
+    """The launch, how many numbers partial sums are, and the columns of a tile's parts."""
     M_shard, K = x
     ragged = is_ragged(M_shard, world_size, tile)
     split = split_k_of_gather(
@@ -182,7 +183,7 @@ def _launcher(
             COPY_LOCAL=copy_local, RAGGED=ragged,
         ),
     )  # fmt: skip
-    return run, split.partials * tile.block_m * tile.block_n
+    return run, split.partials * tile.block_m * tile.block_n, *column_parts(tile.block_n)
 
 
 def ag_gemm(
@@ -200,12 +201,11 @@ def ag_gemm(
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
-    run, sums = _launcher(
+    run, sums, columns, rest = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         split_k_shards, copy_local, waits is not None,
     )  # fmt: skip
     described = hopper_descriptors.described
-    columns, rest = column_parts(tile.block_n)
     run(
         (
             described(x, tile.block_m, tile.block_k),

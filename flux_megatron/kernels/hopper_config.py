@@ -11,8 +11,17 @@ from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
-MEDIUM = replace(TILE, block_n=192, num_stages=4, group_m=16)  # of AG+GEMM and GEMMs alone
 NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
+# Of AG+GEMM and GEMMs alone: they fill waves where those two do not. Tiles of 64 rows have one
+# warp group, and more stages in the memory that they leave.
+MEDIUM = replace(TILE, block_n=192, num_stages=4, group_m=16)
+SLIM = replace(TILE, block_n=160, num_stages=5, group_m=16)
+_LOW = replace(TILE, block_m=64, num_warps=4, group_m=16)
+LOW = tuple(
+    replace(_LOW, block_n=columns, num_stages=stages)
+    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 12))
+)
+TILES = (replace(TILE, group_m=16), MEDIUM, SLIM, NARROW, *LOW)
 
 
 def column_parts(block_n: int) -> tuple[int, int | None]:

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 import torch
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE, sms
+from flux_megatron.kernels.hopper_config import LOW, TILE, sms
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
@@ -29,9 +29,6 @@ from flux_megatron.problem import Problem, Tile
 from flux_megatron.versions.triton import TRITON
 
 COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
-# Products a second, of those of the widest tile, where all SMs are busy: H200, 2026-11-23, torch
-# 2.11, triton 3.6, docs/results/h200/gemm_tiles.jsonl.
-RATES = {256: 1.0, 192: 0.98, 128: 0.95}
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -73,8 +70,8 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.spec.gathers:
         # a last tile that ends with its shard begins in it
-        if problem.M_shard < TILE.block_m and problem.world_size > 1:
-            return f"M_shard {problem.M_shard} is below {TILE.block_m} rows"
+        if problem.M_shard < LOW[0].block_m and problem.world_size > 1:
+            return f"M_shard {problem.M_shard} is below {LOW[0].block_m} rows"
         return None
     K_min = K_TILES_MIN * (problem.world_size - 1) * TILE.block_k
     return None if K_min <= K else f"K {K} is below {K_min}"
@@ -120,17 +117,6 @@ def refuses_experts(device: str, dtype: torch.dtype, K: int, N: int, layout: str
     if layout == "nn" and K % TILE.block_k:  # a k-tile would reach into the next expert
         return f"K {K} of layout 'nn' is not a multiple of {TILE.block_k}"
     return None
-
-
-def tile_alone(M: int, N: int, K: int, device: torch.device) -> Tile:
-    """The tile with which a GEMM alone ends soonest: the one that fits its waves."""
-
-    def waves(tile: Tile) -> float:
-        tiles, k_tiles = tiles_of_shard(M, N, tile), cdiv(K, tile.block_k)
-        split = split_k_of_gather(tiles, 1, 0, k_tiles, sms(device))
-        return split.waves(k_tiles) * tile.block_n / RATES[tile.block_n]
-
-    return min((replace(TILE, group_m=16), MEDIUM, NARROW), key=waves)
 
 
 def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) -> SplitK:

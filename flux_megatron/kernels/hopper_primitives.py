@@ -5,6 +5,7 @@
 | `wait_acquire_sys` | the signal, then TMA loads of this CTA; bounded by a deadline |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
+| `count_release_gpu`, `wait_acquire_gpu` | the same two among CTAs of one GPU, for plain loads |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
 | `begin_draw`, `end_draw`, `claim` | none: which CTA makes which tile |
@@ -40,10 +41,29 @@ def time_ns():
 @gluon.jit
 def wait_acquire_sys(pad, slot, epoch, deadline, status):
     """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
-    seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+    _wait_acquire(pad, slot, epoch, deadline, status, "sys")
+    barrier()  # one thread has acquired; the one that issues the load may be another
+    gl.inline_asm_elementwise(
+        "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_acquire_gpu(counters, counter, count, deadline, status):
+    """Wait until `counter` of `counters` is at `count`; loads of this partition's threads that
+    follow see what was stored before.
+    """
+    _wait_acquire(counters, counter, count, deadline, status, "gpu")
+    barrier()
+
+
+@gluon.jit
+def _wait_acquire(pad, slot, epoch, deadline, status, SCOPE: gl.constexpr):
+    """In one thread: until `slot` holds `epoch`, or the deadline has passed."""
+    seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
     turns = 0
     while (seen - epoch < 0) & (time_ns() < deadline):
-        seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
         turns += 1
         if turns % _LOOK_EVERY == 0:  # at host memory, so not in every turn
             if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
@@ -57,10 +77,6 @@ def wait_acquire_sys(pad, slot, epoch, deadline, status):
             gl.store(status + _PAD_LOW, address.to(gl.int32))
             gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
             gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
-    barrier()  # one thread has acquired; the one that issues the load may be another
-    gl.inline_asm_elementwise(
-        "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -140,6 +156,12 @@ def here(value):
 def count_release_sys(counter):
     """Count one arrival for the copy engine of this GPU, after what has completed."""
     gl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@gluon.jit
+def count_release_gpu(counter):
+    """Count one arrival for CTAs of this GPU, after what has completed."""
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, barrier
-from flux_megatron.kernels.hopper_primitives import count_release_sys, wait_acquire_sys
+from flux_megatron.kernels.hopper_primitives import count_release_gpu, wait_acquire_gpu
 from flux_megatron.kernels.hopper_ring import mma_layout
 
 
@@ -114,7 +114,7 @@ class Partials:
         for part in gl.static_range(len(outs)):
             gl.store(self._places(outs[part], place, part * outs[0].shape[1]), outs[part])
         barrier()
-        count_release_sys(self.counters + work.split)  # flag [F]
+        count_release_gpu(self.counters + work.split)  # flag [F]
 
     @gluon.jit
     def fix_up(self, outs, work, deadline, status):
@@ -123,7 +123,7 @@ class Partials:
         This ends, because what it waits for comes earlier in the list; the deadline is for the case
         that another CTA has died.
         """
-        wait_acquire_sys(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
+        wait_acquire_gpu(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
         gl.store(self.counters + work.split, 0)  # for the next launch
         for part in range(work.parts - 1):
             place = (work.split * (self.PARTS_MAX - 1) + part).to(gl.int64)

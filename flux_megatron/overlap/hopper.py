@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE
+from flux_megatron.kernels.hopper_config import LOW, MEDIUM, NARROW, TILE, TILES
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
+FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
 
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -56,7 +57,8 @@ def supports(problem: Problem) -> str | None:
 def default_plan(problem: Problem) -> Plan:
     """Large communication tiles, and groups of 16 rows of tiles."""
     if problem.spec.gathers:
-        return Plan("hopper", tile=replace(TILE, group_m=16))
+        low = problem.M_shard < TILE.block_m
+        return Plan("hopper", tile=LOW[0] if low else replace(TILE, group_m=16))
     small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
     comm_tiles = COMM_TILES_MAX if small else 2
@@ -73,12 +75,16 @@ def candidates(problem: Problem) -> list[Plan]:
     default = default_plan(problem)
     plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
     if problem.spec.gathers:
+        if problem.M_shard < TILE.block_m:
+            return [replace(default, tile=tile) for tile in LOW]
         plans.append(replace(default, tile=MEDIUM))
         # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
         # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
         # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
         halves = cdiv(problem.M_shard, 2)
         plans += [replace(plan, comm_rows=halves) for plan in (default, *plans)]
+        if problem.M <= FEW_ROWS:
+            plans += [replace(default, tile=tile) for tile in TILES]
     elif problem.M_shard <= 512:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))

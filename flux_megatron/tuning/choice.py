@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flux_megatron import settings
 from flux_megatron.kernels.split_k import is_ragged
-from flux_megatron.overlap import hopper, registry, sequential
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspace import Workspace, capturing
@@ -153,7 +153,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     """Without the plans that an estimate alone shall not choose, as nobody has measured their like
     for this kind of problem:
 
-    - tiles of 192 columns, which have run without communication only;
+    - tiles of 192 or 160 columns, or 64 rows, which have run without communication only;
     - `low_latency` where rows are divided over the ranks, and `hopper`'s AG+GEMM of shards that are
       no whole number of tiles: no GPU has run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
@@ -176,8 +176,9 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
     if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
         kinds.add("few rows, divided")
     if plan.strategy == "hopper":
-        if plan.tile == hopper.MEDIUM:
-            kinds.add("192 columns")
+        sides = plan.tile.block_m, plan.tile.block_n
+        if sides not in ((128, 256), (128, 128)):
+            kinds.add("tiles of {} x {}".format(*sides))
         if spec.gathers and is_ragged(problem.M_shard, problem.world_size, plan.tile):
             kinds.add("ragged shards")
     return kinds

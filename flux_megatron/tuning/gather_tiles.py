@@ -12,16 +12,22 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_k_of_gather
+from flux_megatron.overlap import hopper
+from flux_megatron.patterns import COLUMN
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.gemm import ELEMENT_BYTES
-from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.hardware import H200, Hardware
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.tuning.tiles import area, in_groups, main_loop_us, pushed_us
 
 # For each part of a wide tile but the first: its sum is written, read and added. 5 to 10 do as
-# well.
+# well. And that parts are counted and awaited, which nothing hides in the last wave (H200,
+# 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
 FIX_UP_US = 7.0
+LAST_WAVE_US = 5.5
 _split_k = lru_cache(maxsize=1024)(split_k_of_gather)  # it counts waves for each choice
 
 
@@ -32,13 +38,21 @@ class _Machine(NamedTuple):
     tflops: float
     copy_latency_us: float
     copy_gbps: float
+    memory_gbps: float
+
+
+def tile_alone(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Tile:
+    """The tile with which a GEMM alone, x [M, K] times w of N columns, ends soonest."""
+    problem = Problem(COLUMN, M, N, K, str(dtype).removeprefix("torch."), 1, layout)
+    return min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
     """When the last tile of AG+GEMM is done."""
     machine = _Machine(
-        hardware.sms, hardware.tflops[problem.dtype], hardware.copy_latency_us, hardware.copy_gbps
-    )
+        hardware.sms, hardware.tflops[problem.dtype], hardware.copy_latency_us, hardware.copy_gbps,
+        hardware.memory_gbps,
+    )  # fmt: skip
     comm_rows = plan.comm_rows or problem.M_shard
     return _tiles_us(problem, plan.tile, comm_rows, plan.split_k_shards, machine)
 
@@ -61,17 +75,23 @@ def _tiles_us(
     ]
     loop_us = main_loop_us(problem, tile, machine.sms, machine.tflops)
     around_us, fix_up_us = area(tile) * FITTED.tile_us, area(tile) * FIX_UP_US
-    order = _order(rows, columns, tile.group_m, problem.world_size, _head(rows, columns, split))
+    head = _head(rows, columns, problem.world_size, split)
+    order = _order(rows, columns, tile.group_m, problem.world_size, head)
     free = [0.0] * split.ctas  # a heap
-    for row, parts in zip(order, _parts(split), strict=True):
+    for place, (row, parts) in enumerate(zip(order, _parts(split), strict=True)):
         for _ in range(parts):
             end = max(free[0], arrivals[row]) + loop_us / parts + around_us
             heapq.heapreplace(free, end)
         if parts > 1:  # one CTA adds them up when the last is done
             free.remove(end)
-            free.append(end + (parts - 1) * fix_up_us)
+            last_us = LAST_WAVE_US * (place >= split.tiles - split.last_wave)
+            free.append(end + (parts - 1) * fix_up_us + last_us)
             heapq.heapify(free)
-    return max(free)
+    # of few rows a GEMM is bound by its weight's way from memory; near both bounds it is slower
+    M, N, K = problem.M, problem.N_local, problem.K_local
+    size_bytes = (M * K + N * K + M * N) * ELEMENT_BYTES[problem.dtype]
+    memory_us = size_bytes / machine.memory_gbps * 1e-3
+    return (max(free) ** 6 + memory_us**6) ** (1 / 6)
 
 
 def _parts(split: SplitK) -> list[int]:
@@ -86,9 +106,9 @@ def _parts(split: SplitK) -> list[int]:
     )
 
 
-def _head(rows: int, columns: int, split: SplitK) -> int:
+def _head(rows: int, columns: int, world_size: int, split: SplitK) -> int:
     """Columns of rank+1 that are made alone, by CTAs that find no local tile."""
-    if rows > 2 or split.early_last:
+    if world_size == 1 or rows > 2 or split.early_last:
         return 0
     return min(math.ceil(-rows * columns % split.ctas / rows), columns)
 

@@ -10,9 +10,14 @@ from flux_megatron.perf.constants import FITTED
 from flux_megatron.problem import Problem, Tile
 
 WIDE = 128 * 256  # elements of the tile that `perf.constants` speaks of
-# Of the main loop's rate, by columns: 128 as of a library's tile; 192 of a GEMM alone
-# (docs/results/h200/gemm_tiles.jsonl).
-SHARES = {128: 0.9, 192: 0.98}
+# Of the main loop's rate of a tile of 128 x 256, where all SMs are busy, by rows and columns: GEMMs
+# alone on an H200 (2026-11-23, torch 2.11, triton 3.6, docs/results/h200/gemm_tiles.jsonl).
+RATES = {
+    (128, 192): 0.96, (128, 160): 0.87, (128, 128): 0.95,
+    (64, 192): 0.86, (64, 160): 0.76, (64, 128): 0.77, (64, 64): 0.5,
+}  # fmt: skip
+# Of that, with w [K, N]: a row of its block of 32 columns is half of what TMA fetches at once.
+NN_32 = 0.75
 # Of the copy engine's latency, what the next push waits for: 24 pushes of 128 KiB each took 231 us
 # in all, where the GEMM takes 57. From the shipped plans of 4 x H200 (2026-11-21, torch 2.11,
 # triton 3.6), as the other numbers of these models; docs/decisions/0025 says what others would do.
@@ -21,7 +26,10 @@ PUSH_SHARE = 0.65
 
 def main_loop_us(problem: Problem, tile: Tile, sms: int, tflops: float) -> float:
     """Of a tile, on an SM of a GPU that reaches `tflops` with all."""
-    rate = FITTED.gemm_rate * SHARES.get(tile.block_n, 1.0) * tflops * 1e6 / sms
+    share = RATES.get((tile.block_m, tile.block_n), 1.0)
+    if problem.layout == "nn" and tile.block_n % 64:
+        share *= NN_32
+    rate = FITTED.gemm_rate * share * tflops * 1e6 / sms
     return 2 * tile.block_m * tile.block_n * problem.K_local / rate
 
 

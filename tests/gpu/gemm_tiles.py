@@ -4,9 +4,10 @@
     python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --shapes "6144x3584x4096 nt"
 
 Every tile is first verified on small whole numbers, every bit; then all of a shape race on random
-ones. The shapes are those of the models' layers, unless `--shapes` names others. A line a shape:
-the library's us, each tile's share of its speed, and an asterisk at the tile that
-`hopper_gemm.tile_alone` chooses.
+ones. Timed is a CUDA graph of calls one after another, each with another weight, so many that L2
+does not hold them, as in a model of many layers. The shapes are those of the models' layers, unless
+`--shapes` names others. A line a shape: the library's us, each tile's share of its speed, the
+fastest first, and an asterisk at the tile that `gather_tiles.tile_alone` chooses.
 """
 
 from __future__ import annotations
@@ -14,29 +15,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import typer
 from torch import Tensor
 
 from flux_megatron.bench import suites
+from flux_megatron.bench.candidates import replayed
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import MEDIUM, NARROW, TILE
+from flux_megatron.kernels.hopper_config import TILE, TILES
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.patterns import COLUMN
 from flux_megatron.problem import Problem
 from flux_megatron.tuning import environment
+from flux_megatron.tuning.gather_tiles import tile_alone
 from flux_megatron.tuning.timing import race
 
-TILES = {
-    "256, groups of 16": replace(TILE, group_m=16),
-    "256, groups of 8": TILE,
-    "192": MEDIUM,
-    "128": NARROW,
-}
+NAMED = {f"{tile.block_m}x{tile.block_n}": tile for tile in TILES}
+NAMED["128x256, groups of 8"] = TILE
+L2_BYTES = 50 << 20  # of an H100 or H200
+Multiply = Callable[[Tensor], Tensor]  # x by this weight
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def shapes_of_models(tp: int, Ms: tuple[int, ...]) -> list[Shape]:
 
 
 class Operands:
-    """x [M, K] and w of whole numbers, of whose products bf16 has every sum."""
+    """x [M, K] and weights of whole numbers, of whose products bf16 has every sum."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
@@ -74,19 +77,19 @@ class Operands:
             return (drawn.sign() * (drawn.abs() == 8)).to(dtype)
 
         M, N, K = shape.M, shape.N, shape.K
-        self.x, self.w = whole(M, K), whole(*((N, K) if shape.layout == "nt" else (K, N)))
-        self._y = self.x.new_empty(M, N)
+        weights = 1 + cdiv(4 * L2_BYTES, N * K * dtype.itemsize) if device.type == "cuda" else 2
+        self.x = whole(M, K)
+        self.ws = [whole(*((N, K) if shape.layout == "nt" else (K, N))) for _ in range(weights)]
 
     def renew(self) -> None:
         """Random numbers: of few ones a GEMM draws less power, and is faster than in training."""
-        for tensor in (self.x, self.w):
+        for tensor in (self.x, *self.ws):
             tensor.normal_()
 
-    def library(self) -> Tensor:
-        w = self.w.t() if self.shape.layout == "nt" else self.w
-        return torch.mm(self.x, w, out=self._y)
+    def library(self, w: Tensor) -> Tensor:
+        return self.x @ (w.t() if self.shape.layout == "nt" else w)
 
-    def candidates(self, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    def candidates(self, device: torch.device) -> dict[str, Multiply]:
         """The library is first. Without a Hopper GPU there is no other."""
         M, N, K = self.shape.M, self.shape.N, self.shape.K
         dtype = str(self.x.dtype).removeprefix("torch.")
@@ -96,11 +99,20 @@ class Operands:
             return {"library": self.library}
         from flux_megatron.kernels.hopper_ag_gemm import gemm
 
+        layout = self.shape.layout
         ours = {
-            name: partial(gemm, self.x, self.w, self.shape.layout, tile)
-            for name, tile in TILES.items()
+            name: lambda w, tile=tile: gemm(self.x, w, layout, tile) for name, tile in NAMED.items()
         }
         return {"library": self.library, **ours}
+
+
+def compiled(shape: Shape) -> None:
+    """Every kernel of a shape: Triton keeps them on disk, for the process that measures."""
+    device = torch.device("cuda", 0)
+    operands = Operands(shape, device, torch.bfloat16)
+    for call in operands.candidates(device).values():
+        call(operands.ws[0])
+    torch.cuda.synchronize()
 
 
 def measure(
@@ -109,26 +121,37 @@ def measure(
     """A row for each candidate. `ArithmeticError` if one is wrong."""
     operands = Operands(shape, device, dtype)
     calls = operands.candidates(device)
-    expected = operands.library().clone()
+    first, weights = operands.ws[0], len(operands.ws)
+    expected = operands.library(first)
     for name, call in calls.items():
-        if wrong := int((call() != expected).sum()):
+        if wrong := int((call(first) != expected).sum()):
             raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
     operands.renew()
     group = dist.group.WORLD
     assert group is not None
-    result = race(calls, group=group, device=device, rounds=rounds)
+
+    def with_each(call: Multiply) -> Callable[[], object]:
+        def calls() -> tuple[Tensor, ...]:
+            for w in operands.ws:
+                result = call(w)
+            return (result,)
+
+        return replayed(calls) if device.type == "cuda" else calls
+
+    timed = {name: with_each(call) for name, call in calls.items()}
+    result = race(timed, group=group, device=device, rounds=rounds)
     for name, said in result.failures.items():
         raise RuntimeError(f"{shape} with tiles of {name}: {said}")
-    ours = len(calls) > 1
-    chosen = hopper_gemm.tile_alone(shape.M, shape.N, shape.K, device) if ours else None
+    chosen = tile_alone(shape.M, shape.N, shape.K, dtype, shape.layout) if len(calls) > 1 else None
     machine = asdict(environment.of(device))
     for name, times_us in result.times_us.items():
         yield {
             "table": "gemm_tiles", **asdict(shape), "tile": name,
             "candidate": "library" if name == "library" else "ours",
-            "chosen": ours and TILES.get(name) == chosen,
-            "median_us": round(result.median_us(name), 1),
-            "times_us": [round(t, 1) for t in times_us], "date": time.strftime("%Y-%m-%d"),
+            "chosen": chosen is not None and NAMED.get(name) == chosen, "weights": weights,
+            "median_us": round(result.median_us(name) / weights, 2),
+            "times_us": [round(t / weights, 2) for t in times_us],
+            "date": time.strftime("%Y-%m-%d"),
             **{key: machine[key] for key in ("gpu", "driver", "cuda", "torch", "triton")},
         }  # fmt: skip
 
@@ -137,14 +160,15 @@ def line(rows: list[dict]) -> str:
     shape = Shape(*(rows[0][key] for key in ("M", "N", "K", "layout")))
     library = rows[0]["median_us"]
     shares = [
-        f"{row['tile']}{'*' * row['chosen']} {library / row['median_us']:.3f}" for row in rows[1:]
+        f"{row['tile']}{'*' * row['chosen']} {library / row['median_us']:.3f}"
+        for row in sorted(rows[1:], key=lambda row: row["median_us"])
     ]
     return f"{shape!s:22} {library:8.1f} us   {'   '.join(shares)}"
 
 
 def main(
     out: Path, tp: int = 4, ms: str = "64,128,256,512,1024,2048,4096,8192", shapes: str = "",
-    rounds: int = 16, seconds: float = 200, commit: str = "",
+    rounds: int = 16, seconds: float = 200, commit: str = "", compilers: int = 12,
 ) -> None:  # fmt: skip
     """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
     end = time.monotonic() + seconds
@@ -153,6 +177,8 @@ def main(
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     Ms = tuple(map(int, ms.split(",")))
     wanted = [*map(Shape.of, shapes.split(","))] if shapes else shapes_of_models(tp, Ms)
+    with ProcessPoolExecutor(compilers, mp_context=mp.get_context("spawn")) as pool:
+        [*pool.map(compiled, wanted)]
     with out.open("a") as file:
         for shape in wanted:
             if time.monotonic() > end:

@@ -29,7 +29,7 @@ def test_rows_of_all_candidates():
 def test_a_wrong_gemm_is_not_timed(monkeypatch):
     monkeypatch.setattr(
         script.Operands, "candidates",
-        lambda self, device: {"library": self.library, "256": lambda: self.library() + 1},
+        lambda self, device: {"library": self.library, "256": lambda w: self.library(w) + 1},
     )  # fmt: skip
     with pytest.raises(ArithmeticError, match="tiles of 256: 1920 numbers are wrong"):
         next(script.measure(script.Shape.of(SMALL[0]), torch.device(DEVICE), 1, DTYPE))

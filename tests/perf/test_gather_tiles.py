@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.kernels.split_k import split_k_of_gather
+from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
 from flux_megatron.overlap import hopper
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
@@ -79,6 +79,21 @@ def test_parts_of_a_tile_are_added_by_one_cta(by_hand, monkeypatch):
     monkeypatch.setattr(gather_tiles, "FIX_UP_US", 20.0)
     gather_tiles._tiles_us.cache_clear()
     assert by_hand(early, 4, long, rows_us=0.0) == pytest.approx(8 + 20)
+
+
+def test_in_the_last_wave_nothing_hides_that_parts_are_awaited(by_hand, monkeypatch):
+    """Three tiles of 16 us for two SMs: the third is cut in two."""
+    long = replace(SMALL, M=384, N=256, K=16 * 64, world_size=1)
+    monkeypatch.setattr(gather_tiles, "_split_k", lambda *_: SplitK(3, 2, last_parts=2))
+    last_us = gather_tiles.FIX_UP_US + gather_tiles.LAST_WAVE_US
+    assert by_hand(Plan("hopper", 0, WIDE), 2, long) == pytest.approx(16 + 8 + last_us, rel=1e-3)
+
+
+def test_few_rows_take_as_long_as_their_weight():
+    one_rank = Problem(Pattern.AG_GEMM, 64, 12288, 12288, "bfloat16", 1)
+    low = replace(WIDE, block_m=64, block_n=192)
+    weight_us = 12288 * 12288 * 2 / H200.memory_gbps * 1e-3
+    assert 1 <= gather_tiles.tiles_us(one_rank, Plan("hopper", 0, low), H200) / weight_us < 1.2
 
 
 def test_other_plans_are_predicted_as_before():

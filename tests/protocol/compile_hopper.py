@@ -109,7 +109,7 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
-        launcher, _ = hopper_ag_gemm._launcher(x, **common, **options)
+        launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options)
         ragged = " ragged" * _constexprs(launcher)["CONFIG"].RAGGED
         yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}{ragged}", launcher
         return
@@ -134,7 +134,7 @@ def shipped() -> dict[str, Configuration]:
     for pattern in (Pattern.AG_GEMM, Pattern.GEMM_RS):
         for problem in _problems(pattern):
             for plan in _plans(problem):
-                width = f"128x{plan.tile.block_n}"
+                width = f"{plan.tile.block_m}x{plan.tile.block_n}"
                 for options, launcher in _launchers(problem, plan):
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)

@@ -249,6 +249,6 @@ def test_the_cost_model_draws_the_same_tiles(shape, world_size, group_m, shards)
     rows, columns = shape
     split = split_k_of_gather(rows * columns, world_size, shards, 128, SMS)
     made = _ag_tiles(shape, world_size, group_m, 1, split.early_last, split.ctas)
-    head = gather_tiles._head(rows, columns, split)
+    head = gather_tiles._head(rows, columns, world_size, split)
     drawn = gather_tiles._order(rows, columns, group_m, world_size, head)
     assert drawn == [(source - 1) % world_size * rows + m for source, m, _ in made]
