@@ -7,7 +7,7 @@
 | store (`signalled`, gemm_a2a) | 1 | tiles are in memory before they are counted or signalled |
 | rows (a2a_gemm) | 2 | rows are stored before they are counted; copies come after their signal |
 | MMA | 8 | stages and staging tile are handed over when all threads are done with them |
-| MMA | 8 | split-K partials are counted when they are in memory |
+| MMA | 8 | split-K partials are counted when they are in memory, and loaded when counted |
 
 Waits for an mbarrier have no clock: they are for warps of the same CTA, none of which waits for
 ever.
@@ -19,8 +19,11 @@ import re
 
 from ptx_order import (
     ACQUIRE,
+    ACQUIRE_GPU,
     CLOCK,
+    LOAD,
     RELEASE,
+    RELEASE_GPU,
     STORE,
     TMA_LOAD,
     TMA_STORE,
@@ -72,9 +75,7 @@ def without_record(ptx: Ptx) -> Ptx:
 
 
 def check_awaited(ptx: Ptx) -> None:
-    """Wherever a signal is awaited, [A], [B] or a partial, its data is loaded after it, and the
-    wait ends.
-    """
+    """Wherever a signal is awaited, [A] or [B], its data is loaded after it, and the wait ends."""
     waiting = [(part, barrier_of(warps)) for part, warps in ptx.partitions() if part.find(ACQUIRE)]
     if not any(part.find(TMA_LOAD) for part, _ in waiting):
         raise Misordered("no signal is awaited before TMA loads")
@@ -117,11 +118,16 @@ def rows_wait(ptx: Ptx) -> bool:
 
 
 def check_partials(ptx: Ptx) -> None:
-    """A partial is in memory before the CTA that adds it hears of it."""
+    """A partial is in memory before the CTA that adds it hears of it, and is loaded after that; the
+    wait ends.
+    """
     mma, barrier = partition(without_record(ptx), MMA)
-    mma.require_some(RELEASE, "nobody hears of a partial")
-    mma.require_some(ACQUIRE, "no partial is awaited")
-    mma.require(STORE, RELEASE, barrier, "only one thread's stores are ordered")
+    mma.require_some(RELEASE_GPU, "nobody hears of a partial")
+    mma.require_some(ACQUIRE_GPU, "no partial is awaited")
+    mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")
+    mma.require(ACQUIRE_GPU, LOAD, barrier, "other threads load too early")
+    check_bounded(mma, ACQUIRE_GPU)
+    check_gives_up(mma, ACQUIRE_GPU)
 
 
 def check_only_signals_spin(ptx: Ptx) -> None:

@@ -17,12 +17,14 @@ BARRIER = r"bar\.sync|barrier(\.cta)?\.sync"
 RELEASE = r"(atom|red|st)\.(global\.sys\.release|global\.release\.sys|release\.sys)"
 ACQUIRE = r"(atom|ld)\.(global\.sys\.acquire|global\.acquire\.sys|acquire\.sys)"
 COUNT = r"atom\.(global\.gpu\.acq_rel|acq_rel\.gpu)"
+RELEASE_GPU = r"(atom|red)\.(global\.gpu\.release|release\.gpu)"
+ACQUIRE_GPU = r"(atom|ld)\.(global\.gpu\.acquire|acquire\.gpu)"
 TMA_STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
 TMA_LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
 TMA_COMPLETE = r"cp\.async\.bulk\.wait_group\s+0"  # with .read only shared memory has been read
 PROXY_FENCE = r"fence\.proxy\.async(\.global)?$"  # of .shared::cta says nothing about global memory
 STORE = r"st\.global(?!\.sys|\.release)"
-LOAD = rf"ld\.global(?!\.sys|\.acquire)|cp\.async\.c[ag]|{TMA_LOAD}"
+LOAD = rf"ld\.global(?!\.sys|\.acquire|\.gpu\.acquire)|cp\.async\.c[ag]|{TMA_LOAD}"
 CLOCK = r"%globaltimer"
 LOOK = r"ld\.global\.sys\.relaxed"  # at the status record
 
@@ -186,9 +188,9 @@ def check_acquire(ptx: Ptx, barrier: str = BARRIER) -> None:
     ptx.require(ACQUIRE, TMA_LOAD, PROXY_FENCE, "TMA loads are not fenced")
 
 
-def check_bounded(ptx: Ptx) -> None:
+def check_bounded(ptx: Ptx, acquire: str = ACQUIRE) -> None:
     """Every spin looks at the clock in every turn."""
-    polls = ptx.find(ACQUIRE)
+    polls = ptx.find(acquire)
     if not any(ptx.reach(poll, {poll}, set()) for poll in polls):
         raise Misordered("no poll spins")
     clocks = set(ptx.find(CLOCK))
@@ -197,10 +199,10 @@ def check_bounded(ptx: Ptx) -> None:
             raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")
 
 
-def check_gives_up(ptx: Ptx) -> None:
+def check_gives_up(ptx: Ptx, acquire: str = ACQUIRE) -> None:
     """Every spin looks, now and then, whether another wait has run out of time."""
     looks = set(ptx.find(LOOK))
-    for poll in ptx.find(ACQUIRE):
+    for poll in ptx.find(acquire):
         if ptx.reach(poll, {poll}, set()) and not any(
             ptx.reach(poll, {look}, set()) and ptx.reach(look, {poll}, set()) for look in looks
         ):

@@ -151,6 +151,8 @@ CLOCK = r"mov\.u64 %rd\d+, %globaltimer"
 MMAS_DONE = r"wgmma\.wait_group"
 LEFT = r"(atom|red)\.global\.sys\.release\.add"
 COUNT = r"atom\.global\.gpu\.acq_rel"
+COUNTED = r"(atom|red)\.global\.gpu\.release\.add"
+AWAITED = r"ld\.global\.gpu\.acquire"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,9 @@ COUNT = r"atom\.global\.gpu\.acq_rel"
         ("gemm_a2a", check_sent, WARPS, "no CTA barrier"),
         ("gemm_a2a", check_counted, COUNT, "not counted"),
         ("ag_gemm last", check_partials, PARTITION, "only one thread's stores"),
-        ("ag_gemm last", check_partials, LEFT, "nobody hears"),
+        ("ag_gemm last", check_partials, COUNTED, "nobody hears"),
+        ("ag_gemm last", check_partials, AWAITED, "no partial is awaited"),
+        ("ag_gemm last", check_partials, CLOCK, "without a clock"),
         ("gemm_rs last", check_awaited, CLOCK, "without a clock"),
         ("gemm_rs sm", check_stages, SHARED_FENCE, "start is not fenced"),
         ("gemm_rs sm", check_staging_tile, SHARED_FENCE, "not fenced"),
