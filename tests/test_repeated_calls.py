@@ -1,4 +1,4 @@
-"""Repeated calls on GPUs, which a list of driver calls makes: exact, with operands that move and
+"""Repeated calls on GPUs, which lists of driver calls make: exact, with operands that move and
 ranks that are late. `test_steady.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
@@ -27,6 +27,8 @@ WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
 PLANS = {
     "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
     "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
+    "pipelined": Plan("pipelined", comm_rows=100),
+    "pipelined, one GEMM": Plan("pipelined", splits=1),
 }
 if ON_HOPPER:
     PLANS |= {

@@ -1,11 +1,11 @@
-"""Calls of one kind after the first few: one native call enqueues what a strategy has enqueued
-before.
+"""Calls of one kind after the first few: native calls enqueue what a strategy has enqueued before.
 
-A strategy that is `RECORDABLE` enqueues only by the copy engine and by our launchers. One call of
-each parity is recorded while the strategy makes it, and gives a list of driver calls. Later calls
-run the list with their addresses and their epoch. Whatever a list cannot do leaves the call to the
-strategy: a capture, another stream than that of the last call, an open call, a channel that has
-grown, addresses that are no multiples of 16 bytes, a profiler, settings that look for bugs.
+A strategy that is `RECORDABLE` enqueues by the copy engine, by our launchers and by `by_torch`. One
+call of each parity is recorded while the strategy makes it, and gives a list of driver calls, or
+several with functions of torch's between them. Later calls run these with their addresses and their
+epoch. Whatever a list cannot do leaves the call to the strategy: a capture, another stream than
+that of the last call, an open call, a channel that has grown, addresses that are no multiples of 16
+bytes, a profiler, settings that look for bugs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flux_megatron import settings
 from flux_megatron.kernels import triton_launch
 from flux_megatron.symm.channel import REFRESH_EVERY, Channel, Region
 from flux_megatron.symm.native_engine import NativeCopyEngine
-from flux_megatron.symm.recording import Launch, Recording
+from flux_megatron.symm.recording import Launch, Recording, Steps, noted
 from flux_megatron.symm.workspace import Workspace
 
 _Same = Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ class Steady:
         self._poison = now.poison
         self._channel: Channel | None = None
         self._regions: tuple[Region, ...] = ()  # to which the lists belong
-        self._lists: list[Any] = [None, None]  # by the parity of the epoch
+        self._steps: list[Steps | None] = [None, None]  # by the parity of the epoch
         # shapes of what a call makes, and dtypes that are not x's
         self._made: list[tuple[tuple[int, ...], torch.dtype | None]] = []
         self._result = 0  # which of them is y
@@ -56,23 +56,25 @@ class Steady:
         if channel is None or channel.open or channel._regions is not self._regions:
             return None
         epoch = channel.epoch + 1
-        run, engine = self._lists[epoch & 1], self._engine
+        steps, engine = self._steps[epoch & 1], self._engine
         stream = engine.current()
-        if run is None or stream != engine._last or not epoch % REFRESH_EVERY or _watched():
+        if steps is None or stream != engine._last or not epoch % REFRESH_EVERY or _watched():
             return None
         new = x.new_empty
         made = [
             new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in self._made
         ]
         biased = 0 if bias is None else bias.data_ptr()
+        registers = (
+            stream, epoch, x.data_ptr(), w.data_ptr(), biased, *[one.data_ptr() for one in made]
+        )  # fmt: skip
         channel.open = True
         try:
-            ran = run(
-                stream, x.data_ptr(), w.data_ptr(), epoch, biased,
-                *[one.data_ptr() for one in made],
-            )  # fmt: skip
+            ran = steps.first(*registers)
             if ran:
                 channel.epoch = epoch
+                if steps.rest:
+                    self._go_on(steps, registers, (x, w, bias, *made))
             channel.open = False
         except BaseException as error:  # an interrupt too: nobody knows what has been enqueued
             self._space.break_off(error)
@@ -84,6 +86,16 @@ class Steady:
         for name in self._launches:
             triton_launch.launches[name] += 1
         return made[self._result]
+
+    def _go_on(self, steps: Steps, registers: tuple[int, ...], tensors: tuple[Any, ...]) -> None:
+        """What comes behind the first list."""
+        operands, engine = steps.operands_of(tensors), self._engine
+        for (function, which), run in steps.rest:
+            function(*[operands[number] for number in which])
+            if engine._last != registers[0]:  # another thread has made a call meanwhile
+                engine.follow()
+            if run is not None:
+                run(*registers)
 
     def recorded(self, x: Tensor, w: Tensor, bias: Tensor | None) -> _Recorded | nullcontext[_Same]:
         """`with steady.recorded(x, w, bias) as made: return made(y)` around a call that the
@@ -98,26 +110,21 @@ class Steady:
         channel = self._space.channels.get(self._name)
         if channel is None or channel.open or self._engine.capture(self._engine.current()):
             return False
-        return not self._is_of(channel) or self._lists[(channel.epoch + 1) & 1] is None
+        return not self._is_of(channel) or self._steps[(channel.epoch + 1) & 1] is None
 
     def _is_of(self, channel: Channel) -> bool:
         return self._channel is channel and self._regions is channel._regions
 
-    def record(self, recording: Recording | None) -> None:
-        """Have the copy engine note what it enqueues from now on, or no longer."""
-        assert isinstance(self._engine, NativeCopyEngine)
-        self._engine.recording = recording
-
     def keep(self, recording: Recording, y: Tensor) -> None:
         channel = self._space.channels[self._name]
         if not self._is_of(channel):
-            self._channel, self._regions, self._lists = channel, channel._regions, [None, None]
+            self._channel, self._regions, self._steps = channel, channel._regions, [None, None]
         try:
-            run, self._result = recording.listed().run, recording.place_of(y)
+            steps, self._result = recording.steps(), recording.place_of(y)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             self.refused, self._attempts = str(error), self._attempts - 1
             return
-        self._lists[channel.epoch & 1] = run
+        self._steps[channel.epoch & 1] = steps
         self._made = [
             (tuple(one.shape), None if one.dtype is y.dtype else one.dtype)
             for one in recording.made
@@ -131,11 +138,10 @@ class _Recorded:
 
     def __init__(self, steady: Steady, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         self._steady, self._recording = steady, Recording(x, w, bias)
-        self._launches = triton_launch.recorded(self._recording)
+        self._noted = noted(self._recording)
 
     def __enter__(self) -> _Recorded:
-        self._steady.record(self._recording)
-        self._launches.__enter__()
+        self._noted.__enter__()
         return self
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -143,8 +149,7 @@ class _Recorded:
         return y
 
     def __exit__(self, *raised: Any) -> None:
-        self._steady.record(None)
-        self._launches.__exit__(*raised)
+        self._noted.__exit__(*raised)
 
 
 def _same(y: Tensor) -> Tensor:

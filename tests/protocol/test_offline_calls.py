@@ -31,6 +31,21 @@ CALLS = {
         "record", "follow", *["copy", "write"] * 2, "launch", "record", "follow"
     ],
     "fused gemm_rs": ["launch", "launch"],
+    "pipelined ag_gemm": [
+        "record", "follow", *["copy", "write"] * 2, "torch", "launch", "torch", "torch",
+        "record", "follow",
+    ],
+    "pipelined gemm_rs": [
+        "torch", "record", "follow", "copy", "write", "torch", "record", "follow", "write",
+        "launch", "record", "follow",
+    ],
+    "pipelined gemm_rs, halves": [
+        *["torch", "record", "follow", "copy", "write"] * 2,
+        *["torch", "record", "follow", "write"] * 2, "launch", "record", "follow",
+    ],
+    "pipelined gemm_rs, one GEMM": [
+        "torch", "copy", "record", "follow", "copy", "write", "write", "launch", "record", "follow",
+    ],
 }  # fmt: skip
 
 
