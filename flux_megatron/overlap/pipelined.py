@@ -23,7 +23,7 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Region
 from flux_megatron.symm.copy_engine import Push
-from flux_megatron.symm.recording import by_torch
+from flux_megatron.symm.recording import by_torch, lend
 from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -73,7 +73,7 @@ def ag_gemm(
     if bias is not None:
         by_torch(Tensor.add_, y, bias)
     if consume is not None:
-        consume(gather.complete())
+        lend(consume, gather.complete())
     gather.close()
     return y
 

@@ -10,7 +10,7 @@ bytes, a profiler, settings that look for bugs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from flux_megatron.symm.native_engine import NativeCopyEngine
 from flux_megatron.symm.recording import Launch, Recording, Steps, noted
 from flux_megatron.symm.workspace import Workspace
 
+Begun = tuple[int, Steps, tuple[int, ...], list[Tensor]]  # epoch, steps, registers, what is made
 _Same = Callable[[Tensor], Tensor]
 _ATTEMPTS = 8  # recordings of a kind that may fail, such as while its kernels are compiled
 
@@ -47,11 +48,32 @@ class Steady:
         # shapes of what a call makes, and dtypes that are not x's
         self._made: list[tuple[tuple[int, ...], torch.dtype | None]] = []
         self._result = 0  # which of them is y
+        self._x: tuple[torch.Size, torch.dtype] | None = None  # of the call that was recorded
         self._launches: tuple[str, ...] = ()
         self.refused = ""  # why the last recording was of no use
 
-    def run(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
-        """y, or None for a call that the strategy must make."""
+    def run(
+        self, x: Tensor, w: Tensor, bias: Tensor | None,
+        consume: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """y, or None for a call that the strategy must make. `consume` gets what was lent."""
+        begun = self.begun(x, w, bias)
+        if begun is None:
+            return None
+        if begun[1].rest:
+            try:
+                for lent in self.going_on(begun, x, w, bias):
+                    assert consume is not None, "a call that lends nothing has no such stop"
+                    consume(lent)
+            except BaseException as error:
+                self.break_off(error)
+                raise
+        return self.ended(begun)
+
+    def begun(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Begun | None:
+        """A call whose first list has run; None, and nothing enqueued, for one that the strategy
+        must make.
+        """
         channel = self._channel
         if channel is None or channel.open or channel._regions is not self._regions:
             return None
@@ -70,32 +92,58 @@ class Steady:
         )  # fmt: skip
         channel.open = True
         try:
-            ran = steps.first(*registers)
-            if ran:
-                channel.epoch = epoch
-                if steps.rest:
-                    self._go_on(steps, registers, (x, w, bias, *made))
-            channel.open = False
-        except BaseException as error:  # an interrupt too: nobody knows what has been enqueued
-            self._space.break_off(error)
+            if not steps.first(*registers):
+                channel.open = False
+                return None
+        except BaseException as error:
+            self.break_off(error)
             raise
-        if not ran:
-            return None
-        if self._poison:
-            channel.poison(self._regions[epoch & 1])
-        for name in self._launches:
-            triton_launch.launches[name] += 1
-        return made[self._result]
+        channel.epoch = epoch
+        return epoch, steps, registers, made
 
-    def _go_on(self, steps: Steps, registers: tuple[int, ...], tensors: tuple[Any, ...]) -> None:
-        """What comes behind the first list."""
-        operands, engine = steps.operands_of(tensors), self._engine
+    def going_on(self, begun: Begun, x: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[Any]:
+        """What comes behind the first list. Wherever it is the caller's turn, this yields what the
+        caller is lent, None for nothing.
+        """
+        _, steps, registers, made = begun
+        operands, engine = steps.operands_of((x, w, bias, *made)), self._engine
         for (function, which), run in steps.rest:
-            function(*[operands[number] for number in which])
-            if engine._last != registers[0]:  # another thread has made a call meanwhile
+            given = [operands[number] for number in which]
+            if function is not None:
+                function(*given)
+            else:
+                yield given[0] if given else None
+                if (stream := engine.current()) != registers[0]:
+                    registers = (stream, *registers[1:])
+            if engine._last != registers[0]:  # the caller, or another thread, has made a call
                 engine.follow()
             if run is not None:
                 run(*registers)
+
+    def ended(self, begun: Begun) -> Tensor | None:
+        """The result of a call, behind its last list."""
+        epoch, _, _, made = begun
+        assert self._channel is not None
+        self._channel.open = False
+        if self._poison:
+            self._channel.poison(self._regions[epoch & 1])
+        for name in self._launches:
+            triton_launch.launches[name] += 1
+        return made[self._result] if made else None
+
+    def break_off(self, error: BaseException) -> None:
+        """An interrupt too: nobody knows what has been enqueued. The call stays open."""
+        self._space.break_off(error)
+
+    def started(self, x: Tensor, w: Tensor, start: Callable[[], Any]) -> Any:
+        """A call in pieces: `start()` of the strategy, or what stands for its result."""
+        if self._x == (x.shape, x.dtype) and (begun := self.begun(x, w, None)) is not None:
+            return InPieces(self, begun, x, w)
+        if not self._may_record():
+            return start()
+        recording = Recording(x, w, None)
+        with noted(recording):
+            return NotedPieces(self, recording, start())
 
     def recorded(self, x: Tensor, w: Tensor, bias: Tensor | None) -> _Recorded | nullcontext[_Same]:
         """`with steady.recorded(x, w, bias) as made: return made(y)` around a call that the
@@ -115,22 +163,87 @@ class Steady:
     def _is_of(self, channel: Channel) -> bool:
         return self._channel is channel and self._regions is channel._regions
 
-    def keep(self, recording: Recording, y: Tensor) -> None:
+    def keep(self, recording: Recording, y: Tensor | None) -> None:
+        """The lists of a call that has made y, or nothing."""
         channel = self._space.channels[self._name]
         if not self._is_of(channel):
             self._channel, self._regions, self._steps = channel, channel._regions, [None, None]
         try:
-            steps, self._result = recording.steps(), recording.place_of(y)
+            steps = recording.steps()
+            self._result = 0 if y is None else recording.place_of(y)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             self.refused, self._attempts = str(error), self._attempts - 1
             return
         self._steps[channel.epoch & 1] = steps
+        x = recording.x
+        self._x = x.shape, x.dtype
         self._made = [
-            (tuple(one.shape), None if one.dtype is y.dtype else one.dtype)
+            (tuple(one.shape), None if one.dtype is x.dtype else one.dtype)
             for one in recording.made
         ]
         launched = (one for one in recording.operations if isinstance(one, Launch))
         self._launches = tuple(one.name for one in launched)
+
+
+class InPieces:
+    """A call that lists make, instead of what a strategy's `start_gather` or `start_gemm_rs` gives.
+    It holds its tensors until it ends.
+    """
+
+    def __init__(self, steady: Steady, begun: Begun, x: Tensor, w: Tensor) -> None:
+        self._steady, self._begun = steady, begun
+        self._going = steady.going_on(begun, x, w, None)
+        self._go_on()
+
+    def _go_on(self, to_end: bool = False) -> Any:
+        """To the caller's next turn, or behind all of them."""
+        try:
+            for lent in self._going:
+                if not to_end:
+                    return lent
+        except BaseException as error:
+            self._steady.break_off(error)
+            raise
+
+    def complete(self) -> Tensor:
+        rows: Tensor = self._go_on()
+        return rows
+
+    def close(self) -> None:
+        self.finish()
+
+    def finish(self) -> Any:
+        self._go_on(to_end=True)
+        return self._steady.ended(self._begun)
+
+
+class NotedPieces:
+    """What a strategy's `start_gather` or `start_gemm_rs` gives, while the call is recorded."""
+
+    def __init__(self, steady: Steady, recording: Recording, pieces: Any) -> None:
+        self._steady, self._recording, self._pieces = steady, recording, pieces
+        self._lent: tuple[Tensor, ...] = ()
+
+    def _noted(self, piece: Callable[[], Any]) -> Any:
+        self._recording.stop(None, self._lent)
+        with noted(self._recording):
+            return piece()
+
+    def complete(self) -> Tensor:
+        rows: Tensor = self._noted(self._pieces.complete)
+        self._lent = (rows,)
+        return rows
+
+    def close(self) -> None:
+        self._noted(self._pieces.close)
+        if not self._lent:
+            self._recording.refused = "its rows were not asked for"
+        self._steady.keep(self._recording, None)
+
+    def finish(self) -> Tensor:
+        y: Tensor = self._noted(self._pieces.finish)
+        self._steady.keep(self._recording, y)
+        return y
 
 
 class _Recorded:

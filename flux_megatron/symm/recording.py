@@ -51,9 +51,11 @@ class View(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """A function between two lists, and which `operands` it takes, by their numbers."""
+    """A function between two lists, and which `operands` it takes, by their numbers. None: it is
+    the caller's turn, who is lent them.
+    """
 
-    function: Callable[..., object]
+    function: Callable[..., object] | None
     operands: tuple[int, ...]
 
 
@@ -109,8 +111,8 @@ class Recording:
                 return word.plus(address - begin)
         return enqueue.always(address)
 
-    def stop(self, function: Callable[..., object], tensors: tuple[Tensor, ...]) -> None:
-        """A function of torch's that the call has just called."""
+    def stop(self, function: Callable[..., object] | None, tensors: tuple[Tensor, ...]) -> None:
+        """A function of torch's that the call has just called, or None: the caller's turn."""
         self.operations.append(Stop(function, tuple(self._number(one) for one in tensors)))
 
     def _number(self, tensor: Tensor) -> int:
@@ -192,3 +194,13 @@ def by_torch(function: Callable[..., object], *tensors: Tensor) -> None:
     function(*tensors)
     if (recording := this_thread.recording) is not None:
         recording.stop(function, tensors)
+
+
+def lend(consume: Callable[[Tensor], None], rows: Tensor) -> None:
+    """`consume(rows)`, the caller's turn: a recording has nothing of what happens inside."""
+    if (recording := this_thread.recording) is None:
+        consume(rows)
+        return
+    with noted(None):
+        consume(rows)
+    recording.stop(None, (rows,))
