@@ -80,6 +80,7 @@ torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
 from flux_megatron import ops, settings
 from flux_megatron.kernels import hopper_gemm, launch, native_launch, triton_launch
+from flux_megatron.nn import functions as layers
 from flux_megatron.overlap import fused, hopper
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.problem import Plan
@@ -122,6 +123,8 @@ PLANS = {
 for _strategy in ("hopper", "fused", "pipelined"):
     PLANS[f"{_strategy} lent rows"] = Plan(_strategy, tile=TILE)
     PLANS[f"{_strategy} backward"] = Plan(_strategy, tile=TILE)
+for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
+    PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
 WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm")
 
 
@@ -175,8 +178,11 @@ class Call:
         kind = re.split(r"[ ,]+", name)[1]
         self.call = {
             "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "lent": self.lent_rows,
-            "backward": self.column_backward,
+            "backward": self.column_backward, "column": self.column_layer, "row": self.row_layer,
         }[kind]  # fmt: skip
+        self.differentiates = name.endswith("layer")
+        for tensor in (self.x, self.rows, self.w):
+            tensor.requires_grad_(self.differentiates)
 
     def __call__(self) -> torch.Tensor:
         return self.call()
@@ -197,6 +203,12 @@ class Call:
         gather.close()
         return scatter.finish()
 
+    def column_layer(self) -> torch.Tensor:
+        return layers.column_parallel_linear(self.x, self.w, None, group=self.group)
+
+    def row_layer(self) -> torch.Tensor:
+        return layers.row_parallel_linear(self.rows, self.w, group=self.group)
+
 
 def matrix(rows: int, columns: int) -> torch.Tensor:
     return torch.zeros(rows, columns, dtype=torch.bfloat16)
@@ -215,7 +227,7 @@ def enqueued(call: Call) -> dict[str, Any]:
             return scratch(*shape[0])
         key = (str(shape).strip("(),"), dtype or like.dtype)
         sizes.append(str(key))
-        return made.setdefault(key, new(like, *shape, dtype=dtype))
+        return made.setdefault(key, new(like, *shape, dtype=dtype)).detach()
 
     def noted(*given: Any) -> Any:
         found = begun(*given)
@@ -276,7 +288,7 @@ def main(path: str, timed: bool) -> None:
         settings.reload()
         call = Call(name, bias=name in WITH_BIAS)
         for kind in ("compile", "python", "native"):
-            with engine(kind != "python"):
+            with engine(kind != "python"), torch.set_grad_enabled(call.differentiates):
                 enqueued(call)  # the channel is there, and kernels are compiled
                 for which, channel in workspace.workspaces()[0].channels.items():
                     channel.epoch = FIRST_EPOCHS[which] - 1
@@ -290,5 +302,4 @@ def main(path: str, timed: bool) -> None:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main(sys.argv[1], "time" in sys.argv[2:])
+    main(sys.argv[1], "time" in sys.argv[2:])

@@ -49,6 +49,10 @@ CALLS = {
         *GATHER, "torch", *FORK, *PUSH, "torch", *FORK, "write",
         "copy", "launch", "torch", *JOIN, "launch", *JOIN,
     ],
+    "hopper column layer": [*GATHER, "launch", *JOIN],
+    "hopper row layer": ["launch"],
+    "hopper column layer, evaluated": [*GATHER, "launch", *JOIN],
+    "hopper row layer, evaluated": ["launch"],
 }  # fmt: skip
 
 
