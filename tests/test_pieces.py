@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.overlap import steady as steady_module
-from flux_megatron.overlap.steady import InPieces, Steady
+from flux_megatron.overlap.pieces import InPieces
+from flux_megatron.overlap.steady import Steady
 from flux_megatron.symm.recording import by_torch, lend
 
 pytest_plugins = ("fake_engines",)
@@ -183,9 +184,15 @@ def test_pieces_follow_the_callers_stream(space, monkeypatch):
     """The caller goes on with a call in another stream than it began in."""
     call = start(listed(space), space, 1)
     assert done(space) == START
+    used: list[tuple[int, int]] = []
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: OTHER)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: OTHER)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda one, stream: used.append((one.data_ptr(), stream))
+    )
     call.complete()
-    call.close()
+    y = call.finish()
+    assert used == [(y.data_ptr(), OTHER)], "freed, it would be another call's of the first stream"
     ordered = [("record", CALLERS), ("follow", OTHER)]
     joined = [("record", STREAM), ("follow", OTHER)]
     assert done(space) == [*ordered, ("copy", OTHER), ("write", STREAM), *joined]

@@ -20,19 +20,19 @@ from torch.autograd import profiler
 
 from flux_megatron import settings
 from flux_megatron.kernels import triton_launch
+from flux_megatron.overlap.pieces import Begun, InPieces, NotedPieces
 from flux_megatron.symm.channel import REFRESH_EVERY, Channel, Region
 from flux_megatron.symm.native_engine import NativeCopyEngine
 from flux_megatron.symm.recording import Launch, Recording, Steps, noted
 from flux_megatron.symm.workspace import Workspace
 
-Begun = tuple[int, Steps, tuple[int, ...], list[Tensor]]  # epoch, steps, registers, what is made
 _Same = Callable[[Tensor], Tensor]
 _ATTEMPTS = 8  # recordings of a kind that may fail, such as while its kernels are compiled
 
 
 class Steady:
-    """The lists of a kind of call: those that agree in all that a decision depends on, and in
-    whether they have a bias. `channel` is the one that the strategy uses.
+    """The lists of a kind of call: those that agree in all that a decision depends on, and in what
+    `dispatch.Kinds` tells apart. `channel` is the one that the strategy uses.
     """
 
     def __init__(self, space: Workspace, channel: str, recordable: bool) -> None:
@@ -115,6 +115,7 @@ class Steady:
                 yield given[0] if given else None
                 if (stream := engine.current()) != registers[0]:
                     registers = (stream, *registers[1:])
+                    _used_here(made)
             if engine._last != registers[0]:  # the caller, or another thread, has made a call
                 engine.follow()
             if run is not None:
@@ -185,67 +186,6 @@ class Steady:
         self._launches = tuple(one.name for one in launched)
 
 
-class InPieces:
-    """A call that lists make, instead of what a strategy's `start_gather` or `start_gemm_rs` gives.
-    It holds its tensors until it ends.
-    """
-
-    def __init__(self, steady: Steady, begun: Begun, x: Tensor, w: Tensor) -> None:
-        self._steady, self._begun = steady, begun
-        self._going = steady.going_on(begun, x, w, None)
-        self._go_on()
-
-    def _go_on(self, to_end: bool = False) -> Any:
-        """To the caller's next turn, or behind all of them."""
-        try:
-            for lent in self._going:
-                if not to_end:
-                    return lent
-        except BaseException as error:
-            self._steady.break_off(error)
-            raise
-
-    def complete(self) -> Tensor:
-        rows: Tensor = self._go_on()
-        return rows
-
-    def close(self) -> None:
-        self.finish()
-
-    def finish(self) -> Any:
-        self._go_on(to_end=True)
-        return self._steady.ended(self._begun)
-
-
-class NotedPieces:
-    """What a strategy's `start_gather` or `start_gemm_rs` gives, while the call is recorded."""
-
-    def __init__(self, steady: Steady, recording: Recording, pieces: Any) -> None:
-        self._steady, self._recording, self._pieces = steady, recording, pieces
-        self._lent: tuple[Tensor, ...] = ()
-
-    def _noted(self, piece: Callable[[], Any]) -> Any:
-        self._recording.stop(None, self._lent)
-        with noted(self._recording):
-            return piece()
-
-    def complete(self) -> Tensor:
-        rows: Tensor = self._noted(self._pieces.complete)
-        self._lent = (rows,)
-        return rows
-
-    def close(self) -> None:
-        self._noted(self._pieces.close)
-        if not self._lent:
-            self._recording.refused = "its rows were not asked for"
-        self._steady.keep(self._recording, None)
-
-    def finish(self) -> Tensor:
-        y: Tensor = self._noted(self._pieces.finish)
-        self._steady.keep(self._recording, y)
-        return y
-
-
 class _Recorded:
     """A call that is being recorded; called with its result, which it gives."""
 
@@ -263,6 +203,12 @@ class _Recorded:
 
     def __exit__(self, *raised: Any) -> None:
         self._noted.__exit__(*raised)
+
+
+def _used_here(made: list[Tensor]) -> None:
+    """The memory is the stream's in which the call began; the current one uses it too."""
+    for one in made:
+        one.record_stream(torch.cuda.current_stream(one.device))
 
 
 def _same(y: Tensor) -> Tensor:
