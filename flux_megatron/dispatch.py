@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice, environment
 
 LAYOUTS = ("nt", "nn")
+
+
+class Kinds(NamedTuple):
+    """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
+    their rows; GEMM+RS in pieces; the gather of x, alone or beside that.
+    """
+
+    plain: Steady
+    biased: Steady
+    lending: Steady
+    biased_lending: Steady
+    in_pieces: Steady
+    gather: Steady
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,12 @@ class Decision:
         return None if facts is None else operator_cost.exposed_us(self.problem, self.plan, facts)
 
     @cached_property
-    def steady(self) -> tuple[Steady, Steady]:
-        """What makes repeated calls without and with a bias, as far as it can."""
+    def steady(self) -> Kinds:
+        """What makes repeated calls, as far as it can."""
         recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
         channel = GATHER if self.problem.spec.gathers else SCATTER
-        return (
-            Steady(self.workspace, channel, recordable),
-            Steady(self.workspace, channel, recordable),
-        )
+        channels = (*[channel] * 5, GATHER)
+        return Kinds(*[Steady(self.workspace, name, recordable) for name in channels])
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

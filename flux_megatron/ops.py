@@ -248,14 +248,11 @@ def run_ag_gemm(
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.count()
     space = decision.workspace
-    if consume is not None:
-        with space.guard():
-            return decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume)
-    steady = decision.steady[bias is not None]
-    if (y := steady.run(x, w, bias)) is not None:
+    steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
+    if (y := steady.run(x, w, bias, consume)) is not None:
         return y
     with space.guard(), steady.recorded(x, w, bias) as made:
-        return made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, None))
+        return made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
 
 
 def run_gemm_rs(
@@ -264,7 +261,7 @@ def run_gemm_rs(
     """`gemm_reduce_scatter` without torch's operator."""
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
-    space, steady = decision.workspace, decision.steady[0]
+    space, steady = decision.workspace, decision.steady.plain
     if (y := steady.run(x, w, None)) is not None:
         return y
     with space.guard(), steady.recorded(x, w, None) as made:
@@ -287,8 +284,9 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     the rows [M, K], borrowed until its `close`.
     """
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
-    with decision.workspace.guard():
-        return decision.strategy.start_gather(x, decision.plan, decision.workspace)
+    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
+    with space.guard():
+        return decision.steady.gather.started(x, w, lambda: strategy.start_gather(x, plan, space))
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -299,10 +297,15 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     """
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.count()
-    strategy, space = decision.strategy, decision.workspace
+    strategy, space, steady = decision.strategy, decision.workspace, decision.steady
+    plan, gather_plan = decision.plan, decision.gather_plan()
     with space.guard():
-        gather = strategy.start_gather(x, decision.gather_plan(), space)
-        return gather, strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
+        return (
+            steady.gather.started(x, w, lambda: strategy.start_gather(x, gather_plan, space)),
+            steady.in_pieces.started(
+                dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
+            ),
+        )
 
 
 def start_gemm_rs(
@@ -313,9 +316,11 @@ def start_gemm_rs(
     """
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.count()
-    space = decision.workspace
+    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
     with space.guard():
-        return decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space)
+        return decision.steady.in_pieces.started(
+            x, w, lambda: strategy.start_gemm_rs(x, w, layout, plan, space)
+        )
 
 
 def start_gemm_ar(

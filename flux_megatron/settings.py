@@ -12,12 +12,14 @@
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
-| FLUX_MEGATRON_NATIVE | 0: Python makes the driver calls, one at a time; 1: C does | 1 |
+| FLUX_MEGATRON_NATIVE | 0: Python makes the driver calls; 1, `all`: C does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
-pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE` all driver calls of a
-repeated call are one call of C (docs/decisions/0040-one-enqueue.md).
+pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
+all driver calls of a repeated call, if no function of torch and no turn of the caller is between
+them. `all` has several such calls for the others, which no GPU has run yet
+(docs/decisions/0040-one-enqueue.md).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from pathlib import Path
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
+NATIVE = ("1", "0", "all")
 PREFIX = "FLUX_MEGATRON_"
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
@@ -51,12 +54,12 @@ class Settings:
     cache: Path = CACHE
     nvtx: bool = False
     record_waits: bool = False
-    native: bool = True
+    native: str = "1"
     allow: tuple[str, ...] = ()
 
 
-def _switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
-    text = environment.get(name, default)
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    text = environment.get(name, "0")
     if text not in ("0", "1"):
         raise ValueError(f"{name}={text!r}, expected 0 or 1")
     return text == "1"
@@ -95,7 +98,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
         record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),
-        native=_switch(environment, "FLUX_MEGATRON_NATIVE", "1"),
+        native=_one_of(environment, "FLUX_MEGATRON_NATIVE", NATIVE),
         allow=tuple(environment.get("FLUX_MEGATRON_ALLOW", "").split()),
     )
 

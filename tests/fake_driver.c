@@ -6,7 +6,7 @@
 #include <dlfcn.h>
 
 #define FAKE __attribute__((visibility("default")))
-enum { RECORD = 1, FOLLOW, COPY, WRITE, WAIT, LAUNCH };
+enum { RECORD = 1, FOLLOW, COPY, WRITE, WAIT, LAUNCH, TORCH };
 typedef struct { uint64_t what, stream, a, b, c; } Done;
 
 #define MOST 4096
@@ -26,6 +26,10 @@ static CUresult note(uint64_t what, CUstream stream, uint64_t a, uint64_t b, uin
     return CUDA_SUCCESS;
 }
 
+// a kernel of torch's, of which the driver knows nothing
+FAKE CUresult fake_torch(CUstream stream, uint64_t a, uint64_t b, uint64_t c) {
+    return note(TORCH, stream, a, b, c);
+}
 FAKE CUresult cuEventCreate(CUevent *event, unsigned flags) { *event = (CUevent)77; return 0; }
 FAKE CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     *status = (CUstreamCaptureStatus)(fake_capturing > 0);

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 HERE = Path(__file__).parent
-NAMES = ("", "record", "follow", "copy", "write", "wait", "launch")
+NAMES = ("", "record", "follow", "copy", "write", "wait", "launch", "torch")
 EVENT = 77
 MOST = 4096
 _PARAMETERS = 4096  # bytes that are kept of a launch
@@ -99,6 +99,10 @@ class Driver:
         """How large the driver says that a kernel's parameters are."""
         known = (ctypes.c_size_t * 128 * 64).in_dll(self._library, "fake_sizes")[function]
         known[:] = [*sizes, *[0] * (128 - len(sizes))]
+
+    def by_torch(self, stream: int, *addresses: int) -> int:
+        """A kernel of torch's with up to three operands has come to a stream; the code."""
+        return self._call("fake_torch", stream, *addresses, *[0] * (3 - len(addresses)))[0]
 
     def refuse(self, number: int, code: int = 700) -> None:
         """The operation of this number is refused; -1 for none."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_driver import Driver
 
+from flux_megatron import settings
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
@@ -51,7 +52,11 @@ def driver(library, monkeypatch, tmp_path_factory) -> Driver:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
     enqueue.native.cache_clear()
+    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "all")
+    settings.reload()
     yield driver
+    monkeypatch.delenv("FLUX_MEGATRON_NATIVE")
+    settings.reload()
     enqueue.native.cache_clear()
 
 

@@ -12,7 +12,6 @@ import torch
 from fake_engines import CALLERS, EPOCHS, GATED_PUSHES, NEEDS, OTHER, PUSHES, STREAM, engines
 
 from flux_megatron import settings
-from flux_megatron.settings import Settings
 from flux_megatron.symm import enqueue, native_engine
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -73,10 +72,12 @@ def test_a_refusal_names_call_code_and_operation(driver, number, call, operation
 
 def test_without_a_compiler_python_makes_the_calls_and_says_so(driver, monkeypatch):
     monkeypatch.setattr(enqueue, "DRIVER", "no_such_library.so")
-    monkeypatch.setattr(settings, "get", lambda: Settings(native=False))
+    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "0")
+    settings.reload()
     with warnings.catch_warnings(action="error"):
         assert type(native_engine.engine(torch.device("cuda", 0))) is CudaCopyEngine, "wanted"
-    monkeypatch.setattr(settings, "get", Settings)
+    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "1")
+    settings.reload()
     native_engine.unavailable.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"Python makes the driver calls.*no_such_library"):

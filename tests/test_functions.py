@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors, reference
-from flux_megatron.nn import all_reduced
+from flux_megatron.nn import all_reduced, functions
 from flux_megatron.nn.all_reduced import local_linear
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential
@@ -208,6 +210,22 @@ def every_need(rank: int) -> None:
 
 def test_what_needs_no_gradient_costs_nothing():
     on_device(every_need, 2, environment=FUSED)
+
+
+def without_gradients(rank: int) -> None:
+    """No layer makes a node of autograd, which no one would ask for anything."""
+    for kind in ("column", "row"):
+        made = layer(kind, dist.get_world_size(), torch.float32, (4, 3), 7, 5, bias=True)
+        given = mine(made, rank)
+        nodes = (functions._ColumnParallel, functions._RowParallel)
+        with ExitStack() as patched, torch.no_grad():
+            for node in nodes:
+                patched.enter_context(mock.patch.object(node, "apply", side_effect=AssertionError))
+            assert_exact(apply(made, *given), made.y[rank], kind)
+
+
+def test_layers_without_gradients():
+    on_device(without_gradients, 2)
 
 
 def saved_by(rank: int) -> list[list[int]]:

@@ -1,10 +1,14 @@
-"""Repeated calls on GPUs, which a list of driver calls makes: exact, with operands that move and
-ranks that are late. `test_steady.py` and `protocol/test_offline_calls.py` need no GPU.
+"""Repeated calls on GPUs, which lists of driver calls make: exact, with operands that move and
+ranks that are late. `test_steady.py`, `test_stops.py`, `test_pieces.py` and
+`protocol/test_offline_calls.py` need no GPU.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from cases import ON_HOPPER, Case, call, operands
 from closeness import assert_exact
 from ranks import GPU_RANKS, be_late, run_ranks
+from test_functions import check, layer
 
 import flux_megatron
 from flux_megatron.overlap.steady import Steady
@@ -27,6 +32,8 @@ WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
 PLANS = {
     "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
     "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
+    "pipelined": Plan("pipelined", comm_rows=100),
+    "pipelined, one GEMM": Plan("pipelined", splits=1),
 }
 if ON_HOPPER:
     PLANS |= {
@@ -35,6 +42,23 @@ if ON_HOPPER:
         "hopper, split-K": Plan("hopper", tile=WIDE, split_k_shards=1),
     }
 CALLS = 60
+ALL = {"FLUX_MEGATRON_NATIVE": "all"}
+
+
+@contextmanager
+def counted() -> Iterator[list[bool]]:
+    """Whether each call that a list might make was made by one."""
+    begun, by_list = Steady.begun, []
+
+    def noted(*given):
+        found = begun(*given)
+        by_list.append(found is not None)
+        return found
+
+    with mock.patch.object(Steady, "begun", noted):
+        yield by_list
+    refused = [s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady]
+    assert all(not one or "not launched directly" in one for one in refused), refused
 
 
 def repeated(rank: int, plan: Plan) -> int:
@@ -46,33 +70,47 @@ def repeated(rank: int, plan: Plan) -> int:
         for seed in range(4)
     ]
     given, draw, mine = [operands(case, 2) for case in cases], random.Random(0), random.Random(rank)
-    run, by_list = Steady.run, []
-
-    def noted(*given):
-        by_list.append(y := run(*given))
-        return y
-
-    Steady.run = noted
-    try:
+    with counted() as by_list:
         results = []
         for _ in range(CALLS):
             which = draw.randrange(len(cases))
             if mine.random() < 0.1:
                 be_late(0.002)
             results.append((which, call(cases[which], given[which], dist.group.WORLD)))
-    finally:
-        Steady.run = run
     torch.cuda.synchronize()
     flux_megatron.check()
     for number, (which, result) in enumerate(results):
         assert_exact(result, given[which].expected[rank], f"call {number}")
-    refused = [s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady]
-    assert all(not one or "not launched directly" in one for one in refused), refused
-    return sum(y is not None for y in by_list)
+    return sum(by_list)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_repeated_calls_are_exact(plan):
-    made = run_ranks(repeated, 2, PLANS[plan], device="cuda")
+    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", environment=ALL)
     assert made[0] == made[1], "the ranks make the same calls by lists"
     assert made[0] >= CALLS - 10
+
+
+STEPS = 20
+
+
+def layers_both_ways(rank: int) -> int:
+    """Forward and backward of two layers; how many pieces of them lists have made."""
+    both = [layer(kind, 2, torch.bfloat16, (64, 2), 128, 128, False) for kind in ("column", "row")]
+    with counted() as by_list:
+        for _ in range(STEPS):
+            if random.random() < 0.1:
+                be_late(0.002)
+            for one in both:
+                check(one, rank, "xw")
+    flux_megatron.check()
+    return sum(by_list)
+
+
+@pytest.mark.parametrize("strategy", sorted({plan.strategy for plan in PLANS.values()}))
+def test_repeated_layers_are_exact(strategy):
+    wanted = {**ALL, "FLUX_MEGATRON_STRATEGY": strategy}
+    made = run_ranks(layers_both_ways, 2, device="cuda", environment=wanted)
+    assert made[0] == made[1], "the ranks make the same calls by lists"
+    # two calls forward; backward, the gather and the scatter of one layer, and the other's gather
+    assert made[0] >= 5 * (STEPS - 7)

@@ -45,7 +45,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, record_waits=True, native=False, allow=("sft", "train_step"),
+        nvtx=True, record_waits=True, native="0", allow=("sft", "train_step"),
     )  # fmt: skip
 
 

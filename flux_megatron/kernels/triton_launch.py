@@ -20,7 +20,7 @@ import triton
 
 from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
-from flux_megatron.symm.recording import Recording
+from flux_megatron.symm.recording import Recording, this_thread
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -33,25 +33,13 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 _compiling = False
-_recording: Recording | None = None  # what notes the launches of the call that is being made
-
-
-@contextmanager
-def recorded(recording: Recording) -> Iterator[None]:
-    """Launches inside, of this thread, are noted."""
-    global _recording
-    _recording = recording
-    try:
-        yield
-    finally:
-        _recording = None
 
 
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """New memory beside `like`, for what a call makes: a recording knows it by that."""
     made = like.new_empty(shape, dtype=dtype)
-    if _recording is not None and _recording.mine():
-        _recording.take(made)
+    if (recording := this_thread.recording) is not None:
+        recording.take(made)
     return made
 
 
@@ -121,8 +109,8 @@ class Launcher:
         aligned = bits % 16 == 0
         if self._direct is not None and aligned and not has_hooks():
             self._direct(*addresses, *numbers, *self._fixed)
-            if _recording is not None and _recording.mine():
-                self._note(_recording, (*addresses, *numbers, *self._fixed))
+            if (recording := this_thread.recording) is not None:
+                self._note(recording, (*addresses, *numbers, *self._fixed))
             return
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
@@ -131,8 +119,8 @@ class Launcher:
             *tensors, *numbers, *self._fixed,
             num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
         )  # fmt: skip
-        if _recording is not None and _recording.mine():
-            _recording.refused = f"{self._name} was not launched directly yet"
+        if (recording := this_thread.recording) is not None:
+            recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
             self._direct, self._compiled = _direct_launch(compiled, self._grid), compiled
 

@@ -18,6 +18,7 @@ from flux_megatron.overlap import transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.recording import lend
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
 
@@ -114,7 +115,7 @@ def ag_gemm(
             waits=wait_log.next_buffer("ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
-        consume(gather.complete())
+        lend(consume, gather.complete())
     gather.close()
     return y
 

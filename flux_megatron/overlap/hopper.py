@@ -30,6 +30,7 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
+from flux_megatron.symm.recording import lend
 from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -137,7 +138,7 @@ def ag_gemm(
             waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
-        consume(gather.complete())
+        lend(consume, gather.complete())
     gather.close()
     return y
 

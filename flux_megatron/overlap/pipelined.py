@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Region
 from flux_megatron.symm.copy_engine import Push
-from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
+from flux_megatron.symm.recording import by_torch, lend
+from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
+RECORDABLE = (COLUMN, ROW)
 
 
 def supports(problem: Problem) -> str | None:
@@ -61,23 +64,27 @@ def ag_gemm(
     gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
     rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
-    y = x.new_empty(world_size * x.shape[0], right.shape[1])
+    y = empty(x, world_size * x.shape[0], right.shape[1])
     _multiply(x, right, out=y[rank * x.shape[0] : (rank + 1) * x.shape[0]])
     for first, last in _runs(rank, world_size, plan.splits):
         gather.wait_for(first, last - first)
         rows = slice(first * x.shape[0], last * x.shape[0])
         _multiply(gather.gathered[rows], right, out=y[rows])
     if bias is not None:
-        y += bias
+        by_torch(Tensor.add_, y, bias)
     if consume is not None:
-        consume(gather.complete())
+        lend(consume, gather.complete())
     gather.close()
     return y
 
 
 def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
     with phase("gemm chunk"):
-        torch.mm(x, right, out=out)
+        by_torch(_gemm, x, right, out)
+
+
+def _gemm(x: Tensor, right: Tensor, out: Tensor) -> None:
+    torch.mm(x, right, out=out)
 
 
 def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
@@ -101,14 +108,15 @@ def start_gemm_rs(
     size_bytes = x.shape[0] * N * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     received, steps = call.region.prepared(_steps, M_shard, N, x.dtype, comm_rows)
-    staging = x.new_empty(x.shape[0], N)
+    staging = empty(x, x.shape[0], N)
     source = staging.data_ptr()
     if plan.splits:
         _multiply(x, right, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
-        # before the copy engine's stream gets there.
+        # before the copy engine's stream gets there. The driver's copy is the one that torch makes.
+        local = received[call.rank]
         with phase("local shard"):
-            received[call.rank].copy_(staging.view(received.shape)[call.rank])
+            engine.copy_here(local.data_ptr(), source + call.rank * local.nbytes, local.nbytes)
         engine.fork()
     for step in steps:
         if not plan.splits:
@@ -120,7 +128,7 @@ def start_gemm_rs(
             if step.local is None:
                 engine.send(step.pushes, source, call.epoch)  # signal [B]
             else:
-                engine.write(step.signal, as_int32(call.epoch))  # signal [B]
+                engine.signal(step.signal, call.epoch)  # signal [B]
     return transfer.ReduceScatter(workspace, call, received, comm_rows, keep_alive=staging)
 
 

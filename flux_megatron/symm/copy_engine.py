@@ -118,12 +118,15 @@ class CopyEngine(ABC):
     def clear(self, counters: tuple[int, ...]) -> None:
         """Set the int32 at these addresses to 0."""
 
+    def signal(self, address: int, epoch: int) -> None:
+        """The epoch as the int32 at an address, after everything copied before."""
+        self.write(address, as_int32(epoch))
+
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
         """Enqueue all `pushes` from the address `source`, each followed by its signal."""
-        word = as_int32(epoch)
         for push in pushes:
             self.copy(push.destination, source + push.offset, push.size_bytes)
-            self.write(push.signal, word)
+            self.signal(push.signal, epoch)
 
     def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
         """Enqueue the pushes in order, each behind its wait [D]; then set their counters to 0."""

@@ -28,17 +28,14 @@ from flux_megatron.symm.enqueue import (
     Word,
     always,
 )
-from flux_megatron.symm.recording import EPOCH, Recording
+from flux_megatron.symm.recording import EPOCH, this_thread
 
 _SOURCE, _EPOCH = Word(2), Word(3)
 
 
 class NativeCopyEngine(CudaCopyEngine):
-    """`recording`, if there is one, notes what is enqueued."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.recording: Recording | None = None
         self._own = always(int(self._stream))
         self._recorded = always(int(self._event))
         a, b, c = (Word(register) for register in (2, 3, 4))
@@ -55,22 +52,22 @@ class NativeCopyEngine(CudaCopyEngine):
 
     def _note(self, *operations: Operation) -> None:
         """For the recording, if there is one."""
-        if self.recording is not None and self.recording.mine():
-            self.recording.operations += operations
+        if (recording := this_thread.recording) is not None:
+            recording.operations += operations
 
     def order(self, later: int, earlier: int) -> None:
         self._order.run(earlier, later)
-        if self.recording is not None:
-            self.recording.refused = "the caller's stream changed"
+        if (recording := this_thread.recording) is not None:
+            recording.refused = "the caller's stream changed"
 
     def fork(self) -> None:
         self._order.run(self.current(), self._own.add)
-        if self.recording is not None:
+        if this_thread.recording is not None:
             self._note(*self._ordered(self._own, STREAM))
 
     def join(self) -> None:
         self._order.run(self._own.add, self.current())
-        if self.recording is not None:
+        if this_thread.recording is not None:
             self._note(*self._ordered(STREAM, self._own))
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
@@ -82,14 +79,18 @@ class NativeCopyEngine(CudaCopyEngine):
         self._note(self._copied(STREAM, destination, source, size_bytes))
 
     def _copied(self, stream: Word, destination: int, source: int, size_bytes: int) -> Operation:
-        recording = self.recording
+        recording = this_thread.recording
         known = recording.address if recording is not None else always
         return Operation(COPY, stream, known(destination), known(source), always(size_bytes))
 
     def write(self, address: int, word: int) -> None:
         self._write.run(self._own.add, address, word)
-        if self.recording is not None:
-            self.recording.refused = "a word was written of which nobody knows whether it changes"
+        if (recording := this_thread.recording) is not None:
+            recording.refused = "a word was written of which nobody knows whether it changes"
+
+    def signal(self, address: int, epoch: int) -> None:
+        self._write.run(self._own.add, address, epoch)
+        self._note(Operation(WRITE, self._own, always(address), EPOCH))
 
     def wait_count(self, counter: int, count: int) -> None:
         self._wait.run(self._own.add, counter, count)
@@ -107,7 +108,7 @@ class NativeCopyEngine(CudaCopyEngine):
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
         pushes = tuple(pushes)
         self._sending(pushes).run(0, source, epoch)
-        if (recording := self.recording) is not None:
+        if (recording := this_thread.recording) is not None:
             self._note(*self._sent(pushes, recording.address(source), EPOCH))
 
     @lru_cache(maxsize=256)  # noqa: B019, a device has one engine for the life of the process
@@ -129,7 +130,7 @@ class NativeCopyEngine(CudaCopyEngine):
 
     def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
         self._pushing(gated_pushes).run(0, source, epoch)
-        if (recording := self.recording) is not None:
+        if (recording := this_thread.recording) is not None:
             self._note(*self._gated(gated_pushes, recording.address(source), EPOCH))
 
     @lru_cache(maxsize=256)  # noqa: B019, as above
@@ -169,7 +170,7 @@ def unavailable() -> str | None:
 
 def engine(device: torch.device) -> CopyEngine:
     """The copy engine of a GPU: this one where it is wanted and there is a C compiler."""
-    if not settings.get().native:
+    if settings.get().native == "0":
         return CudaCopyEngine(device)
     if reason := unavailable():
         warnings.warn(

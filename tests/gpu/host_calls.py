@@ -1,5 +1,5 @@
 """What a call takes the host, by strategy: driver calls made by Python one at a time, and by C from
-a list.
+lists. Calls "both ways" are a layer's forward and backward, with torch's wgrad.
 
     torchrun --nproc-per-node=2 tests/gpu/host_calls.py host_calls.jsonl --commit COMMIT
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 FLUX_MEGATRON_TIMEOUT_S=60 \
@@ -86,6 +86,12 @@ class Layer:
         total = torch.stack([(x @ w.t()).float() for x, w in parts]).sum(0)
         self.sum = total.chunk(R)[rank].to(self.x.dtype)
         self.small = whole(run, 50, 64, 64)
+        dys = [whole(run, 60 + r, R * rows, N) for r in range(R)]
+        ws = [whole(run, 20 + r, N, K) for r in range(R)]
+        both = [(dy @ w).float() for dy, w in zip(dys, ws, strict=True)]
+        self.dy, self.dx = dys[rank], torch.stack(both).sum(0).chunk(R)[rank].to(self.x.dtype)
+        part_dys = [whole(run, 70 + r, rows, N) for r in range(R)]
+        self.part_dy, self.part_dx = part_dys[rank], torch.cat(part_dys) @ self.part_w
 
     def pushed(self) -> Plan | None:
         """The plan of `hopper` whose tiles the copy engine sends, where that can run."""
@@ -102,7 +108,7 @@ class Layer:
         xp, wp = x.view(len(x), 1, -1).clone(), torch.nn.Parameter(w.clone())
         pp, pw = self.part.view(len(self.part), 1, -1).clone(), torch.nn.Parameter(self.part_w)
         tokens = (-1, 1, w.shape[0])
-        calls = {
+        calls: dict[str, tuple[Call, Tensor]] = {
             "ag_gemm": (lambda: ops.all_gather_gemm(x, w, group), self.y),
             "gemm_rs": (lambda: ops.gemm_reduce_scatter(self.part, self.part_w, group), self.sum),
             "column forward": (
@@ -112,6 +118,14 @@ class Layer:
             "row forward": (
                 lambda: row_parallel_linear(pp.requires_grad_(), pw, group=group),
                 self.sum.view(tokens),
+            ),
+            "column, both ways": (
+                lambda: _dx(calls["column forward"][0], xp, wp, self.dy.view(tokens)),
+                self.dx.view_as(xp),
+            ),
+            "row, both ways": (
+                lambda: _dx(calls["row forward"][0], pp, pw, self.part_dy.view(tokens)),
+                self.part_dx.view_as(pp),
             ),
         }
         # A copy within one GPU needs SMs, all of which a kernel holds that waits for it.
@@ -130,6 +144,10 @@ class Layer:
             ops.decide(pattern, x, w, None, self.group, "nt", None).plan.strategy == strategy
             for pattern, x, w in kinds
         )
+
+
+def _dx(forward: Call, x: Tensor, w: Tensor, dy: Tensor) -> Tensor:
+    return torch.autograd.grad(forward(), (x, w), dy)[0]
 
 
 @contextmanager
@@ -225,7 +243,7 @@ def main(
     seconds: float = 150,
 ) -> None:  # fmt: skip
     """Be one of the ranks. Both arms in turn, `rounds` times, until `seconds` are over."""
-    os.environ["FLUX_MEGATRON_NATIVE"] = "1"
+    os.environ["FLUX_MEGATRON_NATIVE"] = "all"
     settings.reload()
     run = start(device, out, commit, seconds, shared)
     layer = Layer(run, shared)

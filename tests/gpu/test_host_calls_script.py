@@ -36,7 +36,7 @@ def test_a_row_for_each_call_of_each_strategy(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     assert run_ranks(measured, 2, out) == [[False, True, True, True]] * 2, "no Hopper GPU here"
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 3 + 3 * 4
+    assert len(rows) == 3 + 3 * 6
     assert all(row["median_us"] > 0 for row in rows)
     assert all(row["exact"] for row in rows if row["strategy"] != "none")
 

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fake_driver
@@ -42,9 +43,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver as active
 
+os.environ["FLUX_MEGATRON_NATIVE"] = "all"
 CALLERS, COPY, SMS = 5, 7, 132
 M_SHARD, N, K = 1024, 1024, 512
-FIRST_EPOCH = 70000  # no size is such a number
+FIRST_EPOCHS = {"gather": 70000, "scatter": 90000}  # no size is such a number
 
 
 class Offline:
@@ -77,9 +79,10 @@ torch.cuda.Stream = lambda device, priority=0: SimpleNamespace(cuda_stream=COPY)
 torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc]
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
-from flux_megatron import ops
+from flux_megatron import ops, settings
 from flux_megatron.kernels import hopper_gemm, launch, native_launch, triton_launch
-from flux_megatron.overlap import hopper
+from flux_megatron.nn import functions as layers
+from flux_megatron.overlap import fused, hopper
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.problem import Plan
 from flux_megatron.symm import agreement, native_engine, objects, workspace
@@ -105,6 +108,7 @@ def scratch(size: int) -> torch.Tensor:
 triton_launch._descriptor_memory = lambda size, alignment, stream: scratch(size)
 
 TILE = replace(hopper.TILE, group_m=16)
+fused._interpreted_tile = lambda problem: TILE  # of calls without a plan
 PLANS = {
     "hopper ag_gemm": Plan("hopper", tile=TILE),
     "hopper ag_gemm, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
@@ -112,7 +116,17 @@ PLANS = {
     "hopper gemm_rs, by SM": Plan("hopper", comm_rows=128, tile=TILE, transport="sm"),
     "fused ag_gemm": Plan("fused", comm_rows=512, tile=TILE),
     "fused gemm_rs": Plan("fused", tile=TILE),
+    "pipelined ag_gemm": Plan("pipelined", comm_rows=512),
+    "pipelined gemm_rs": Plan("pipelined"),
+    "pipelined gemm_rs, halves": Plan("pipelined", comm_rows=512),
+    "pipelined gemm_rs, one GEMM": Plan("pipelined", splits=1),
 }
+for _strategy in ("hopper", "fused", "pipelined"):
+    PLANS[f"{_strategy} lent rows"] = Plan(_strategy, tile=TILE)
+    PLANS[f"{_strategy} backward"] = Plan(_strategy, tile=TILE)
+for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
+    PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
+WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm")
 
 
 def parameters_of(ptx: str) -> list[int]:
@@ -136,19 +150,69 @@ def known(name: str, compiled: Any, *given: Any) -> Any:
 native_launch.launch = known
 
 
+OF_TORCH: list[list] = []  # operands of its kernels
+
+
+def by_torch(*operands: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    """A kernel of torch's comes to the caller's stream. Nothing is computed."""
+    tensors = [one for one in (*operands, out) if one is not None]
+    assert DRIVER.by_torch(CALLERS, *[one.data_ptr() for one in tensors]) == 0
+    OF_TORCH.append([[[*one.shape], one.stride(), str(one.dtype)] for one in tensors])
+
+
+def nothing(*operands: torch.Tensor, out: torch.Tensor | None = None) -> None: ...
+
+
+def wgrad(gathered: torch.Tensor) -> None:
+    """What a layer enqueues while it borrows gathered rows."""
+    torch.mm(gathered, gathered)
+
+
 class Call:
     """The calls of one plan. Their operands, and what they make, stay where they are."""
 
     def __init__(self, name: str, bias: bool) -> None:
-        gathers = "ag_gemm" in name
-        self.x = torch.zeros(M_SHARD if gathers else 2 * M_SHARD, K, dtype=torch.bfloat16)
-        self.w = torch.zeros(N, K, dtype=torch.bfloat16)
-        self.named = {"bias": torch.zeros(N, dtype=torch.bfloat16)} if bias and gathers else {}
-        self.operation = ops.all_gather_gemm if gathers else ops.gemm_reduce_scatter
-        self.plan = PLANS[name]
+        self.plan, self.group = PLANS[name], dist.group.WORLD
+        self.x, self.dy = matrix(M_SHARD, K), matrix(2 * M_SHARD, N)
+        self.rows, self.w = matrix(2 * M_SHARD, K), matrix(N, K)
+        self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
+        kind = re.split(r"[ ,]+", name)[1]
+        self.call = {
+            "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "lent": self.lent_rows,
+            "backward": self.column_backward, "column": self.column_layer, "row": self.row_layer,
+        }[kind]  # fmt: skip
+        self.differentiates = name.endswith("layer")
+        for tensor in (self.x, self.rows, self.w):
+            tensor.requires_grad_(self.differentiates)
 
     def __call__(self) -> torch.Tensor:
-        return self.operation(self.x, self.w, dist.group.WORLD, plan=self.plan, **self.named)
+        return self.call()
+
+    def ag_gemm(self) -> torch.Tensor:
+        return ops.all_gather_gemm(self.x, self.w, self.group, bias=self.bias, plan=self.plan)
+
+    def gemm_rs(self) -> torch.Tensor:
+        return ops.gemm_reduce_scatter(self.rows, self.w, self.group, plan=self.plan)
+
+    def lent_rows(self) -> torch.Tensor:
+        """As backward of a row layer."""
+        return ops.run_ag_gemm(self.x, self.w, None, self.group, plan=self.plan, consume=wgrad)
+
+    def column_backward(self) -> torch.Tensor:
+        gather, scatter = ops.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)
+        wgrad(gather.complete())
+        gather.close()
+        return scatter.finish()
+
+    def column_layer(self) -> torch.Tensor:
+        return layers.column_parallel_linear(self.x, self.w, None, group=self.group)
+
+    def row_layer(self) -> torch.Tensor:
+        return layers.row_parallel_linear(self.rows, self.w, group=self.group)
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=torch.bfloat16)
 
 
 def enqueued(call: Call) -> dict[str, Any]:
@@ -157,31 +221,35 @@ def enqueued(call: Call) -> dict[str, Any]:
     """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
     new, lists, sizes = torch.Tensor.new_empty, [], []
-    run = Steady.run
+    begun = Steady.begun
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
             return scratch(*shape[0])
         key = (str(shape).strip("(),"), dtype or like.dtype)
         sizes.append(str(key))
-        return made.setdefault(key, new(like, *shape, dtype=dtype))
+        return made.setdefault(key, new(like, *shape, dtype=dtype)).detach()
 
-    def noted(*given: Any) -> torch.Tensor | None:
-        lists.append(y := run(*given))
-        return y
+    def noted(*given: Any) -> Any:
+        found = begun(*given)
+        lists.append(found is not None)
+        return found
 
     before = DRIVER.word("fake_launches").value
-    torch.Tensor.new_empty, Steady.run = kept, noted  # type: ignore[method-assign, assignment]
-    try:
+    OF_TORCH.clear()
+    with (
+        mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch),
+        mock.patch.object(Steady, "begun", noted),
+        mock.patch.object(torch, "mm", by_torch),
+    ):
         call()
-    finally:
-        torch.Tensor.new_empty, Steady.run = new, run  # type: ignore[method-assign]
-    done = [*DRIVER.done()]
+    shapes = iter(OF_TORCH)
+    done = [(*one, *next(shapes)) if one[0] == "torch" else one for one in DRIVER.done()]
     functions = [one[2] for one in done if one[0] == "launch"]
     given = [DRIVER.parameters(sum(SIZES.get(f, ())), before + n) for n, f in enumerate(functions)]
     return {
-        "by_list": lists[-1] is not None, "done": done, "given": [one.hex() for one in given],
-        "made": sizes,
+        "by_list": bool(lists) and all(lists), "done": done, "made": sizes,
+        "given": [one.hex() for one in given],
     }  # fmt: skip
 
 
@@ -198,14 +266,17 @@ def engine(native: bool) -> Iterator[None]:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """The least of many short means: other processes only add to them."""
+    """The least of many short means: other processes only add to them. Without what `torch.mm`
+    takes.
+    """
     least = float("inf")
-    for _ in range(150):
-        begin = time.perf_counter()
-        for _ in range(100):
-            call()
-        least = min(least, (time.perf_counter() - begin) / 100)
-        DRIVER.count.value = 0
+    with mock.patch.object(torch, "mm", nothing):
+        for _ in range(150):
+            begin = time.perf_counter()
+            for _ in range(100):
+                call()
+            least = min(least, (time.perf_counter() - begin) / 100)
+            DRIVER.count.value = 0
     return round(1e6 * least, 2)
 
 
@@ -214,12 +285,14 @@ def main(path: str, timed: bool) -> None:
     written: dict[str, Any] = {"calls": {}, "host_us": {}}
     for name in PLANS:
         calls = {}
-        call = Call(name, bias=name == "hopper ag_gemm")
+        os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
+        settings.reload()
+        call = Call(name, bias=name in WITH_BIAS)
         for kind in ("compile", "python", "native"):
-            with engine(kind != "python"):
+            with engine(kind != "python"), torch.set_grad_enabled(call.differentiates):
                 enqueued(call)  # the channel is there, and kernels are compiled
-                for channel in workspace.workspaces()[0].channels.values():
-                    channel.epoch = FIRST_EPOCH - 1
+                for which, channel in workspace.workspaces()[0].channels.items():
+                    channel.epoch = FIRST_EPOCHS[which] - 1
                 calls[kind] = [enqueued(call) for _ in range(8)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
@@ -230,5 +303,4 @@ def main(path: str, timed: bool) -> None:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main(sys.argv[1], "time" in sys.argv[2:])
+    main(sys.argv[1], "time" in sys.argv[2:])

@@ -18,19 +18,41 @@ pytestmark = [
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
 ]
-EPOCH = 70000  # of the first call
+EPOCHS = {"gather": 70000, "scatter": 90000}  # of the first call
+FORK, JOIN = ["record", "follow"], ["record", "follow"]
+PUSH = ["copy", "write"]
+GATHER = [*FORK, *PUSH]
 CALLS = {
-    "hopper ag_gemm": ["record", "follow", "copy", "write", "launch", "record", "follow"],
-    "hopper ag_gemm, split-K": ["record", "follow", "copy", "write", "launch", "record", "follow"],
-    "hopper gemm_rs": [
-        "record", "follow", "launch", *["wait", "copy", "write"] * 2, "write", "write",
-        "record", "follow",
-    ],
+    "hopper ag_gemm": [*GATHER, "launch", *JOIN],
+    "hopper ag_gemm, split-K": [*GATHER, "launch", *JOIN],
+    "hopper gemm_rs": [*FORK, "launch", *["wait", *PUSH] * 2, "write", "write", *JOIN],
     "hopper gemm_rs, by SM": ["launch"],
-    "fused ag_gemm": [
-        "record", "follow", *["copy", "write"] * 2, "launch", "record", "follow"
-    ],
+    "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],
     "fused gemm_rs": ["launch", "launch"],
+    "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],
+    "pipelined gemm_rs": [
+        "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
+    ],
+    "pipelined gemm_rs, halves": [
+        *["torch", *FORK, *PUSH] * 2, *["torch", *FORK, "write"] * 2, "launch", *JOIN,
+    ],
+    "pipelined gemm_rs, one GEMM": [
+        "torch", "copy", *FORK, *PUSH, "write", "launch", *JOIN,
+    ],
+    # what a layer enqueues while it borrows rows is a kernel of torch's
+    "hopper lent rows": [*GATHER, "launch", "launch", "torch", *JOIN],
+    "fused lent rows": [*GATHER, "launch", "copy", *JOIN, "launch", "torch"],
+    "pipelined lent rows": [*GATHER, "torch", "launch", "torch", "copy", *JOIN, "launch", "torch"],
+    "hopper backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN],
+    "fused backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN, "launch"],
+    "pipelined backward": [
+        *GATHER, "torch", *FORK, *PUSH, "torch", *FORK, "write",
+        "copy", "launch", "torch", *JOIN, "launch", *JOIN,
+    ],
+    "hopper column layer": [*GATHER, "launch", *JOIN],
+    "hopper row layer": ["launch"],
+    "hopper column layer, evaluated": [*GATHER, "launch", *JOIN],
+    "hopper row layer, evaluated": ["launch"],
 }  # fmt: skip
 
 
@@ -39,18 +61,19 @@ def calls(tmp_path_factory) -> dict[str, dict]:
     return compiled_by("offline_calls.py", tmp_path_factory.mktemp("offline"))["calls"]
 
 
-def without_epoch(call: dict, epoch: int) -> tuple[list, list]:
-    """What a call has enqueued, "epoch" for that number where it may stand: in signals and in
-    parameters of kernels.
+def without_epoch(call: dict, number: int) -> tuple[list, list]:
+    """What a call has enqueued, a channel's name for the number of the call where it may stand: in
+    signals and in parameters of kernels.
     """
+    epochs = {first + number: channel for channel, first in EPOCHS.items()}
     done = [
-        ["epoch" if what == "write" and value == epoch else value for value in (what, *values)]
+        [epochs.get(value, value) if what == "write" else value for value in (what, *values)]
         for what, *values in call["done"]
     ]
     given = []
     for one in map(bytes.fromhex, call["given"]):
         words = [int.from_bytes(one[at : at + 4], "little") for at in range(0, len(one), 4)]
-        given.append(["epoch" if word == epoch else word for word in words])
+        given.append([epochs.get(word, word) for word in words])
     return done, given
 
 
@@ -62,16 +85,16 @@ def test_a_list_does_what_the_strategy_does(calls, name):
         assert [call["by_list"] for call in engine] == [False] * 2 + [True] * 6
     for number, call in enumerate(native):
         assert [what for what, *_ in by_python[number]["done"]] == CALLS[name]
-        done, given = without_epoch(call, EPOCH + number)
+        done, given = without_epoch(call, number)
         assert [what for what, *_ in done] == CALLS[name]
         # the strategy's call of the same parity, which uses the same memory
-        assert (done, given) == without_epoch(native[number % 2], EPOCH + number % 2)
+        assert (done, given) == without_epoch(native[number % 2], number % 2)
         assert call["made"] == native[0]["made"], "memory that a list would not take anew"
         assert call["made"]
         assert given
-        assert all("epoch" in one for one in given)
+        assert all({*EPOCHS} & {*one} for one in given)
 
 
 def test_another_epoch_would_be_noticed(calls):
     call = calls["hopper ag_gemm"]["native"][4]
-    assert without_epoch(call, EPOCH + 4) != without_epoch(call, EPOCH + 3)
+    assert without_epoch(call, 4) != without_epoch(call, 3)
