@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
 from flux_megatron.overlap import hopper
@@ -141,3 +143,44 @@ def test_as_measured():
         assert chosen[0] <= 1.01 * min(took for took, _ in plans.values()), shape
     assert max(map(abs, errors)) < 0.2
     assert statistics.mean(map(abs, errors)) < 0.12
+
+
+def alone() -> dict[tuple, dict[str, dict]]:
+    """Rows of GEMMs alone with each tile of the kernel, by shape."""
+    found: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    for row in map(json.loads, (FOLDER.parent / "h200" / "gemm_tiles.jsonl").open()):
+        if "weights" in row:
+            found[row["M"], row["N"], row["K"], row["layout"]][row["tile"]] = row
+    assert len(found) >= 160
+    return found
+
+
+def lost(shape: tuple, rows: dict[str, dict]) -> float:
+    """What the chosen tile takes over the fastest."""
+    M, N, K, layout = shape
+    tile = gather_tiles.tile_alone(M, N, K, torch.bfloat16, layout)
+    times = [row["median_us"] for row in rows.values() if row["candidate"] == "ours"]
+    return rows[f"{tile.block_m}x{tile.block_n}"]["median_us"] / min(times) - 1
+
+
+def test_a_gemm_alone_takes_a_tile_that_fits():
+    """The worst are dgrads of few rows: 64 x 192 cut in two, where 64 x 64 or 64 x 128 fits."""
+    over = {shape: lost(shape, rows) for shape, rows in alone().items()}
+    assert statistics.mean(over.values()) < 0.008
+    worst = {shape[1:] for shape, more in over.items() if more > 0.2}
+    assert worst == {(3072, 12288, "nn"), (6144, 12288, "nn")}
+    few = [shape for shape in over if shape[0] <= 256]
+    chosen = {gather_tiles.tile_alone(*shape[:3], torch.bfloat16, shape[3]) for shape in few}
+    assert chosen >= {*hopper.LOW}, "each low tile is the choice of some"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [(tiles, "RATES", {}), (gather_tiles, "LAST_WAVE_US", 0.0), (tiles, "NN_32", 1.0)],
+)
+def test_a_worse_tile_is_seen(monkeypatch, module, name, broken):
+    monkeypatch.setattr(module, name, broken)
+    gather_tiles._tiles_us.cache_clear()
+    over = [lost(shape, rows) for shape, rows in alone().items()]
+    gather_tiles._tiles_us.cache_clear()
+    assert statistics.mean(over) > 0.0081

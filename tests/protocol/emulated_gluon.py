@@ -78,7 +78,8 @@ class Gluon:
             "tma_store": self._copy_out, "fence_async_shared": nothing, "barrier": nothing,
             "warpgroup_mma_init": self._mma_init, "warpgroup_mma": self._mma,
             "warpgroup_mma_wait": self._mma_wait, "mma_layout": nothing,
-            "time_ns": lambda: 0, "wait_acquire_sys": self._wait_acquire_sys,
+            "time_ns": lambda: 0,
+            "wait_acquire_sys": self._wait_acquire, "wait_acquire_gpu": self._wait_acquire,
             "complete_tma_stores": self._complete_stores, "cast": self.cast,
             "claim": lambda word: self.atomic_xchg(word, 1, "relaxed", "gpu") == 0,
             "begin_draw": lambda counter: self.atomic_add(counter, 1, "relaxed", "gpu"),
@@ -176,7 +177,7 @@ class Gluon:
     def _touch(self) -> None:
         self._scheduler.preemption_point()
 
-    def _wait_acquire_sys(self, pad: Pointer, slot: int, epoch: int, deadline: int, status) -> None:
+    def _wait_acquire(self, pad: Pointer, slot: int, epoch: int, deadline: int, status) -> None:
         told, reached = self._told
         cell = ctypes.c_int32.from_address((pad + slot).address)
         self._touch()
