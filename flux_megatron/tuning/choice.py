@@ -155,7 +155,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 
     - tiles of 192 or 160 columns, or 64 rows, which have run without communication only;
     - `low_latency` where rows are divided over the ranks, and `hopper`'s AG+GEMM of shards that are
-      no whole number of tiles: no GPU has run them;
+      no whole number of tiles: no two GPUs have run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
       backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
       `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
