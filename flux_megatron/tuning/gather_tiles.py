@@ -27,7 +27,7 @@ from flux_megatron.tuning.tiles import area, in_groups, main_loop_us, pushed_us
 # well. And that parts are counted and awaited, which nothing hides in the last wave (H200,
 # 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
 FIX_UP_US = 7.0
-LAST_WAVE_US = 5.5
+LAST_WAVE_US = 3.0
 _split_k = lru_cache(maxsize=1024)(split_k_of_gather)  # it counts waves for each choice
 
 
