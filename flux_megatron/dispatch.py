@@ -70,9 +70,11 @@ class Decision:
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
         recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
+        every = recordable and settings.get().native == "all"
+        one_list = recordable and not getattr(self.strategy, "STOPS", False)
         channel = GATHER if self.problem.spec.gathers else SCATTER
-        channels = (*[channel] * 5, GATHER)
-        return Kinds(*[Steady(self.workspace, name, recordable) for name in channels])
+        kinds = [(channel, one_list or every)] * 2 + [(channel, every)] * 3 + [(GATHER, every)]
+        return Kinds(*[Steady(self.workspace, *kind) for kind in kinds])
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

@@ -15,9 +15,13 @@ from fake_engines import CALLERS, NEEDS, OTHER, PUSHES, STREAM, engines
 from torch import Tensor
 
 from flux_megatron import settings
+from flux_megatron.dispatch import Decision
 from flux_megatron.kernels.triton_launch import empty
+from flux_megatron.overlap import hopper, pipelined, sequential
 from flux_megatron.overlap import steady as steady_module
 from flux_megatron.overlap.steady import Steady
+from flux_megatron.patterns import COLUMN
+from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import recording
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 from flux_megatron.symm.recording import Recording, Unrecordable, by_torch
@@ -134,12 +138,18 @@ def test_lists_and_functions_do_what_the_strategy_does(space, biased):
     assert len({one.data_ptr() for one in kept}) == 8
 
 
-def test_one_list_a_call_unless_more_are_asked_for(space, monkeypatch):
-    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "1")
+@pytest.mark.parametrize(
+    ("native", "strategy", "listed"),
+    [("1", hopper, [True] * 2 + [False] * 4), ("1", pipelined, [False] * 6),
+     ("all", hopper, [True] * 6), ("all", pipelined, [True] * 6),
+     ("all", sequential, [False] * 6)],
+)  # fmt: skip
+def test_one_list_a_call_unless_more_are_asked_for(space, monkeypatch, native, strategy, listed):
+    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", native)
     settings.reload()
-    steady = listed(space)
-    assert "FLUX_MEGATRON_NATIVE=all" in steady.refused
-    assert not steady._may_record(), "it is not tried again"
+    problem = Problem(COLUMN, 512, 512, 512, "bfloat16", 2)
+    decision = Decision(problem, strategy, Plan("hopper"), space, None, "a call")
+    assert [bool(kind._attempts) for kind in decision.steady] == listed
 
 
 def test_nothing_of_a_call_that_is_left_to_the_strategy_is_done(space):

@@ -23,7 +23,7 @@ from flux_megatron.kernels import triton_launch
 from flux_megatron.overlap.pieces import Begun, InPieces, NotedPieces
 from flux_megatron.symm.channel import REFRESH_EVERY, Channel, Region
 from flux_megatron.symm.native_engine import NativeCopyEngine
-from flux_megatron.symm.recording import Launch, Recording, Steps, Unrecordable, noted
+from flux_megatron.symm.recording import Launch, Recording, Steps, noted
 from flux_megatron.symm.workspace import Workspace
 
 _Same = Callable[[Tensor], Tensor]
@@ -42,7 +42,6 @@ class Steady:
         recordable = recordable and isinstance(space.engine, NativeCopyEngine)
         self._attempts = 0 if not recordable or now.nvtx or now.record_waits else _ATTEMPTS
         self._poison = now.poison
-        self._alone = now.native != "all"
         self._channel: Channel | None = None
         self._regions: tuple[Region, ...] = ()  # to which the lists belong
         self._steps: list[Steps | None] = [None, None]  # by the parity of the epoch
@@ -172,9 +171,6 @@ class Steady:
             self._channel, self._regions, self._steps = channel, channel._regions, [None, None]
         try:
             steps = recording.steps()
-            if steps.rest and self._alone:
-                self._attempts = 1  # the last
-                raise Unrecordable("only FLUX_MEGATRON_NATIVE=all has more than one list a call")
             self._result = 0 if y is None else recording.place_of(y)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             self.refused, self._attempts = str(error), self._attempts - 1
