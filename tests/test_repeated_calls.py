@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, call, operands
 from closeness import assert_exact
+from layer_cases import check, layer
 from ranks import GPU_RANKS, be_late, run_ranks
-from test_functions import check, layer
 
 import flux_megatron
 from flux_megatron.overlap.steady import Steady

@@ -1,0 +1,216 @@
+"""When a layer's backward does what: plans, a frozen rank, late or custom wgrad, all-reduced rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact
+from layer_cases import apply, layer, mine, transfers
+from ranks import DEVICE, FUSED, here, on_device
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron import errors, reference
+from flux_megatron.nn import all_reduced
+from flux_megatron.nn.all_reduced import local_linear
+from flux_megatron.overlap import fused, pipelined, registry, sequential
+from flux_megatron.problem import Pattern
+from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import choice
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
+
+STRATEGIES = ["fused", "pipelined", "sequential"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def backward_of_a_plan(rank: int) -> None:
+    """What a column layer's backward starts where its forward and its dgrad have two strategies."""
+    started: list[str] = []
+    for strategy in (sequential, fused, pipelined):
+        for name in ("start_gather", "start_gemm_rs"):
+            setattr(strategy, name, _noted(started, getattr(strategy, name)))
+    for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
+        space = workspace(dist.group.WORLD, here())
+        space.decisions.clear()
+        space.checked.clear()
+        names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
+        choice.choose = lambda problem, space, names=names: (
+            registry.strategy(problem, names[problem.pattern]).default_plan(problem), None
+        )  # fmt: skip
+        made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+        given = mine(made, rank)
+        y = apply(made, *given)
+        started.clear()
+        y.backward(made.dy[rank].to(DEVICE))
+        expected = [f"{scatters}.start_gather", f"{scatters}.start_gemm_rs"]
+        assert started == expected, (gathers, scatters)
+        assert_exact(given[0].grad, made.dx[rank], scatters)
+        assert_exact(given[1].grad, made.dw[rank], scatters)
+
+
+def _noted(started: list[str], function: Callable) -> Callable:
+    def noted(*given: object) -> object:
+        started.append(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
+        return function(*given)
+
+    return noted
+
+
+def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it():
+    on_device(backward_of_a_plan, 2)
+
+
+def some_rank_is_frozen(rank: int) -> None:
+    """One rank's backward gathers x, the other's does not."""
+    made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+    y = apply(made, *mine(made, rank, "xw" if rank else "x"))
+    dist.barrier()
+
+    def backward_and_another() -> None:
+        y.backward(made.dy[rank].to(DEVICE))
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # by then the kernel's wait has run out of time
+        apply(made, *mine(made, rank, ""))
+
+    said = (  # each of its two new calls has a question to the other ranks before it
+        "call 5 of rank 1 is gather beside gemm_rs" if rank else "one that this rank has not made"
+    )
+    with pytest.raises((errors.ProblemMismatch, errors.SignalTimeout), match=said):
+        backward_and_another()
+
+
+def test_a_gather_on_one_rank_only_is_reported():
+    on_device(some_rank_is_frozen, 2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
+
+
+def custom_wgrad(rank: int) -> None:
+    """A wgrad that accumulates elsewhere sees all rows and leaves the weight without gradient."""
+    R = dist.get_world_size()
+    for kind, save_gathered in (
+        ("column", False),
+        ("column", True),
+        ("row", False),
+        ("local", False),
+    ):
+        made = layer(kind, R, torch.float32, (5, 3), 7, 9, False)
+        x, w, bias = mine(made, rank)
+        main_grad = torch.ones_like(w)
+
+        def accumulate(weight: Tensor, dy: Tensor, x: Tensor, w=w, main_grad=main_grad) -> None:
+            assert weight.data_ptr() == w.data_ptr()
+            accumulate_wgrad_by_torch(main_grad, dy, x)
+
+        options = {"save_gathered": True} if save_gathered else {}
+        y = apply(made, x, w, bias, wgrad=accumulate, **options)
+        for times in (1, 2):
+            y.backward(made.dy[rank].to(DEVICE), retain_graph=True)
+            assert_exact(main_grad, times * made.dw[rank] + 1, f"{kind}, {times} times")
+        assert w.grad is None
+        assert_exact(x.grad, 2 * made.dx[rank], kind)
+
+
+def test_custom_wgrad():
+    on_device(custom_wgrad, 2, environment=FUSED)
+
+
+def deferred_wgrad(rank: int) -> None:
+    """With a dy_buffer backward hands dy over, in order, and does nothing else for the weight."""
+    R = dist.get_world_size()
+    for kind in ("column", "local"):
+        made = layer(kind, R, torch.float32, (5, 3), 7, 9, True)
+        buffer: list[Tensor] = []
+        x, w, bias = mine(made, rank)
+        y = apply(made, x, w, bias, dy_buffer=buffer)
+        assert buffer == []
+        y.backward(made.dy[rank].to(DEVICE))
+        assert_exact(buffer[0].view(made.dy[rank].shape), made.dy[rank], kind)
+        assert len(buffer) == 1
+        assert w.grad is None
+        assert_exact(x.grad, made.dx[rank], kind)
+        assert_exact(bias.grad, made.db[rank], kind)
+        y = apply(made, *mine(made, rank), dy_buffer=[])
+        assert y.grad_fn.saved_tensors[0] is None
+        frozen = mine(made, rank, "x")
+        apply(made, *frozen, dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
+        assert len(buffer) == 1
+    made = layer("column", R, torch.float32, (5, 3), 7, 9, False)
+
+    def forward_and_backward() -> None:
+        y = apply(made, *mine(made, rank), dy_buffer=[], save_gathered=True)
+        y.backward(made.dy[rank].to(DEVICE))
+
+    assert transfers(forward_and_backward) == (1, 1)
+
+
+def test_deferred_wgrad():
+    on_device(deferred_wgrad, 2, environment=FUSED)
+
+
+def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
+    """Column and row layer without sequence parallelism; the calls, and fallbacks."""
+    group = dist.group.WORLD
+    for dtype in DTYPES:
+        made = layer("local", group.size(), dtype, (rows, 4), 7, 9, True)
+        x, w, bias = mine(made, rank)
+        y = local_linear(x, w, bias, allreduce_group=group)
+        assert_exact(y, made.y[rank])
+        y.backward(made.dy[rank].to(DEVICE))
+        assert_exact(x.grad, torch.stack(made.dx).sum(0))
+        assert_exact(w.grad, made.dw[rank])
+        assert_exact(bias.grad, made.db[rank])
+        x, w, _ = mine(made, rank)
+        y = all_reduced.row_linear(x, w, group=group)
+        partials = [reference.matmul(*one).to(dtype) for one in zip(made.x, made.w, strict=True)]
+        assert_exact(y, torch.stack(partials).sum(0))
+        y.backward(made.dy[rank].to(DEVICE))  # its own on each rank: dx and dw sum nothing
+        assert_exact(x.grad, made.dx[rank])
+        assert_exact(w.grad, made.dw[rank])
+    report = flux_megatron.report()
+    return report.calls, [reason for _, reason in report.fallbacks]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "low_latency"])
+def test_layers_of_whole_tokens(strategy, world_size):
+    ran = strategy if world_size > 1 else "sequential"
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for calls, reasons in on_device(of_whole_tokens, world_size, 3, environment=environment):
+        assert calls == {("gemm_ar", ran): 2 * len(DTYPES)}
+        assert not reasons
+
+
+def test_rows_that_ranks_cannot_share_are_all_reduced_without_overlap():
+    for calls, reasons in on_device(of_whole_tokens, 3, 5, environment=FUSED):
+        assert calls == {("gemm_ar", "sequential"): 2 * len(DTYPES)}
+        assert reasons == ["20 rows cannot be divided over 3 ranks"]
+
+
+def hides(rank: int) -> None:
+    group = dist.group.WORLD
+    made = layer("local", group.size(), torch.float32, (3, 4), 7, 9, False)
+    x, w, _ = mine(made, rank)
+    order: list[str] = []
+    start = all_reduced.ops.start_gemm_ar
+
+    def noted(*given, **options):
+        order.append("start")
+        reduction = start(*given, **options)
+        return SimpleNamespace(finish=lambda: (order.append("finish"), reduction.finish())[1])
+
+    def wgrad(w: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        order.append("wgrad")
+        return dy.t() @ x
+
+    all_reduced.ops.start_gemm_ar = noted
+    y = local_linear(x, w, None, allreduce_group=group, wgrad=wgrad)
+    y.backward(made.dy[rank].to(DEVICE))
+    assert order == ["start", "wgrad", "finish"]
+
+
+def test_wgrad_hides_the_all_reduce():
+    on_device(hides, 2)
