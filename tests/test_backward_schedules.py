@@ -1,4 +1,4 @@
-"""When a layer's backward does what: plans, a frozen rank, late or custom wgrad, all-reduced rows."""
+"""What backward does when: plans, a frozen rank, late or custom wgrad, all-reduced rows."""
 
 from __future__ import annotations
 

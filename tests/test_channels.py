@@ -1,0 +1,258 @@
+"""The halves of a channel, its growth and poison, calls that are open at once and captured ones."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, call, check, operands
+from closeness import assert_exact
+from ranks import DEVICE, FUSED, be_late, here, on_device
+
+import flux_megatron
+from flux_megatron import errors, ops
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm import device as devices
+from flux_megatron.symm import signals
+from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.workspace import Workspace, workspace, workspaces
+
+PATTERNS = ("ag_gemm", "gemm_rs")
+
+
+def channel_of(pattern: str) -> Channel:
+    name = "gather" if pattern == "ag_gemm" else "scatter"
+    return workspace(dist.group.WORLD, here()).channels[name]
+
+
+def half_of(space: Workspace, rank: int, size_bytes: int) -> int:
+    """Open and close one call; where its half lies on this rank."""
+    opened = space.begin("gather", size_bytes)
+    address = opened.view(rank, (1,), torch.uint8).data_ptr()
+    space.end(opened)
+    return address
+
+
+def test_channels_are_made_when_calls_ask_for_them():
+    assert on_device(channels_made, 2) == [[[], ["gather"], ["gather", "scatter"]]] * 2
+
+
+def channels_made(rank: int) -> list[list[str]]:
+    names = []
+    for strategy, pattern in (
+        ("sequential", "ag_gemm"),
+        ("pipelined", "ag_gemm"),
+        ("pipelined", "gemm_rs"),
+    ):
+        check(Case(pattern, 5, 4, 3, plan=Plan(strategy)))
+        names.append([*workspace(dist.group.WORLD, here()).channels])
+    return names
+
+
+def halves(rank: int) -> None:
+    space = workspace(dist.group.WORLD, here())
+    places = [half_of(space, rank, 5000) for _ in range(4)]
+    channel = space.channels["gather"]
+    assert places[0] == places[2]
+    assert places[1] == places[3]
+    assert abs(places[0] - places[1]) >= 5000
+    assert channel.epoch == 4
+    size = channel.size_bytes
+    assert size >= 10000
+    half_of(space, rank, 100)
+    assert channel.size_bytes == size
+    half_of(space, rank, 3 * 10**6)
+    assert channel.size_bytes >= 6 * 10**6
+
+
+def test_calls_alternate_between_two_halves():
+    on_device(halves, 2)
+
+
+def grows(rank: int) -> None:
+    """Small, large, small: the memory follows the largest call and stays."""
+    sizes = []
+    for M_shard in (5, 900, 5, 901, 4):
+        for pattern in PATTERNS:
+            check(Case(pattern, M_shard, 3, 2, plan=Plan("fused", tile=Tile(128, 16, 16))))
+        sizes.append(flux_megatron.report().workspace_bytes)
+    assert sizes[0] > 0
+    assert sizes == sorted(sizes)
+    assert sizes[1] >= 2 * 2 * 900 * 2 * 4, "two halves of two channels"
+    assert sizes[2] == sizes[1]
+    assert sizes[4] == sizes[3]
+    assert len(workspaces()) == 1
+
+
+def test_growth_between_calls():
+    on_device(grows, 2)
+
+
+def grows_together(rank: int) -> tuple[float, float]:
+    """When this rank came to a call that needs more memory, and when it began to have it."""
+    space, allocate, began = workspace(dist.group.WORLD, here()), devices.allocate, []
+
+    def noting(*given: object) -> SymmetricBuffer:
+        began.append(time.monotonic())
+        return allocate(*given)
+
+    half_of(space, rank, 5000)
+    time.sleep(0.3 * rank)
+    came = time.monotonic()
+    with mock.patch.object(devices, "allocate", noting):
+        half_of(space, rank, 10**6)
+    return came, began[0]
+
+
+def test_no_rank_grows_before_all_have_come():
+    """Until then a rank may still use the memory that another one would give back."""
+    came, began = zip(*on_device(grows_together, 2), strict=True)
+    assert min(began) >= max(came)
+
+
+def crosses(rank: int, pattern: str, strategy: str, start: int) -> None:
+    """Every slot of the pads announces call `start`, as it would after that many calls."""
+    case = Case(pattern, 20, 5, 4, plan=Plan(strategy, comm_rows=7, tile=Tile(16, 16, 16)))
+    check(case)
+    channel = channel_of(pattern)
+    dist.barrier()
+    channel._pads[rank].fill_(signals.as_int32(start))
+    channel.epoch = start
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    for seed in range(8):
+        if rank == seed % 2:
+            be_late(0.02)
+        check(Case(**{**case.__dict__, "seed": seed}))
+    assert channel.epoch == start + 8
+    announced = channel._pads[rank][signals.slot(1 - rank, 0) :][:3].tolist()
+    assert announced == [signals.as_int32(start + 8)] * 3
+
+
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_epochs_cross_the_wrap(pattern, strategy):
+    for start in (2**31 - 4, 2**32 - 4):
+        on_device(crosses, 2, pattern, strategy, start)
+
+
+def reads_stale(rank: int) -> tuple[bool, bool, bool]:
+    """What a reader finds in a buffer after the call that owned it: NaN, if poison is on."""
+    x, w = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4)))
+    gather = ops.start_gather(x, w, dist.group.WORLD)
+    gathered = gather.complete()
+    alive = bool((gathered == 1).all())
+    gather.close()
+    scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
+    scatter.finish()
+    return alive, bool(gathered.isnan().all()), bool(scatter.received.isnan().all())
+
+
+@pytest.mark.parametrize("poison", ["1", "0"])
+def test_poison_is_what_a_stale_read_finds(poison):
+    environment = FUSED | {"FLUX_MEGATRON_POISON": poison}
+    for alive, gathered, slots in on_device(reads_stale, 2, environment=environment):
+        assert alive
+        assert gathered == slots == (poison == "1")
+
+
+def poisons_all_dtypes(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w = (torch.ones(s, dtype=dtype, device=DEVICE) for s in ((6, 4), (5, 4)))
+        gather = ops.start_gather(x, w, dist.group.WORLD)
+        gathered = gather.complete()
+        gather.close()
+        assert gathered.isnan().all(), dtype
+
+
+def test_poison_is_nan_in_every_dtype():
+    on_device(poisons_all_dtypes, 2, environment=FUSED)
+
+
+def two_in_flight(rank: int) -> None:
+    """A gather and a scatter of one group are open at once, as in a column layer's backward."""
+    group = dist.group.WORLD
+    for seed in range(4):
+        if rank == seed % 2:
+            be_late(0.02)
+        given = operands(Case("gemm_rs", 7, 5, 3, seed=seed), 2)
+        x = torch.full((4, 3), float(10 * seed + rank), device=DEVICE)
+        gather = ops.start_gather(x, torch.ones(2, 3, device=DEVICE), group)
+        y = call(Case("gemm_rs", 7, 5, 3, seed=seed), given, group)
+        expected = torch.tensor([10.0 * seed, 10.0 * seed + 1]).repeat_interleave(4)
+        assert_exact(gather.complete(), expected[:, None].expand(8, 3))
+        gather.close()
+        assert_exact(y, given.expected[rank])
+
+
+def test_both_directions_in_flight():
+    on_device(two_in_flight, 2, environment=FUSED)
+
+
+def wrong_order(rank: int) -> None:
+    space = workspace(dist.group.WORLD, here())
+    opened = space.begin("gather", 100)
+    with pytest.raises(errors.WorkspaceError, match="while another was open"):
+        space.begin("gather", 10**6)
+    space.end(opened)
+    with pytest.raises(AssertionError, match="closed in order"):
+        space.end(opened)
+
+
+def test_a_channel_has_one_open_call():
+    on_device(wrong_order, 1)
+
+
+def captures(rank: int) -> None:
+    """Captured calls share a region and an epoch; memory can only be had before."""
+    space = workspace(dist.group.WORLD, here())
+    eager = [half_of(space, rank, 5000) for _ in range(2)]
+    with mock.patch.object(workspace_module, "capturing", return_value=True):
+        captured = [half_of(space, rank, 5000) for _ in range(3)]
+        for name in ("gather", "scatter"):
+            with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
+                space.begin(name, 10**6)
+        call = space.begin("gather", 5000)
+        space.end(call)
+    assert len({*captured, *eager}) == 3
+    assert call.epoch == signals.CAPTURED_EPOCH
+    assert call.region.entries is not None, "it begins with a rank barrier"
+    channel = space.channels["gather"]
+    assert channel.epoch == 2
+    held = channel.size_bytes
+    half_of(space, rank, 10**6)
+    assert channel.size_bytes >= held + 3 * 10**6, "graphs need the memory that they know"
+    held = channel.size_bytes
+    half_of(space, rank, 2 * 10**6)
+    assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
+
+
+def test_captured_calls_have_a_part_of_their_own():
+    on_device(captures, 2)
+
+
+def late_entry(rank: int) -> str:
+    """Rank 1 does not come to a captured call."""
+    check(Case("gemm_rs", 5, 4, 3))
+    if rank == 1:
+        return ""
+    with (
+        mock.patch.object(workspace_module, "capturing", return_value=True),
+        pytest.raises(errors.SignalTimeout) as raised,
+    ):
+        check(Case("gemm_rs", 5, 4, 3))
+    return str(raised.value)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
+def test_a_rank_that_does_not_come_to_a_captured_call_is_named():
+    message, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+    assert (
+        "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in message
+    )

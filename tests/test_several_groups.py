@@ -1,0 +1,99 @@
+"""Symmetric memory of any process group, of several at once, and made anew."""
+
+from __future__ import annotations
+
+import inspect
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, check
+from closeness import assert_exact
+from ranks import DEVICE, FUSED, be_late, on_device
+
+import flux_megatron
+from flux_megatron import ops
+from flux_megatron.problem import Plan
+from flux_megatron.symm.workspace import release, workspaces
+
+PATTERNS = ("ag_gemm", "gemm_rs")
+
+
+def two_by_two(rank: int) -> list[int]:
+    """TP 2 x DP 2: both pairs call at the same time with data of their own; then pairs across."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for seed in range(3):
+        for groups, mine in ((rows, rank // 2), (columns, rank % 2)):
+            if random.Random(f"{seed} {mine}").random() < 0.5:
+                be_late(0.03)
+            for pattern in PATTERNS:
+                check(Case(pattern, 13 + mine, 7, 5, seed=100 * mine + seed), groups[mine])
+    for pattern in PATTERNS:
+        check(Case(pattern, 9, 7, 5))
+    epochs = [space.channels["gather"].epoch for space in workspaces()]
+    release()
+    assert workspaces() == []
+    return epochs
+
+
+def test_subgroups_at_the_same_time():
+    assert on_device(two_by_two, 4, environment=FUSED) == [[3, 3, 1]] * 4
+
+
+def unordered(rank: int) -> int:
+    """Ranks are ranks of the group: of 0, 1 and 2 rank 2 comes first."""
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    for pattern in PATTERNS:
+        check(Case(pattern, 13, 7, 5), group)
+        check(Case(pattern, 13, 7, 5, plan=Plan("pipelined", comm_rows=5)), group)
+    return group.rank()
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group",
+)
+def test_a_group_in_another_order():
+    assert on_device(unordered, 3, environment=FUSED) == [1, 2, 0]
+
+
+def part_of_the_world(rank: int) -> None:
+    """A group without rank 0, and with ranks that are not their numbers."""
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        for pattern in PATTERNS:
+            check(Case(pattern, 13, 7, 5), group)
+    dist.barrier()
+
+
+def test_a_group_that_is_part_of_the_world():
+    on_device(part_of_the_world, 4, environment=FUSED)
+
+
+def shared_ranks(rank: int) -> None:
+    """Two groups over the same ranks have memory of their own, also with calls of both open."""
+    first, second = dist.group.WORLD, dist.new_group([0, 1])
+    x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
+    scatters = [ops.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
+    for n, scatter in reversed([*enumerate(scatters, 1)]):
+        assert_exact(scatter.finish(), torch.full((3, 5), 4.0 * n * (1 + 4)), f"group {n}")
+    assert len(workspaces()) == 2
+
+
+def test_two_groups_over_the_same_ranks():
+    on_device(shared_ranks, 2, environment=FUSED)
+
+
+def comes_back(rank: int) -> None:
+    """Memory released and asked for again: the old answers and epochs are not those of the new."""
+    for seed in range(3):
+        check(Case("ag_gemm", 5, 4, 3, seed=seed))
+        check(Case("gemm_rs", 5, 4, 3, seed=seed))
+        release()
+    assert flux_megatron.report().workspace_bytes == 0
+
+
+def test_release_and_start_again():
+    on_device(comes_back, 2, environment=FUSED)
