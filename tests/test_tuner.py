@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
+from races import FakeRace, defaults, measured, some_problem
 from ranks import DEVICE, on_device
 
 from flux_megatron.overlap import fused, registry
@@ -20,110 +18,6 @@ from flux_megatron.tuning.timing import Race, race
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
-
-
-def settled(plain: list[float], again: list[float], other: list[float]) -> tuple[str, float]:
-    times = {PLAIN.dumps(): plain, FUSED.dumps(): other, tuner.AGAIN: again}
-    plan, noise_us = tuner.settle(times, PLAIN)
-    return plan.strategy, noise_us
-
-
-def test_the_fastest_wins():
-    assert settled([100, 100, 100], [100, 100, 100], [99, 99, 99]) == ("fused", 0)
-    times = {PLAIN.dumps(): [9, 9], tuner.AGAIN: [9, 9], FUSED.dumps(): [8, 8]}
-    assert tuner.settle(times | {PIPELINED.dumps(): [7, 7]}, PLAIN)[0] == PIPELINED
-    assert tuner.settle(times | {PIPELINED.dumps(): [8, 8]}, PLAIN)[0] == FUSED, "the first of two"
-
-
-def test_sequential_wins_ties_and_what_is_within_its_noise():
-    assert settled([100] * 3, [100] * 3, [100] * 3) == ("sequential", 0)
-    assert settled([100, 104, 100], [103, 100, 104], [98] * 3) == ("sequential", 4)
-    assert settled([100, 104, 100], [103, 100, 104], [95] * 3) == ("fused", 4)
-    assert settled([100] * 3, [90] * 3, [85] * 3) == ("sequential", 10), "its better turn counts"
-
-
-def test_one_lucky_round_does_not_win():
-    assert settled([100] * 5, [100] * 5, [10, 101, 101, 101, 10])[0] == "sequential"
-
-
-def test_what_is_faster_in_nearly_every_round_wins_in_spite_of_noise():
-    """Clocks change from turn to turn by more than the plans differ."""
-    plain, again = [100, 120, 110, 90] * 3, [115, 100, 95, 110] * 3
-    other = [a - 1 for a in map(min, plain, again)]
-    assert settled(plain, again, other) == ("fused", 17.5)
-    slower_in = [*other[:8], *([200] * 4)]
-    assert settled(plain, again, slower_in)[0] == "sequential", "8 of 12 rounds may be chance"
-    assert settled(plain[:4], again[:4], other[:4])[0] == "sequential", "4 rounds are too few"
-
-
-def test_plans_that_are_as_fast_rarely_win():
-    draw = random.Random(0)
-
-    def turns() -> list[float]:
-        return [draw.gauss(100, 5) for _ in range(tuner.ROUNDS)]
-
-    won = sum(settled(turns(), turns(), turns())[0] == "fused" for _ in range(2000))
-    assert won / 2000 < 3 * tuner.CHANCE  # by either rule
-
-
-def test_plans_that_are_as_fast_rarely_win_a_run_off():
-    """Nearly every race ends in one then: the luckiest of three runs off with `sequential`."""
-    draw = random.Random(0)
-
-    def race_of(plans: list[Plan], rounds: int) -> dict[str, list[float]]:
-        names = [*(plan.dumps() for plan in plans), tuner.AGAIN]
-        return {name: [draw.gauss(100, 5) for _ in range(rounds)] for name in names}
-
-    run_off, won = 0, 0
-    for _ in range(2000):
-        times = race_of([PLAIN, FUSED, PIPELINED, Plan("hopper")], tuner.ROUNDS)
-        fastest = tuner._fastest(times)
-        if fastest != tuner.settle(times, PLAIN)[0]:
-            run_off += 1
-            won += (
-                tuner.settle(race_of([PLAIN, fastest], tuner.RUN_OFF_ROUNDS), PLAIN)[0] == fastest
-            )
-    assert run_off > 1000
-    assert won / run_off < 2 * tuner.CHANCE
-
-
-def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
-    return Problem(Pattern(pattern), M, 24, 36, dtype, dist.get_world_size(), layout, DEVICE)
-
-
-def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
-    device = torch.device(DEVICE, dist.get_rank()) if DEVICE == "cuda" else torch.device("cpu")
-    return tuner.measure(problem, plans, dist.group.WORLD, device, **options)
-
-
-def defaults(problem: Problem, *names: str) -> list[Plan]:
-    return [registry.strategy(problem, name).default_plan(problem) for name in names]
-
-
-class FakeRace:
-    """Times by strategy; runs nothing. `turns` are the strategies of each race, `rounds` how often
-    they would have run, `beside` says which were beside others; on its own clock, for who puts it
-    in the place of `time`, a race takes `takes_s`.
-    """
-
-    def __init__(self, time_us: Callable[[str], float], takes_s: float = 0.0) -> None:
-        self.turns: list[list[str]] = []
-        self.rounds: list[int] = []
-        self.beside: list[bool] = []
-        self._time_us, self._takes_s = time_us, takes_s
-
-    def monotonic(self) -> float:
-        return len(self.turns) * self._takes_s
-
-    def __call__(
-        self, candidates, *, group, device, rounds, warmup=3, beside=False
-    ) -> Race:  # fmt: skip
-        names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
-        self.turns.append(names)
-        self.rounds.append(rounds)
-        self.beside.append(beside)
-        times = zip(candidates, names, strict=True)
-        return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
 
 
 def clocks_differ(rank: int) -> tuple[str, list, list]:
@@ -145,85 +39,6 @@ def test_clocks_that_differ_give_one_plan():
     assert all(turns == answers[0][1] for _, turns, _ in answers), "all run the same in one order"
     assert all(rounds == [1, 1, 1, tuner.ROUNDS] for *_, rounds in answers), "as often"
     assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
-
-
-class NoisyClock:
-    """`sequential`'s turns differ by 20 %; fused takes 96 or 105 us, `later` in a run-off. A plan's
-    first turn takes a second, on a clock of its own.
-    """
-
-    def __init__(self, later: float) -> None:
-        self.turns: list[tuple[int, int]] = []
-        self._later, self._now = later, 0.0
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def __call__(
-        self, candidates, *, group, device, rounds, warmup=3, beside=False
-    ) -> Race:  # fmt: skip
-        fast = self._later if rounds == tuner.RUN_OFF_ROUNDS else 96.0
-        times: dict[str, list[float]] = {}
-        for text in candidates:
-            shift = 2 * (text == tuner.AGAIN)
-            if text in ("", tuner.AGAIN) or Plan.loads(text) == PLAIN:
-                times[text] = [120.0 if (n + shift) % 3 == 0 else 100.0 for n in range(rounds)]
-            else:
-                times[text] = [fast + 9 * (n % 5 in (0, 2)) for n in range(rounds)]
-        if rounds > 1:
-            self.turns.append((len(candidates), rounds))
-        else:
-            self._now += 1.0
-        return Race(times, {})
-
-
-def noisy(rank: int, later: float, seconds: float) -> tuple[Entry, list[tuple[int, int]]]:
-    tuner.race = tuner.time = NoisyClock(later)
-    problem = some_problem("ag_gemm")
-    plans = defaults(problem, "sequential", "fused", "pipelined")
-    return measured(problem, plans, seconds=seconds), tuner.race.turns
-
-
-def test_two_plans_that_noise_cannot_tell_apart_run_off():
-    for entry, races in on_device(noisy, 2, 96.0, 1e9):
-        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
-        assert (entry.plan.strategy, entry.rounds) == ("fused", tuner.ROUNDS)
-        assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
-
-
-def test_a_run_off_may_be_lost_and_takes_time():
-    for entry, races in on_device(noisy, 2, 110.0, 1e9):
-        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
-        assert entry.plan.strategy == "sequential"
-    for entry, races in on_device(noisy, 2, 96.0, 3.0):
-        assert races == [(4, tuner.FEWEST_ROUNDS)]
-        assert entry.plan.strategy == "sequential"
-
-
-def noisy_on_one(rank: int, noisy_rank: int) -> tuple[Entry, list]:
-    """On one rank alone the fastest plan and the winner differ."""
-    if rank == noisy_rank:
-        return noisy(rank, 96.0, 1e9)
-    calm = tuner.race = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
-    problem = some_problem("ag_gemm")
-    plans = defaults(problem, "sequential", "fused", "pipelined")
-    entry = measured(problem, plans, seconds=1e9)
-    turns = [
-        (len(names), rounds)
-        for names, rounds in zip(calm.turns, calm.rounds, strict=True)
-        if rounds > 1
-    ]
-    return entry, turns
-
-
-def test_the_leader_says_whether_there_is_a_run_off_and_who_wins():
-    race, run_off = (4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)
-    for noisy_rank, races, winner in [
-        (0, [race, run_off], "fused"), (1, [race], "sequential")
-    ]:  # fmt: skip
-        for entry, turns in on_device(noisy_on_one, 2, noisy_rank, limit_s=20):
-            assert turns == races
-            assert entry.plan.strategy == winner
 
 
 def one_rank_fails(rank: int) -> Entry:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
+from races import FakeRace
 from ranks import DEVICE, on_device
-from test_tuner import FakeRace
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.overlap import hopper

@@ -1,0 +1,54 @@
+"""Problems for the tuner, and races that run nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from ranks import DEVICE
+
+from flux_megatron.overlap import registry
+from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import tuner
+from flux_megatron.tuning.plan_entry import Entry
+from flux_megatron.tuning.timing import Race
+
+
+def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
+    return Problem(Pattern(pattern), M, 24, 36, dtype, dist.get_world_size(), layout, DEVICE)
+
+
+def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
+    device = torch.device(DEVICE, dist.get_rank()) if DEVICE == "cuda" else torch.device("cpu")
+    return tuner.measure(problem, plans, dist.group.WORLD, device, **options)
+
+
+def defaults(problem: Problem, *names: str) -> list[Plan]:
+    return [registry.strategy(problem, name).default_plan(problem) for name in names]
+
+
+class FakeRace:
+    """Times by strategy; runs nothing. `turns` are the strategies of each race, `rounds` how often
+    they would have run, `beside` says which were beside others; on its own clock, for who puts it
+    in the place of `time`, a race takes `takes_s`.
+    """
+
+    def __init__(self, time_us: Callable[[str], float], takes_s: float = 0.0) -> None:
+        self.turns: list[list[str]] = []
+        self.rounds: list[int] = []
+        self.beside: list[bool] = []
+        self._time_us, self._takes_s = time_us, takes_s
+
+    def monotonic(self) -> float:
+        return len(self.turns) * self._takes_s
+
+    def __call__(
+        self, candidates, *, group, device, rounds, warmup=3, beside=False
+    ) -> Race:  # fmt: skip
+        names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
+        self.turns.append(names)
+        self.rounds.append(rounds)
+        self.beside.append(beside)
+        times = zip(candidates, names, strict=True)
+        return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})
