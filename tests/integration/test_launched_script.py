@@ -1,0 +1,131 @@
+"""A training script under our launcher: what starts, what is refused, and that it trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flux_megatron.cli import app
+
+CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
+REPOSITORY = Path(__file__).parents[2]
+PARSER = """
+import argparse
+def add_megatron_arguments(parser):
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--brand-new", type=int, default=7)
+    return parser
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+SCRIPT = """
+import sys
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.training import arguments
+before = gpt_layer_specs.LocalSpecProvider
+args = arguments.parse_args()
+print(__name__, sys.argv[1], args.transformer_impl, gpt_layer_specs.LocalSpecProvider is before)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    """What stands for a checkout: a training script with its own megatron.training beside it."""
+    folder = tmp_path_factory.mktemp("Megatron-LM")
+    (folder / "megatron" / "training").mkdir(parents=True)
+    (folder / "megatron" / "training" / "__init__.py").touch()
+    (folder / "megatron" / "training" / "arguments.py").write_text(PARSER)
+    (folder / "pretrain.py").write_text(SCRIPT)
+    return folder / "pretrain.py"
+
+
+def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flux_megatron.launch", str(script), *arguments]
+    # nothing is computed there
+    options = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    paths = [REPOSITORY, REPOSITORY / "tests" / "processes"]
+    environment = {**os.environ, **options, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        command, env=environment, cwd=script.parent.parent, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+def test_launcher_runs_the_script_with_the_flag(script):
+    done = launched(script, "--flux-overlap")
+    assert done.returncode == 0, done.stderr
+    first, ran, last = done.stdout.splitlines()
+    assert first.startswith("flux_megatron: --transformer-impl local, not transformer_engine")
+    assert first.endswith("and norms are ours, attention is torch's")
+    assert ran == "__main__ --flux-overlap local False"
+    assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
+
+
+def test_launcher_refuses_before_anything_starts(script):
+    done = launched(script, "--flux-overlap", "--fp8-format", "hybrid")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{script}: --flux-overlap cannot go with:\n  --fp8-format: ")
+
+
+def test_launcher_refuses_what_nobody_looked_at(script):
+    arguments = ["--flux-overlap", "--brand-new", "3"]
+    done = launched(script, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
+    done = launched(script, *arguments, "--flux-allow", "brand-new")
+    assert done.returncode == 0, done.stderr
+    assert "flux_megatron: --flux-allow goes on with --brand-new\n" in done.stdout
+    assert launched(script, *arguments[1:]).returncode == 0
+
+
+def test_launcher_says_what_is_missing(script, tmp_path):
+    assert "nowhere.py: no such file" in launched(script.with_name("nowhere.py")).stderr
+    lonely = tmp_path / "pretrain.py"
+    lonely.touch()
+    assert f"no megatron.training beside {lonely}" in launched(lonely).stderr
+
+
+def test_command_passes_everything_after_the_script_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr("flux_megatron.launch.__main__.main", seen.append)
+    arguments = ["pretrain_gpt.py", "--bf16", "--help", "--device", "x", "--split", "99,1,0"]
+    monkeypatch.setenv("RANK", "0")
+    assert CliRunner().invoke(app, ["run", "--device", "cpu", *arguments]).exit_code == 0
+    assert seen == [["--device", "cpu", *arguments]]
+
+
+def test_command_starts_torchrun(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
+    monkeypatch.delenv("RANK", raising=False)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import megatron\n")
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    arguments = ["--nproc-per-node", "3", "--device", "cpu", str(script), "--bf16"]
+    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
+    (command,) = seen
+    assert "--nproc-per-node=3" in command
+    ours = ["-m", "flux_megatron.launch", "--device", "cpu", str(script), "--bf16"]
+    assert command[-6:] == ours
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize(
+    "flux",
+    ["--flux-overlap --flux-strict", "--spec flux_megatron.specs flux_layer_spec"],
+    ids=["flag", "spec"],
+)
+def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux):
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "pretrain.sh"], capture_output=True, text=True, timeout=880,
+        env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
