@@ -121,7 +121,7 @@ def test_one_time_too_many(changed, expected):
 
 
 @pytest.mark.parametrize(
-    ("status", "ahead"), [("missing", MISSING), ("failed", MET), ("wrong", MET)]
+    ("status", "ahead"), [("missing", MISSING), ("failed", MISSING), ("wrong", MISSING)]
 )
 def test_a_peer_without_times(status, ahead):
     case = case_of()
@@ -234,16 +234,29 @@ def test_backward_against_its_gemms(M, auto, expected):
 @pytest.mark.parametrize(
     ("M", "ours", "expected"),
     [
-        (4096, 101.0, MET),
-        (4096, 101.1, MISSED),
-        (64, 105.2, MET),
-        (64, 106.0, MISSED),
+        (4096, 100.0, MET),
+        (4096, 100.1, MISSED),
+        (512, 100.1, MISSED),
+        (256, 103.0, MET),
+        (64, 103.2, MISSED),
         (64, 9, MET),
     ],
 )
 def test_gemm_alone(M, ours, expected):
     case = case_of("gemm", M=M)
     assert outcomes(rows_of(case, {"gemm": 100.0, "ours_gemm": ours}), case)["bound"] == expected
+
+
+@pytest.mark.parametrize(("peer", "expected"), [(99.9, MISSED), (100.0, MET), (None, MET)])
+def test_gemm_alone_is_held_against_the_fastest_library(peer, expected):
+    case = case_of("gemm", M=4096)
+    rows = rows_of(case, {"gemm": 101.0, "ours_gemm": 100.0})
+    rows.append(
+        row_of(case, "quack_gemm", status="failed")
+        if peer is None
+        else rows_of(case, {"quack_gemm": peer})[0]
+    )
+    assert outcomes(rows, case)["bound"] == expected
 
 
 def test_gemm_alone_is_also_taken_from_the_rows_of_a_pattern():
