@@ -144,7 +144,7 @@ def test_ours_failing_is_missed(status):
 def test_host_time():
     case = case_of()
     rows = rows_of(case, GOOD)
-    slow = [replace(row, host_us=60.1) if row.candidate == "auto" else row for row in rows]
+    slow = [replace(row, host_us=25.1) if row.candidate == "auto" else row for row in rows]
     unknown = [replace(row, host_us=None) for row in rows]
     assert outcomes(slow, case)["host time"] == MISSED
     assert outcomes(unknown, case)["host time"] == MISSING

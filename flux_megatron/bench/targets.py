@@ -13,7 +13,7 @@ GPU = "H200"
 DTYPE = "bfloat16"
 ROUNDS_MIN = 12
 CONNECTIONS = ("unset", "1")
-HOST_US_MAX = 60.0
+HOST_US_MAX = 25.0
 NOISE_MAX = 0.02  # of the baseline: a run that is noisier than this gets no more allowance
 
 # kinds of bounds on `auto` (`ours_gemm` for "gemm_share"); `check` says how each is computed
