@@ -311,6 +311,19 @@ def _connections(wanted: Wanted) -> Iterator[Finding]:
     yield Finding("CUDA connections", "note" if remedy else "ok", given, remedy)
 
 
+def _driver_calls(wanted: Wanted) -> Iterator[Finding]:
+    """Who makes those of a repeated call."""
+    if not _gpus_seen():
+        return
+    from flux_megatron import settings
+    from flux_megatron.symm import native_engine
+
+    wanted_not = "FLUX_MEGATRON_NATIVE=0" if settings.get().native == "0" else None
+    reason = wanted_not or native_engine.unavailable()
+    text = f"Python makes them, one at a time: {reason}" if reason else "C makes them all at once"
+    yield Finding("driver calls", "note" if reason else "ok", text)
+
+
 def _plans(wanted: Wanted) -> Iterator[Finding]:
     if not _gpus_seen():
         return
@@ -369,7 +382,8 @@ def _gpus_seen() -> int:
 
 PROBES: tuple[Callable[[Wanted], Any], ...] = (
     _python, _torch, _triton, _gpus, _shared_memory, _megatron, _megatron_imports,
-    _data_set_helper, _variables, _other_packages, _connections, _kernels, _plans,
+    _data_set_helper, _variables, _other_packages, _connections, _kernels, _driver_calls,
+    _plans,
 )  # fmt: skip
 
 if __name__ == "__main__":

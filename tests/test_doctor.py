@@ -102,6 +102,23 @@ def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capabilit
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("native", "reason", "status", "said"),
+    [("1", None, "ok", "C makes them"), ("1", "no compiler", "note", "one at a time: no compiler"),
+     ("0", None, "note", "FLUX_MEGATRON_NATIVE=0")],
+)  # fmt: skip
+def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
+    torch = pytest.importorskip("torch")
+    from flux_megatron import settings
+    from flux_megatron.symm import native_engine
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(native_engine, "unavailable", lambda: reason)
+    monkeypatch.setattr(settings, "get", lambda: settings.Settings(native=native))
+    (finding,) = module._driver_calls(module.Wanted())
+    assert (finding.status, said in finding.text) == (status, True), finding
+
+
 @pytest.mark.parametrize(("version", "status"), [("2.9.1+cu126", "missing"), ("2.10.0", "ok")])
 def test_old_torch_stops_a_run(monkeypatch, version, status):
     torch = pytest.importorskip("torch")
