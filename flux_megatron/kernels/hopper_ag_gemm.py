@@ -34,7 +34,7 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import is_ragged, split_k_of_gather
+from flux_megatron.kernels.split_k import is_low, is_ragged, split_k_of_gather
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
@@ -170,7 +170,7 @@ def _launcher(
     ragged = is_ragged(M_shard, world_size, tile)
     split = split_k_of_gather(
         tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
-        hopper_config.sms(device), ragged,
+        hopper_config.sms(device), ragged, is_low(tile),
     )  # fmt: skip
     run = Launcher(
         hopper_ag_gemm_kernel, (split.ctas,), tile,

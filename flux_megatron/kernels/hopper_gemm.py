@@ -21,6 +21,7 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
     K_TILES_MIN,
     SplitK,
+    is_low,
     is_ragged,
     split_k_of_gather,
     split_k_of_scatter,
@@ -126,7 +127,8 @@ def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) 
     given = (shard_tiles, problem.world_size, shards, k_tiles, sms(device))
     if not problem.spec.gathers:
         return split_k_of_scatter(*given)
-    return split_k_of_gather(*given, ragged=is_ragged(problem.M_shard, problem.world_size, tile))
+    ragged = is_ragged(problem.M_shard, problem.world_size, tile)
+    return split_k_of_gather(*given, ragged, is_low(tile))
 
 
 def last_made(

@@ -24,6 +24,9 @@ K_TILES_MIN = 8  # of a part: the time that it takes to fetch or store one
 # 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288 and 512 x 57344 x 8192, 4 x
 # H200, 2026-11-21, torch 2.11, triton 3.6), with 16 two rounds still win (1024 x 10240 x 8192).
 PART_K_TILES = 16
+# Of tiles of 64 rows, whose k-tiles are shorter: 80 of 64 x 128, cut into thirds, took 39 us, whole
+# ones 30 (128 x 5120 x 8192, H200, 2026-11-23, docs/results/h200/split_k.jsonl).
+LOW_PART_K_TILES = 24
 EARLY_PARTS_MAX = 8
 LAST_PARTS_MAX = 4  # of a tile of the last wave: each more costs 128 KiB written and read
 
@@ -75,11 +78,11 @@ class SplitK:
         split = self.last_wave + (self.early if self.early_parts > 1 else 0)
         return split * (max(self.early_parts, self.last_parts) - 1)
 
-    def waves(self, k_tiles: int) -> float:
+    def waves(self, k_tiles: int, part_k_tiles: int = PART_K_TILES) -> float:
         """How long the last CTA works, in tiles of `k_tiles` k-tiles; a part costs some more."""
         busy = [0.0] * self.ctas
         for work, parts in enumerate(self._parts()):
-            busy[work % self.ctas] += 1 / parts + (PART_K_TILES / k_tiles if parts > 1 else 0)
+            busy[work % self.ctas] += 1 / parts + (part_k_tiles / k_tiles if parts > 1 else 0)
         return max(busy)
 
     def _parts(self) -> Iterator[int]:
@@ -91,6 +94,10 @@ class SplitK:
         yield from [self.last_parts] * (self.last_wave * self.last_parts)
 
 
+def is_low(tile: Tile) -> bool:
+    return tile.block_m < 128
+
+
 def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
     """Whether the last tiles of a gathered shard begin in the tiles before; at the end of a matrix
     TMA clips them.
@@ -99,11 +106,12 @@ def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
 
 
 def split_k_of_gather(
-    shard_tiles: int, world_size: int, shards: int, k_tiles: int, sms: int, ragged: bool = False
-) -> SplitK:
+    shard_tiles: int, world_size: int, shards: int, k_tiles: int, sms: int, ragged: bool = False,
+    low: bool = False,
+) -> SplitK:  # fmt: skip
     """For AG+GEMM with `shard_tiles` tiles a shard, `shards` of them split; with none, or where the
     local tiles keep all SMs busy, only the last wave is. In `ragged` shards no tile is: two make
-    the same rows, whose sums must have one order.
+    the same rows, whose sums must have one order. Tiles are `low` with 64 rows.
     """
     if ragged:
         return SplitK(shard_tiles * world_size, sms)
@@ -113,7 +121,8 @@ def split_k_of_gather(
     )  # nearly all SMs
     if not early or parts < 2 or early + sms > PARTIAL_COUNTERS:
         early, parts = 0, 1
-    return _best([(early, early, parts)], shard_tiles * world_size, k_tiles, sms)
+    cost = LOW_PART_K_TILES if low else PART_K_TILES
+    return _best([(early, early, parts)], shard_tiles * world_size, k_tiles, sms, cost)
 
 
 def split_k_of_scatter(
@@ -131,7 +140,10 @@ def split_k_of_scatter(
     return _best(choices, shard_tiles * world_size, k_tiles, sms)
 
 
-def _best(choices: list[tuple[int, int, int]], tiles: int, k_tiles: int, sms: int) -> SplitK:
+def _best(
+    choices: list[tuple[int, int, int]], tiles: int, k_tiles: int, sms: int,
+    part_k_tiles: int = PART_K_TILES,
+) -> SplitK:  # fmt: skip
     """The shortest, with as few parts as do."""
     most = max(1, min(LAST_PARTS_MAX, k_tiles // K_TILES_MIN))
     splits = [
@@ -139,7 +151,7 @@ def _best(choices: list[tuple[int, int, int]], tiles: int, k_tiles: int, sms: in
         for choice in choices
         for last_parts in range(1, most + 1)
     ]
-    best = min(splits, key=lambda one: (one.waves(k_tiles), one.partials))
+    best = min(splits, key=lambda one: (one.waves(k_tiles, part_k_tiles), one.partials))
     # Code for both kinds, or none: with only one of them the assembler keeps the loop over K in
     # vector registers, which costs 10 % (Triton 3.6 and 3.7).
     return replace(best, early_parts=max(best.early_parts, 2)) if best.last_parts > 1 else best

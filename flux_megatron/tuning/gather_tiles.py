@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flux_megatron.kernels.split_k import SplitK, is_ragged, split_k_of_gather
+from flux_megatron.kernels.split_k import SplitK, is_low, is_ragged, split_k_of_gather
 from flux_megatron.overlap import hopper
 from flux_megatron.patterns import COLUMN
 from flux_megatron.perf.constants import FITTED
@@ -66,8 +66,9 @@ def _tiles_us(
     k_tiles = math.ceil(problem.K_local / tile.block_k)
     ragged = is_ragged(problem.M_shard, problem.world_size, tile)
     split = _split_k(
-        rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms, ragged
-    )
+        rows * columns, problem.world_size, split_k_shards, k_tiles, machine.sms, ragged,
+        is_low(tile),
+    )  # fmt: skip
     arrivals = [
         _arrival_us(problem, (row + 1) * tile.block_m, comm_rows, machine, hops)
         for hops in range(problem.world_size)

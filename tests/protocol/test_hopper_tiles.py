@@ -184,6 +184,13 @@ def test_split_tiles_give_every_cta_local_rows_to_begin_with():
     assert split_k_of_gather(144, 4, 1, 192, SMS).early == 0
 
 
+def test_low_tiles_are_not_cut_into_two_rounds_of_parts():
+    """80 tiles of 128 k-tiles, as of 128 x 5120 x 8192; 40 of them are one round of thirds."""
+    assert split_k_of_gather(80, 1, 0, 128, SMS).last_parts == 3
+    assert split_k_of_gather(80, 1, 0, 128, SMS, low=True).last_parts == 1
+    assert split_k_of_gather(40, 1, 0, 128, SMS, low=True).last_parts == 3
+
+
 def test_last_remote_tiles_are_made_before_the_last_wave_ends():
     split = split_k_of_scatter(96, 4, 1, 192, SMS)
     assert (split.early_last, split.early) == (288, 24)
