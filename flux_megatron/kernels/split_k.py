@@ -78,7 +78,7 @@ class SplitK:
         split = self.last_wave + (self.early if self.early_parts > 1 else 0)
         return split * (max(self.early_parts, self.last_parts) - 1)
 
-    def waves(self, k_tiles: int, part_k_tiles: int = PART_K_TILES) -> float:
+    def waves(self, k_tiles: int, part_k_tiles: int) -> float:
         """How long the last CTA works, in tiles of `k_tiles` k-tiles; a part costs some more."""
         busy = [0.0] * self.ctas
         for work, parts in enumerate(self._parts()):
@@ -137,13 +137,12 @@ def split_k_of_scatter(
     if shards and 0 < early <= sms // 2:
         most = min(sms // early, k_tiles // K_TILES_MIN, LAST_PARTS_MAX)
         choices = [(remote, early, parts) for parts in range(2, most + 1)] or choices
-    return _best(choices, shard_tiles * world_size, k_tiles, sms)
+    return _best(choices, shard_tiles * world_size, k_tiles, sms, PART_K_TILES)
 
 
 def _best(
-    choices: list[tuple[int, int, int]], tiles: int, k_tiles: int, sms: int,
-    part_k_tiles: int = PART_K_TILES,
-) -> SplitK:  # fmt: skip
+    choices: list[tuple[int, int, int]], tiles: int, k_tiles: int, sms: int, part_k_tiles: int
+) -> SplitK:
     """The shortest, with as few parts as do."""
     most = max(1, min(LAST_PARTS_MAX, k_tiles // K_TILES_MIN))
     splits = [

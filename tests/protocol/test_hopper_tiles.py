@@ -194,7 +194,7 @@ def test_low_tiles_are_not_cut_into_two_rounds_of_parts():
 def test_last_remote_tiles_are_made_before_the_last_wave_ends():
     split = split_k_of_scatter(96, 4, 1, 192, SMS)
     assert (split.early_last, split.early) == (288, 24)
-    assert split.waves(192) <= split_k_of_scatter(96, 4, 0, 192, SMS).waves(192)
+    assert split.waves(192, 16) <= split_k_of_scatter(96, 4, 0, 192, SMS).waves(192, 16)
 
 
 def test_local_tiles_lie_in_their_number_order():

@@ -247,7 +247,7 @@ class Machine:
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
             # so that small problems have tiles to split
-            mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0),
+            mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
