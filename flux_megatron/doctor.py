@@ -318,10 +318,12 @@ def _driver_calls(wanted: Wanted) -> Iterator[Finding]:
     from flux_megatron import settings
     from flux_megatron.symm import native_engine
 
-    wanted_not = "FLUX_MEGATRON_NATIVE=0" if settings.get().native == "0" else None
-    reason = wanted_not or native_engine.unavailable()
-    text = f"Python makes them, one at a time: {reason}" if reason else "C makes them all at once"
-    yield Finding("driver calls", "note" if reason else "ok", text)
+    if settings.get().native == "0":
+        yield Finding("driver calls", "ok", "Python makes them; FLUX_MEGATRON_NATIVE=1 asks for C")
+    elif reason := native_engine.unavailable():
+        yield Finding("driver calls", "note", f"Python makes them, one at a time: {reason}")
+    else:
+        yield Finding("driver calls", "ok", "C makes them all at once")
 
 
 def _plans(wanted: Wanted) -> Iterator[Finding]:
