@@ -32,7 +32,7 @@ from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
-from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard
+from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard, tile_in_groups
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import is_low, is_ragged, split_k_of_gather
 from flux_megatron.kernels.triton_launch import Launcher, empty
@@ -59,6 +59,17 @@ class GatheredRows:
     @gluon.jit
     def none_arrived(self):
         return self.signals.none_arrived()
+
+    @gluon.jit
+    def load_ahead(self, ring, grid, work):
+        """Of a local tile, which waits for nobody."""
+        sizes = self.sizes
+        ahead = 0
+        if work.tile < grid.rows * grid.columns:
+            m, n = tile_in_groups(work.tile, grid.rows, grid.columns, grid.GROUP_M)
+            row = row_in_shard(m, sizes, self.RAGGED)
+            ahead = ring.load_ahead(self.x_desc, self.w_descs, row, n * sizes.BLOCK_N, work)
+        return ahead
 
     @gluon.jit
     def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):

@@ -19,7 +19,7 @@ def produce_groups(operands, ring, exchange, scheduler, HALVES: gl.constexpr):
     awaited = operands.none_awaited()
     loaded = 0
     phase = 0
-    place = scheduler.first()
+    place = scheduler.first(scheduler.begin())
     while place < scheduler.tiles.count:
         tile = operands.locate(place, grid)
         told = place * 2

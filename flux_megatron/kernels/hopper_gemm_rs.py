@@ -67,14 +67,23 @@ class AllRows:
         return 0
 
     @gluon.jit
+    def load_ahead(self, ring, grid, work):
+        row, col = self._place(work.tile, grid)
+        return ring.load_ahead(self.x_desc, (self.w_desc,), row, col, work)
+
+    @gluon.jit
     def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
-        sizes = self.sizes
-        owner, m, n, _, _ = rs_tile(work.tile, grid)
-        row = owner * sizes.M_shard + m * sizes.BLOCK_M
+        row, col = self._place(work.tile, grid)
         loaded, ticket = ring.load_tile(
-            self.x_desc, (self.w_desc,), row, n * sizes.BLOCK_N, work, loaded, scheduler.words
+            self.x_desc, (self.w_desc,), row, col, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
+
+    @gluon.jit
+    def _place(self, tile, grid):
+        sizes = self.sizes
+        owner, m, n, _, _ = rs_tile(tile, grid)
+        return owner * sizes.M_shard + m * sizes.BLOCK_M, n * sizes.BLOCK_N
 
 
 @aggregate

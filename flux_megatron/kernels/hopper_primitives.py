@@ -8,7 +8,7 @@
 | `count_release_gpu`, `wait_acquire_gpu` | the same two among CTAs of one GPU, for plain loads |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
-| `begin_draw`, `end_draw`, `claim` | none: which CTA makes which tile |
+| `begin_draw`, `begin_claim`, `end_draw` | none: which CTA makes which tile |
 | `count_relaxed_gpu` | none: the number of a record |
 | `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
@@ -115,9 +115,11 @@ def end_draw(ticket):
 
 
 @gluon.jit
-def claim(word):
-    """Whether this partition of one warp is the first to claim the word."""
-    ticket = gl.inline_asm_elementwise(
+def begin_claim(word):
+    """Claim the word for this partition of one warp, without a wait for the answer: `end_draw` has
+    0 if it is the first.
+    """
+    return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
         .reg .u32 lane;
@@ -128,7 +130,6 @@ def claim(word):
         }""",
         "=&r,l", [word.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return end_draw(ticket) == 0
 
 
 @gluon.jit

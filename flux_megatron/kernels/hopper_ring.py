@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -80,6 +81,26 @@ class OperandRing:
                     tma_load(w_descs[part], [col + part * WIDTH, k], full, w_buf)
             loaded += 1
         return loaded
+
+    @gluon.jit
+    def load_ahead(self, x_desc, w_descs, row, col, work):
+        """`load_k_tiles` of the first work tile of a CTA, as many as there are stages; gives their
+        number.
+        """
+        loaded = 0
+        last = min(work.last, work.first + self.x.shape[0])
+        return self.load_k_tiles(x_desc, w_descs, row, col, work.first, last, loaded)
+
+    @gluon.jit
+    def forget(self, loaded):
+        """Make the ring as new, when the first `loaded` k-tiles have come, of a tile that another
+        CTA makes. The MMA warps have been told of no tile, so that none of them waits here.
+        """
+        for stage in range(loaded):
+            mbarrier.wait(self.full.index(stage), 0)
+            mbarrier.invalidate(self.full.index(stage))
+            mbarrier.init(self.full.index(stage), count=1)
+        fence_async_shared()  # TMA arrives there
 
     @gluon.jit
     def load_tile(self, x_desc, w_descs, row, col, work, loaded, work_words, w_row=0):

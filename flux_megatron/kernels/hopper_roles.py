@@ -13,19 +13,35 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def produce(operands, ring, exchange, scheduler):
-    """One warp: draws this CTA's work tiles and loads the operands of their tiles."""
+    """One warp: draws this CTA's work tiles and loads the operands of their tiles, the first ones
+    while it does not know yet whether their tile is its own.
+    """
     grid = operands.sizes.grid_here()
     deadline = operands.deadline()
     arrived = operands.none_arrived()
+    # A kernel with split tiles claims first: with more branches here, the assembler takes the loop
+    # over K of its MMA warps to vector registers (decision 0013; triton 3.6 and 3.7).
+    AHEAD: gl.constexpr = scheduler.tiles.EARLY_PARTS == 1
+    ticket = scheduler.begin()
     loaded = 0
+    if AHEAD:
+        if gl.program_id(0) < scheduler.by_id:
+            work = scheduler.tiles.locate(gl.program_id(0), grid.k_tiles)
+            loaded = operands.load_ahead(ring, grid, work)
+    place = scheduler.first(ticket)
+    if AHEAD:
+        if place != gl.program_id(0):
+            ring.forget(loaded)
+            loaded = 0
+    ahead = loaded
     phase = 0
-    place = scheduler.first()
     while place < scheduler.tiles.count:
         phase = exchange.hand_out(place, phase)
-        work = scheduler.tiles.locate(place, grid.k_tiles)
+        work = scheduler.tiles.locate(place, grid.k_tiles).behind(ahead)
         loaded, ticket, arrived = operands.load(
             ring, scheduler, grid, work, loaded, arrived, deadline
         )
+        ahead = 0
         place = scheduler.settle(ticket)
     exchange.hand_out(place, phase)
     scheduler.close(place)

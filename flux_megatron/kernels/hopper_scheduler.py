@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels.gluon_versions import Number, Pointer, Shared, aggregate, barrier
-from flux_megatron.kernels.hopper_primitives import begin_draw, claim, end_draw, uniform
+from flux_megatron.kernels.hopper_primitives import begin_claim, begin_draw, end_draw, uniform
 from flux_megatron.kernels.hopper_split_k import WorkTiles
 from flux_megatron.symm import signals
 
@@ -35,17 +35,24 @@ class TileScheduler:
     by_id: Number
 
     @gluon.jit
-    def first(self):
-        """The place of a CTA's first work tile: its own number, if it is below `by_id` and nobody
-        else has come to it, else the next one. Neighbours of SMs then begin with neighbours of
-        tiles, which share operands: drawn at random, GEMM+RS 2048 x 12288 x 12288 took 0.8 % longer
-        (H200, 2026-11-22, torch 2.11, triton 3.6).
+    def begin(self):
+        """Claim a CTA's own number, if it is below `by_id`: `first` tells what came of it.
+        Neighbours of SMs then begin with neighbours of tiles, which share operands: drawn at
+        random, GEMM+RS 2048 x 12288 x 12288 took 0.8 % longer (H200, 2026-11-22, torch 2.11,
+        triton 3.6).
+        """
+        ticket = 1
+        if gl.program_id(0) < self.by_id:
+            ticket = begin_claim(self.words + WORK_CLAIMS + gl.program_id(0))
+        return ticket
+
+    @gluon.jit
+    def first(self, ticket):
+        """The place of a CTA's first work tile: its own number, or, if somebody else has come to
+        it, the next one.
         """
         place = gl.program_id(0)
-        mine = place < self.by_id
-        if mine:
-            mine = claim(self.words + WORK_CLAIMS + place)
-        if not mine:
+        if end_draw(ticket) != 0:
             place = self.settle(begin_draw(self.words))
         return place
 
@@ -57,7 +64,7 @@ class TileScheduler:
         place = end_draw(ticket)
         searching = place < self.by_id
         while searching:
-            searching = not claim(self.words + WORK_CLAIMS + place)
+            searching = end_draw(begin_claim(self.words + WORK_CLAIMS + place)) != 0
             if searching:
                 place = end_draw(begin_draw(self.words))
                 searching = place < self.by_id

@@ -86,6 +86,11 @@ class BandRows:
         return 0
 
     @gluon.jit
+    def load_ahead(self, ring, grid, work):
+        _, row, _, col = self.bands.locate(work.tile, grid)
+        return ring.load_ahead(self.x_desc, (self.w_desc,), row, col, work)
+
+    @gluon.jit
     def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
         _, row, _, col = self.bands.locate(work.tile, grid)
         loaded, ticket = ring.load_tile(

@@ -40,6 +40,13 @@ class WorkTile:
     parts: Number
     split: Number
 
+    @gluon.jit
+    def behind(self, k_tiles):
+        """It without its first k-tiles."""
+        return WorkTile(
+            self.tile, self.first + k_tiles, self.last, self.part, self.parts, self.split
+        )
+
 
 @aggregate
 class WorkTiles:

@@ -66,7 +66,7 @@ class Gluon:
         }  # fmt: skip
         mbarrier = {
             "MBarrierLayout": MBarrierLayout, "init": self._init, "expect": self._expect,
-            "arrive": self._arrive, "wait": self._wait_phase,
+            "arrive": self._arrive, "wait": self._wait_phase, "invalidate": Barrier.invalidate,
         }  # fmt: skip
         tma = {
             "store_wait": self._store_wait,
@@ -81,7 +81,7 @@ class Gluon:
             "time_ns": lambda: 0,
             "wait_acquire_sys": self._wait_acquire, "wait_acquire_gpu": self._wait_acquire,
             "complete_tma_stores": self._complete_stores, "cast": self.cast,
-            "claim": lambda word: self.atomic_xchg(word, 1, "relaxed", "gpu") == 0,
+            "begin_claim": lambda word: self.atomic_xchg(word, 1, "relaxed", "gpu"),
             "begin_draw": lambda counter: self.atomic_add(counter, 1, "relaxed", "gpu"),
             "end_draw": lambda ticket: ticket, "uniform": lambda value: value,
             "here": lambda value: value,

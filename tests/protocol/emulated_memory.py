@@ -93,6 +93,11 @@ class Barrier:
         self.count: int | None = None
         self.missing = self.bytes = self.phases = 0
 
+    def invalidate(self) -> None:
+        if self.missing != self.count or self.bytes:
+            raise Misuse("an mbarrier is invalidated in the middle of a phase")
+        self.__init__()
+
     def arrive(self, count: int = 0, size_bytes: int = 0) -> None:
         self.missing -= count
         self.bytes += size_bytes
