@@ -35,13 +35,15 @@ class Layer:
 
 def layer(
     kind: str, world_size: int, dtype: torch.dtype,
-    rows: tuple[int, ...], N: int, K: int, bias: bool,
+    rows: tuple[int, ...], N: int, K: int, bias: bool, kept: float = 1.0,
 ) -> Layer:  # fmt: skip
-    """x, w, bias, dy and the results, as lists over ranks; the same on every rank that asks."""
+    """x, w, bias, dy and the results, as lists over ranks; the same on every rank that asks. Of all
+    numbers but the share `kept` are 0.
+    """
     generator = torch.Generator().manual_seed(N * K + len(rows))
 
     def shards(*shape: int) -> list[Tensor]:
-        return [small_integers(shape, dtype, generator) for _ in range(world_size)]
+        return [small_integers(shape, dtype, generator, kept=kept) for _ in range(world_size)]
 
     whole = (world_size * rows[0], *rows[1:])
     x = shards(*(whole if kind == "row" else rows), K)

@@ -96,7 +96,8 @@ STEPS = 20
 
 def layers_both_ways(rank: int) -> int:
     """Forward and backward of two layers; how many pieces of them lists have made."""
-    both = [layer(kind, 2, torch.bfloat16, (64, 2), 128, 128, False) for kind in ("column", "row")]
+    sizes = ((64, 2), 1024, 1024)  # K of a rank is what GEMM+RS of `hopper` needs at least
+    both = [layer(kind, 2, torch.bfloat16, *sizes, False, 0.3) for kind in ("column", "row")]
     with counted() as by_list:
         for _ in range(STEPS):
             if random.random() < 0.1:

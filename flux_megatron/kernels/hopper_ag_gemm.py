@@ -25,13 +25,20 @@ from flux_megatron.kernels.gluon_versions import (
     Parts,
     aggregate,
 )
-from flux_megatron.kernels.hopper_config import TILE, Config, column_parts, common_config
-from flux_megatron.kernels.hopper_ring import new_buffers, new_ring
+from flux_megatron.kernels.hopper_config import (
+    DEEP,
+    Config,
+    column_parts,
+    common_config,
+    slice_buffers,
+    slice_columns,
+)
+from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
-from flux_megatron.kernels.hopper_stored_tiles import StoredTiles
+from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard, tile_in_groups
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import is_low, is_ragged, split_k_of_gather
@@ -72,26 +79,31 @@ class GatheredRows:
         return ahead
 
     @gluon.jit
-    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
+    def locate(self, tile, grid, tiles):
+        """Whose rows a tile has, and its first row and column in y."""
         sizes = self.sizes
-        source, m, n = ag_tile(work.tile, grid, scheduler.tiles)
-        row = row_in_shard(m, sizes, self.RAGGED)
-        col = n * sizes.BLOCK_N
+        source, m, n = ag_tile(tile, grid, tiles)
+        row = source * sizes.M_shard + row_in_shard(m, sizes, self.RAGGED)
+        return source, row, n * sizes.BLOCK_N
+
+    @gluon.jit
+    def load(self, ring, scheduler, work, source, row, col, loaded, arrived, deadline):
+        sizes = self.sizes
+        in_shard = row - source * sizes.M_shard
         if source == sizes.rank:
             loaded, ticket = ring.load_tile(
-                self.x_desc, self.w_descs, row, col, work, loaded, scheduler.words
+                self.x_desc, self.w_descs, in_shard, col, work, loaded, scheduler.words
             )
         else:
             # communication tiles of one source arrive in their order: the last one tells for all
-            comm_tile = (min(row + sizes.BLOCK_M, sizes.M_shard) - 1) // self.comm_rows
+            comm_tile = (min(in_shard + sizes.BLOCK_M, sizes.M_shard) - 1) // self.comm_rows
             comm_tiles = gl.cdiv(sizes.M_shard, self.comm_rows)
             arrived = self.signals.await_once(
                 arrived, source, comm_tile, comm_tiles, work.tile, deadline
             )  # wait [A]
             loaded, ticket = ring.load_tile(
-                self.gathered_desc, self.w_descs, source * sizes.M_shard + row, col, work, loaded,
-                scheduler.words,
-            )  # fmt: skip
+                self.gathered_desc, self.w_descs, row, col, work, loaded, scheduler.words
+            )
         return loaded, ticket, arrived
 
 
@@ -116,6 +128,8 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
 
 @dataclass(frozen=True, kw_only=True)
 class AgConfig(Config):
+    BLOCK_N: int
+    Y_BUFFERS: int
     HAS_BIAS: bool
     COPY_LOCAL: bool
     RAGGED: bool  # the rows of a shard are no multiple of a tile's
@@ -128,13 +142,13 @@ class AgConfig(Config):
     ]
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
-    x_desc, gathered_desc, w_desc, y_desc, w_rest, y_rest, bias, x, local_rows, partials, pad,
+    x_desc, gathered_desc, w_desc, y_desc, w_rest, bias, x, local_rows, partials, pad,
     status, waits, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
     K, early_tiles, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
-    REST: gl.constexpr = 0 if y_rest is None else y_rest.block_type.shape[1]
-    BLOCK_N: gl.constexpr = y_desc.block_type.shape[1] + REST
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    Y_BUFFERS: gl.constexpr = CONFIG.Y_BUFFERS
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -145,17 +159,15 @@ def hopper_ag_gemm_kernel(
     signals = Signals(pad, status, waits, epoch, timeout_ns)
     exchange = new_exchange(2 if COPY_LOCAL else 1)
     w_descs = (w_desc,)
-    y_descs = (y_desc,)
-    if REST:
+    if w_rest is not None:
         w_descs = w_descs + (w_rest,)
-        y_descs = y_descs + (y_rest,)
     ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     operands = GatheredRows(
         x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED
     )
     epilogue = StoredTiles(
-        y_descs, new_buffers(y_descs, []), bias, sizes, signals, tiles,
-        CONFIG.HAS_BIAS, CONFIG.RAGGED, CONFIG.NUM_WARPS,
+        y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS,
+        CONFIG.NUM_WARPS,
     )  # fmt: skip
     sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
     fence_async_shared()  # TMA arrives at some of the barriers
@@ -190,8 +202,8 @@ def _launcher(
             min(split.ctas, split.whole),
         ),
         CONFIG=AgConfig(
-            **common_config(world_size, layout, tile, split), HAS_BIAS=bias,
-            COPY_LOCAL=copy_local, RAGGED=ragged,
+            **common_config(world_size, layout, tile, split), BLOCK_N=tile.block_n,
+            Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
         ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n, *column_parts(tile.block_n)
@@ -222,9 +234,8 @@ def ag_gemm(
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, columns),
-            described(y, tile.block_m, columns),
+            described(y, tile.block_m, slice_columns(tile)),
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
-            rest and described(y, tile.block_m, rest),
             bias if bias is not None else x, x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,
             partial_counters, work_words,
@@ -234,7 +245,7 @@ def ag_gemm(
     return y
 
 
-def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = TILE) -> Tensor:
+def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = DEEP) -> Tensor:
     """x [M, K] times w ([N, K] or [K, N]), without any communication: the baseline of a tile."""
     words = _nothing(x.device)
     return ag_gemm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,24 +11,55 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
+SLICE_COLUMNS = 64
+ELEMENT_BYTES = 2
+SHARED_BYTES = 227 << 10  # of a CTA, at most
+BARRIERS_BYTES = 1 << 10  # of barriers, and of what Triton puts beside the partitions
+
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
-NARROW = replace(TILE, block_n=128, num_stages=5, group_m=16)
-# Of AG+GEMM and GEMMs alone: they fill waves where those two do not. Tiles of 64 rows have one
-# warp group, and more stages in the memory that they leave.
-MEDIUM = replace(TILE, block_n=192, num_stages=4, group_m=16)
-SLIM = replace(TILE, block_n=160, num_stages=5, group_m=16)
+NARROW = replace(TILE, block_n=128, num_stages=6, group_m=16)
+# Of AG+GEMM and GEMMs alone, whose tiles are stored in slices: the memory that this leaves is a
+# stage more. Besides TILE's columns they have those that fill waves where 256 and 128 do not. Tiles
+# of 64 rows have one warp group.
+DEEP = replace(TILE, num_stages=4, group_m=16)
+LONG = replace(TILE, group_m=16)
+LONG_FLOPS = 4e11
+WIDE = replace(TILE, block_n=320, group_m=16)
+MEDIUM = replace(TILE, block_n=192, num_stages=5, group_m=16)
+SLIM = replace(TILE, block_n=160, num_stages=6, group_m=16)
 _LOW = replace(TILE, block_m=64, num_warps=4, group_m=16)
 LOW = tuple(
     replace(_LOW, block_n=columns, num_stages=stages)
-    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 12))
+    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 13))
 )
-TILES = (replace(TILE, group_m=16), MEDIUM, SLIM, NARROW, *LOW)
+TILES = (WIDE, DEEP, MEDIUM, SLIM, NARROW, *LOW)
+
+
+def wide_tile(M: int, N: int, K: int) -> Tile:
+    """Of 128 x 256 for x [M, K] times w of N columns. With a fourth stage GEMMs up to 0.3 ms take
+    0.7 to 2 % less time; those of 0.8 to 3 ms, where the GPU is at its power limit, 0.6 to 1.4 %
+    more (H200, 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
+    """
+    return LONG if 2 * M * N * K > LONG_FLOPS else DEEP
 
 
 def column_parts(block_n: int) -> tuple[int, int | None]:
     """A tile's columns as the powers of two that the language wants: 192 are 128 and 64."""
     first = 1 << block_n.bit_length() - 1
     return first, block_n - first or None
+
+
+def slice_columns(tile: Tile) -> int:
+    """Of a slice in which a tile of AG+GEMM is stored: what TMA swizzles, if parts have as many."""
+    return math.gcd(tile.block_n, SLICE_COLUMNS)
+
+
+def slice_buffers(tile: Tile) -> int:
+    """How many slices of a tile shared memory holds beside the stages."""
+    stages_bytes = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * ELEMENT_BYTES
+    free = SHARED_BYTES - stages_bytes - BARRIERS_BYTES
+    slice_bytes = tile.block_m * slice_columns(tile) * ELEMENT_BYTES
+    return min(free // slice_bytes, tile.block_n // slice_columns(tile))
 
 
 @dataclass(frozen=True, kw_only=True)

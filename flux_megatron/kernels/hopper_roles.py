@@ -36,10 +36,11 @@ def produce(operands, ring, exchange, scheduler):
     ahead = loaded
     phase = 0
     while place < scheduler.tiles.count:
-        phase = exchange.hand_out(place, phase)
         work = scheduler.tiles.locate(place, grid.k_tiles).behind(ahead)
+        owner, row, col = operands.locate(work.tile, grid, scheduler.tiles)
+        phase = exchange.hand_out(place, phase, owner, row, col)
         loaded, ticket, arrived = operands.load(
-            ring, scheduler, grid, work, loaded, arrived, deadline
+            ring, scheduler, work, owner, row, col, loaded, arrived, deadline
         )
         ahead = 0
         place = scheduler.settle(ticket)
@@ -55,11 +56,11 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
     multiplied = 0
     fetched = 0
     finished = 0
-    place, phase = exchange.take(0, NUM_WARPS)
+    place, owner, row, col, phase = exchange.take_tile(0, NUM_WARPS)
     while place < tiles.count:
         work = tiles.locate(place, grid.k_tiles)
         out, behind, multiplied, fetched = epilogue.accumulate(
-            ring, grid, work, multiplied, fetched
+            ring, grid, work, owner, multiplied, fetched
         )
         mine = True
         if partials.PARTS_MAX > 1:
@@ -69,6 +70,6 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
             elif work.parts > 1:
                 out = partials.fix_up(out, work, deadline, epilogue.signals.status)
         if mine:
-            fetched, finished = epilogue.finish(out, grid, work.tile, behind, fetched, finished)
-        place, phase = exchange.take(phase, NUM_WARPS)
+            fetched, finished = epilogue.finish(out, row, col, behind, fetched, finished)
+        place, owner, row, col, phase = exchange.take_tile(phase, NUM_WARPS)
     epilogue.complete()

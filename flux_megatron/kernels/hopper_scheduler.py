@@ -84,20 +84,25 @@ class TileScheduler:
 
 @aggregate
 class WorkExchange:
-    """The place of a work tile in shared memory, from the producer warp to all other partitions."""
+    """The place of a work tile in shared memory, from the producer warp to all other partitions;
+    and where its tile lies, which takes some divisions, so that the MMA warps need not find it
+    between their tiles.
+    """
 
-    buf: Shared
+    numbers: Shared
     full: Shared
     empty: Shared
 
     @gluon.jit
-    def hand_out(self, place, phase):
+    def hand_out(self, place, phase, owner=0, row=0, col=0):
         """From the producer warp to all others, once they have taken the one before. `phase` is 0
         and 1 in turn, on both sides; gives the next.
         """
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         mbarrier.wait(self.empty, phase ^ 1)
-        self.buf.store(gl.full([1], place, gl.int32, layout))
+        self._write(0, place)
+        self._write(1, owner)
+        self._write(2, row)
+        self._write(3, col)
         barrier()
         mbarrier.arrive(self.full, count=1)
         return phase ^ 1
@@ -105,20 +110,43 @@ class WorkExchange:
     @gluon.jit
     def take(self, phase, NUM_WARPS: gl.constexpr):
         """In a partition of `NUM_WARPS` warps: the next place, and the next phase."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
         mbarrier.wait(self.full, phase)
-        place = uniform(gl.max(self.buf.load(layout), 0))
+        place = self._read(0, NUM_WARPS)
         barrier()  # every warp has read it
         mbarrier.arrive(self.empty, count=1)
         return place, phase ^ 1
+
+    @gluon.jit
+    def take_tile(self, phase, NUM_WARPS: gl.constexpr):
+        """`take`, and between the two the owner, the row and the column of the tile."""
+        mbarrier.wait(self.full, phase)
+        place = self._read(0, NUM_WARPS)
+        owner = self._read(1, NUM_WARPS)
+        row = self._read(2, NUM_WARPS)
+        col = self._read(3, NUM_WARPS)
+        barrier()  # every warp has read them
+        mbarrier.arrive(self.empty, count=1)
+        return place, owner, row, col, phase ^ 1
+
+    @gluon.jit
+    def _write(self, which: gl.constexpr, number):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.numbers.index(which).store(gl.full([1], number, gl.int32, layout))
+
+    @gluon.jit
+    def _read(self, which: gl.constexpr, NUM_WARPS: gl.constexpr):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+        return uniform(gl.max(self.numbers.index(which).load(layout), 0))
 
 
 @gluon.jit
 def new_exchange(takers: gl.constexpr):
     """For so many partitions that take."""
-    buf = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     mbarrier.init(empty, count=takers)
-    return WorkExchange(buf, full, empty)
+    return WorkExchange(numbers, full, empty)

@@ -87,12 +87,16 @@ class BandRows:
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):
-        _, row, _, col = self.bands.locate(work.tile, grid)
+        _, row, col = self.locate(work.tile, grid, None)
         return ring.load_ahead(self.x_desc, (self.w_desc,), row, col, work)
 
     @gluon.jit
-    def load(self, ring, scheduler, grid, work, loaded, arrived, deadline):
-        _, row, _, col = self.bands.locate(work.tile, grid)
+    def locate(self, tile, grid, tiles):
+        _, row, _, col = self.bands.locate(tile, grid)
+        return 0, row, col
+
+    @gluon.jit
+    def load(self, ring, scheduler, work, owner, row, col, loaded, arrived, deadline):
         loaded, ticket = ring.load_tile(
             self.x_desc, (self.w_desc,), row, col, work, loaded, scheduler.words
         )
@@ -112,13 +116,13 @@ class HandedTiles:
         return 0
 
     @gluon.jit
-    def accumulate(self, ring, grid, work, multiplied, fetched):
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched):
         outs = ring.zeros(self.NUM_WARPS)
         outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
         return outs, False, multiplied, fetched
 
     @gluon.jit
-    def finish(self, outs, grid, tile, behind, fetched, finished):
+    def finish(self, outs, row, col, behind, fetched, finished):
         self.staging.hand_over(outs[0], finished)
         return fetched, finished + 1
 

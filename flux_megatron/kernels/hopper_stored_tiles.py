@@ -1,5 +1,7 @@
 """The epilogue of AG+GEMM, in the MMA warps: each tile gets its bias and is stored in y, while the
-next tile is multiplied.
+next tile is multiplied. It goes through shared memory in slices of columns, so that a tile needs no
+more memory than the ring of operands leaves, and the first slices are on their way while the last
+are converted.
 """
 
 from __future__ import annotations
@@ -8,25 +10,45 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from flux_megatron.kernels.gluon_versions import Parts, Pointer, aggregate, tma_store
-from flux_megatron.kernels.hopper_ring import mma_layout
+from flux_megatron.kernels.gluon_versions import (
+    Descriptor,
+    Parts,
+    Pointer,
+    aggregate,
+    tma_store,
+)
+from flux_megatron.kernels.hopper_ring import mma_layout, new_buffer
 from flux_megatron.kernels.hopper_signals import Signals
-from flux_megatron.kernels.hopper_split_k import WorkTiles
-from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard
+from flux_megatron.kernels.hopper_tile_order import Sizes
+
+
+@gluon.jit
+def column_slices(out, COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The sums of each `COLUMNS` of a part of a tile. They lie in registers of their own: nothing
+    moves.
+    """
+    ROWS: gl.constexpr = out.shape[0]
+    HALF: gl.constexpr = out.shape[1] // 2
+    if HALF < COLUMNS:
+        slices = (out,)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(out, (ROWS, 2, HALF)), (0, 2, 1)))
+        left = gl.convert_layout(left, mma_layout(HALF, NUM_WARPS))
+        right = gl.convert_layout(right, mma_layout(HALF, NUM_WARPS))
+        slices = column_slices(left, COLUMNS, NUM_WARPS) + column_slices(right, COLUMNS, NUM_WARPS)
+    return slices
 
 
 @aggregate
 class StoredTiles:
     """Epilogue of the MMA warps: add the bias, store."""
 
-    y_descs: Parts
-    y_bufs: Parts
+    y_desc: Descriptor
+    y_bufs: Parts  # of slices
     bias: Pointer
     sizes: Sizes
     signals: Signals
-    tiles: WorkTiles
     HAS_BIAS: gl.constexpr
-    RAGGED: gl.constexpr
     NUM_WARPS: gl.constexpr
 
     @gluon.jit
@@ -34,26 +56,28 @@ class StoredTiles:
         return self.signals.deadline()
 
     @gluon.jit
-    def accumulate(self, ring, grid, work, multiplied, fetched):
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched):
         outs = ring.zeros(self.NUM_WARPS)
         outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
         return outs, False, multiplied, fetched
 
     @gluon.jit
-    def finish(self, outs, grid, tile, behind, fetched, finished):
-        sizes = self.sizes
-        source, m, n = ag_tile(tile, grid, self.tiles)
-        col = n * sizes.BLOCK_N
+    def finish(self, outs, row, col, behind, fetched, finished):
         if self.HAS_BIAS:
             outs = self._with_bias(outs, col)
+        COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
+        BUFFERS: gl.constexpr = len(self.y_bufs)
         tma.store_wait(pendings=0)
-        for part in gl.static_range(len(outs)):
-            self.y_bufs[part].store(outs[part].to(self.y_descs[part].dtype))
-        fence_async_shared()
-        row = source * sizes.M_shard + row_in_shard(m, sizes, self.RAGGED)
-        for part in gl.static_range(len(outs)):
-            at = [row, col + part * outs[0].shape[1]]
-            tma_store(self.y_descs[part], at, self.y_bufs[part])
+        slices = column_slices(outs[0], COLUMNS, self.NUM_WARPS)
+        for part in gl.static_range(1, len(outs)):
+            slices = slices + column_slices(outs[part], COLUMNS, self.NUM_WARPS)
+        for number in gl.static_range(len(slices)):
+            if number >= BUFFERS:
+                tma.store_wait(pendings=BUFFERS - 1)
+            y_buf = self.y_bufs[number % BUFFERS]
+            y_buf.store(slices[number].to(self.y_desc.dtype))
+            fence_async_shared()
+            tma_store(self.y_desc, [row, col + number * COLUMNS], y_buf)
         return fetched, finished
 
     @gluon.jit
@@ -74,3 +98,14 @@ class StoredTiles:
     @gluon.jit
     def complete(self):
         tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def new_slices(y_desc, COUNT: gl.constexpr):
+    """For so many slices. Each is an allocation of its own: TMA may read one of them while the
+    compiler lets the MMA warps write to the next, without a barrier of all threads.
+    """
+    buffers = (new_buffer(y_desc, []),)
+    for _ in gl.static_range(1, COUNT):
+        buffers = buffers + (new_buffer(y_desc, []),)
+    return buffers

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import LOW, MEDIUM, NARROW, TILE, TILES
+from flux_megatron.kernels.hopper_config import DEEP, LOW, MEDIUM, NARROW, TILE, TILES, WIDE, wide_tile
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
@@ -59,7 +59,8 @@ def default_plan(problem: Problem) -> Plan:
     """Large communication tiles, and groups of 16 rows of tiles."""
     if problem.spec.gathers:
         low = problem.M_shard < TILE.block_m
-        return Plan("hopper", tile=LOW[0] if low else replace(TILE, group_m=16))
+        wide = wide_tile(problem.M, problem.N_local, problem.K_local)
+        return Plan("hopper", tile=LOW[0] if low else wide)
     small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
     comm_tiles = COMM_TILES_MAX if small else 2
@@ -74,11 +75,12 @@ def default_plan(problem: Problem) -> Plan:
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
-    plans = [replace(default, tile=tile) for tile in (replace(TILE, group_m=8), NARROW)]
+    wide = replace(default.tile, group_m=8)
+    plans = [replace(default, tile=tile) for tile in (wide, NARROW)]
     if problem.spec.gathers:
         if problem.M_shard < TILE.block_m:
             return [replace(default, tile=tile) for tile in LOW]
-        plans.append(replace(default, tile=MEDIUM))
+        plans += [replace(default, tile=tile) for tile in (MEDIUM, WIDE)]
         # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
         # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
         # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
@@ -104,7 +106,7 @@ def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
         pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
         return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
     # groups within a shard: what comes from one rank never waits for another
-    alone = replace(TILE, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
+    alone = replace(default.tile, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
     plans = [
         replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)
     ]

@@ -28,6 +28,9 @@ from flux_megatron.tuning.tiles import area, in_groups, main_loop_us, pushed_us
 # 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
 FIX_UP_US = 7.0
 LAST_WAVE_US = 3.0
+# Of the main loop of tiles of 64 rows, where they are cut into parts: 64 x 192 in halves took 35 us,
+# not 26, at 128 x 5120 x 8192 and 256 x 2560 x 8192 (same rows).
+LOW_PARTS = 1.35
 _split_k = lru_cache(maxsize=1024)(split_k_of_gather)  # it counts waves for each choice
 
 
@@ -44,7 +47,8 @@ class _Machine(NamedTuple):
 def tile_alone(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Tile:
     """The tile with which a GEMM alone, x [M, K] times w of N columns, ends soonest."""
     problem = Problem(COLUMN, M, N, K, str(dtype).removeprefix("torch."), 1, layout)
-    return min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
+    tile = min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
+    return hopper.wide_tile(M, N, K) if tile == hopper.DEEP else tile
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
@@ -75,13 +79,14 @@ def _tiles_us(
         for row in range(rows)
     ]
     loop_us = main_loop_us(problem, tile, machine.sms, machine.tflops)
+    part_us = loop_us, loop_us * (LOW_PARTS if is_low(tile) else 1)
     around_us, fix_up_us = area(tile) * FITTED.tile_us, area(tile) * FIX_UP_US
     head = _head(rows, columns, problem.world_size, split)
     order = _order(rows, columns, tile.group_m, problem.world_size, head)
     free = [0.0] * split.ctas  # a heap
     for place, (row, parts) in enumerate(zip(order, _parts(split), strict=True)):
         for _ in range(parts):
-            end = max(free[0], arrivals[row]) + loop_us / parts + around_us
+            end = max(free[0], arrivals[row]) + part_us[parts > 1] / parts + around_us
             heapq.heapreplace(free, end)
         if parts > 1:  # one CTA adds them up when the last is done
             free.remove(end)

@@ -1,4 +1,5 @@
-"""GEMMs alone, on one GPU: our kernel with each of its tiles, beside the library.
+"""GEMMs alone, on one GPU: our kernel with each of its tiles, beside the library, and beside quack
+where it is installed.
 
     python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --tp 4
     python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --shapes "6144x3584x4096 nt"
@@ -16,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from flux_megatron.bench import suites
 from flux_megatron.bench.candidates import replayed
+from flux_megatron.bench.competitors import quack
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import TILE, TILES
+from flux_megatron.kernels.hopper_config import DEEP, LONG, TILES
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.patterns import COLUMN
 from flux_megatron.problem import Problem
@@ -37,7 +39,8 @@ from flux_megatron.tuning.gather_tiles import tile_alone
 from flux_megatron.tuning.timing import race
 
 NAMED = {f"{tile.block_m}x{tile.block_n}": tile for tile in TILES}
-NAMED["128x256, groups of 8"] = TILE
+NAMED["128x256, groups of 8"] = replace(DEEP, group_m=8)
+NAMED["128x256, 3 stages"] = LONG
 L2_BYTES = 50 << 20  # of an H100 or H200
 Multiply = Callable[[Tensor], Tensor]  # x by this weight
 
@@ -105,6 +108,20 @@ class Operands:
         }
         return {"library": self.library, **ours}
 
+    def peers(self) -> dict[str, Multiply]:
+        """quack's GEMM with each of the tiles that the benchmark gives it."""
+        if reason := quack.QuackGemm().unavailable():
+            print(reason, flush=True)
+            return {}
+
+        def right(w: Tensor) -> Tensor:
+            return w.t() if self.shape.layout == "nt" else w
+
+        return {
+            f"quack {tile}": lambda w, tile=tile: quack.gemm(self.x, right(w), tile)
+            for tile in quack.TILES
+        }
+
 
 def compiled(shape: Shape) -> None:
     """Every kernel of a shape: Triton keeps them on disk, for the process that measures."""
@@ -120,12 +137,20 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each candidate. `ArithmeticError` if one is wrong."""
     operands = Operands(shape, device, dtype)
-    calls = operands.candidates(device)
+    calls = {**operands.candidates(device), **operands.peers()}
     first, weights = operands.ws[0], len(operands.ws)
     expected = operands.library(first)
-    for name, call in calls.items():
-        if wrong := int((call(first) != expected).sum()):
-            raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
+    for name, call in list(calls.items()):
+        try:
+            wrong = int((call(first) != expected).sum())
+        except Exception as error:
+            if not name.startswith("quack"):
+                raise
+            print(f"{shape} by {name}: {error}", flush=True)
+            del calls[name]
+        else:
+            if wrong:
+                raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
     operands.renew()
     group = dist.group.WORLD
     assert group is not None
@@ -147,7 +172,7 @@ def measure(
     for name, times_us in result.times_us.items():
         yield {
             "table": "gemm_tiles", **asdict(shape), "tile": name,
-            "candidate": "library" if name == "library" else "ours",
+            "candidate": name.split()[0] if name not in NAMED else "ours",
             "chosen": chosen is not None and NAMED.get(name) == chosen, "weights": weights,
             "median_us": round(result.median_us(name) / weights, 2),
             "times_us": [round(t / weights, 2) for t in times_us],

@@ -59,7 +59,7 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "w_desc nn": ("block_k", "block_n"),
     "w_rest nt": ("rest", "block_k"),
     "w_rest nn": ("block_k", "rest"),
-    "y_rest": ("block_m", "rest"),
+    "y_desc ag_gemm": ("block_m", "slice"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
 _PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
@@ -196,6 +196,7 @@ def _type(name: str, configuration: Configuration) -> str:
         tile = configuration.launcher._tile
         block_n, rest = hopper_config.column_parts(tile.block_n)
         sides = {**asdict(tile), "block_n": block_n, "rest": rest}
+        sides["slice"] = hopper_config.slice_columns(tile)
         block = [sides[side] for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)
         return f"tensordesc<{short}[{','.join(map(str, block))}],{layout!r}>"
@@ -211,7 +212,7 @@ def compiled(configuration: Configuration, recorded: bool = False) -> dict:
     if not configuration.name.startswith("gemm_ar"):
         constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
     if not hopper_config.column_parts(launcher._tile.block_n)[1]:
-        constexprs |= dict.fromkeys({"w_rest", "y_rest"} & {*names})
+        constexprs |= dict.fromkeys({"w_rest"} & {*names})
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
     sizes = [n for n in names if n in ("M_shard", "N", "K")]
     whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}

@@ -63,6 +63,9 @@ class Gluon:
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "arange": lambda first, last, layout: torch.arange(first, last),
             "multiple_of": lambda value, number: value,
+            "reshape": torch.reshape, "permute": torch.permute,
+            "split": lambda tensor: tensor.unbind(-1),
+            "convert_layout": lambda tensor, layout: tensor,
         }  # fmt: skip
         mbarrier = {
             "MBarrierLayout": MBarrierLayout, "init": self._init, "expect": self._expect,

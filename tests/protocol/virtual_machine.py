@@ -247,6 +247,8 @@ class Machine:
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
             # so that small problems have tiles to split
+            # which tiles of 16 x 24 leave two slices of three
+            mock.patch.multiple(p.hopper_config, SHARED_BYTES=5400),
             mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),
         ):

@@ -104,7 +104,7 @@ class Quack:
 
     def _call(self, e: Forward, tile: Tile) -> tuple[Tensor]:
         with self._runner.gather(e.x) as (gathered, arrivals):
-            return (_gemm(gathered, e.right, tile, arrivals),)
+            return (gemm(gathered, e.right, tile, arrivals),)
 
 
 class QuackGemm:
@@ -137,7 +137,7 @@ def _unavailable(module: str) -> str | None:
     return None
 
 
-def _gemm(x: Tensor, right: Tensor, tile: Tile, arrivals: Any) -> Tensor:
+def gemm(x: Tensor, right: Tensor, tile: Tile, arrivals: Any = None) -> Tensor:
     """x @ right; quack takes the right operand as [N, K], in either order of its strides."""
     y = x.new_empty(x.shape[0], right.shape[1])
     import_module("quack.gemm").gemm(
@@ -148,7 +148,7 @@ def _gemm(x: Tensor, right: Tensor, tile: Tile, arrivals: Any) -> Tensor:
 
 
 def _local(x: Tensor, right: Tensor, tile: Tile) -> tuple[Tensor]:
-    return (_gemm(x, right, tile, None),)
+    return (gemm(x, right, tile),)
 
 
 def _arrived(e: Forward) -> Any:
@@ -166,7 +166,7 @@ def _fastest(calls: Mapping[Tile, Call], e: Forward, arrivals: Any) -> Call:
     """
     failures = {}
     for tile in calls:
-        failures[tile] = _failure(partial(_gemm, e.gathered, e.right, tile, arrivals), e)
+        failures[tile] = _failure(partial(gemm, e.gathered, e.right, tile, arrivals), e)
     failing = objects.all_gather(failures, e.group)
     usable = {str(tile): call for tile, call in calls.items() if not any(f[tile] for f in failing)}
     raced = race(usable, group=e.group, device=e.device, rounds=ROUNDS)
