@@ -187,8 +187,8 @@ def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
     bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool,
     recorded: bool = False,
-) -> tuple[Launcher, int, int, int | None]:  # fmt: skip
-    """The launch, how many numbers partial sums are, and the columns of a tile's parts."""
+) -> tuple[Launcher, int, int, int, int | None]:  # fmt: skip
+    """The launch, how many numbers partial sums are, the columns of a tile's slices and parts."""
     M_shard, K = x
     ragged = is_ragged(M_shard, world_size, tile)
     split = split_k_of_gather(
@@ -206,7 +206,8 @@ def _launcher(
             Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
         ),
     )  # fmt: skip
-    return run, split.partials * tile.block_m * tile.block_n, *column_parts(tile.block_n)
+    sums = split.partials * tile.block_m * tile.block_n
+    return run, sums, slice_columns(tile), *column_parts(tile.block_n)
 
 
 def ag_gemm(
@@ -224,7 +225,7 @@ def ag_gemm(
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
-    run, sums, columns, rest = _launcher(
+    run, sums, in_slice, columns, rest = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         split_k_shards, copy_local, waits is not None,
     )  # fmt: skip
@@ -234,7 +235,7 @@ def ag_gemm(
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, columns),
-            described(y, tile.block_m, slice_columns(tile)),
+            described(y, tile.block_m, in_slice),
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             bias if bias is not None else x, x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,

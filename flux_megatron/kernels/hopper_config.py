@@ -38,7 +38,7 @@ TILES = (WIDE, DEEP, MEDIUM, SLIM, NARROW, *LOW)
 def wide_tile(M: int, N: int, K: int) -> Tile:
     """Of 128 x 256 for x [M, K] times w of N columns. With a fourth stage GEMMs up to 0.3 ms take
     0.7 to 2 % less time; those of 0.8 to 3 ms, where the GPU is at its power limit, 0.6 to 1.4 %
-    more (H200, 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
+    more (H200, 2026-11-23, docs/results/h200/gemm_slices.jsonl).
     """
     return LONG if 2 * M * N * K > LONG_FLOPS else DEEP
 

@@ -142,9 +142,7 @@ class WorkExchange:
 @gluon.jit
 def new_exchange(takers: gl.constexpr):
     """For so many partitions that take."""
-    numbers = gl.allocate_shared_memory(
-        gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    numbers = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)

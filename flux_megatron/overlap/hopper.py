@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import DEEP, LOW, MEDIUM, NARROW, TILE, TILES, WIDE, wide_tile
+from flux_megatron.kernels.hopper_config import (
+    LOW,
+    MEDIUM,
+    NARROW,
+    TILE,
+    TILES,
+    WIDE,
+    wide_tile,
+)
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from flux_megatron.kernels.hopper_config import DEEP, TILES, wide_tile
 from flux_megatron.kernels.split_k import SplitK, is_low, is_ragged, split_k_of_gather
-from flux_megatron.overlap import hopper
 from flux_megatron.patterns import COLUMN
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.gemm import ELEMENT_BYTES
@@ -25,11 +25,11 @@ from flux_megatron.tuning.tiles import area, in_groups, main_loop_us, pushed_us
 
 # For each part of a wide tile but the first: its sum is written, read and added. 5 to 10 do as
 # well. And that parts are counted and awaited, which nothing hides in the last wave (H200,
-# 2026-11-23, docs/results/h200/gemm_tiles.jsonl).
+# 2026-11-23, docs/results/h200/gemm_slices.jsonl).
 FIX_UP_US = 7.0
 LAST_WAVE_US = 3.0
-# Of the main loop of tiles of 64 rows, where they are cut into parts: 64 x 192 in halves took 35 us,
-# not 26, at 128 x 5120 x 8192 and 256 x 2560 x 8192 (same rows).
+# Of the main loop of tiles of 64 rows that are cut into parts: 64 x 192 in halves took 35 us, not
+# 26, at 128 x 5120 x 8192 and 256 x 2560 x 8192 (docs/results/h200/gemm_slices.jsonl).
 LOW_PARTS = 1.35
 _split_k = lru_cache(maxsize=1024)(split_k_of_gather)  # it counts waves for each choice
 
@@ -47,8 +47,8 @@ class _Machine(NamedTuple):
 def tile_alone(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Tile:
     """The tile with which a GEMM alone, x [M, K] times w of N columns, ends soonest."""
     problem = Problem(COLUMN, M, N, K, str(dtype).removeprefix("torch."), 1, layout)
-    tile = min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
-    return hopper.wide_tile(M, N, K) if tile == hopper.DEEP else tile
+    tile = min(TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
+    return wide_tile(M, N, K) if tile == DEEP else tile
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:

@@ -11,13 +11,13 @@ from flux_megatron.problem import Problem, Tile
 
 WIDE = 128 * 256  # elements of the tile that `perf.constants` speaks of
 # Of the main loop's rate of a tile of 128 x 256, where all SMs are busy, by rows and columns: GEMMs
-# alone on an H200 (2026-11-23, torch 2.11, triton 3.6, docs/results/h200/gemm_tiles.jsonl).
+# alone on an H200 (2026-11-23, torch 2.11, triton 3.6, docs/results/h200/gemm_slices.jsonl).
 RATES = {
     (128, 320): 0.9, (128, 192): 0.96, (128, 160): 0.84, (128, 128): 0.94,
     (64, 192): 0.89, (64, 160): 0.76, (64, 128): 0.85, (64, 64): 0.6,
 }  # fmt: skip
 # Of that, with w [K, N]: a row of its block of 32 columns is half of what TMA fetches at once.
-NN_32 = 0.75
+NN_32 = 0.85
 # Of the copy engine's latency, what the next push waits for: 24 pushes of 128 KiB each took 231 us
 # in all, where the GEMM takes 57. From the shipped plans of 4 x H200 (2026-11-21, torch 2.11,
 # triton 3.6), as the other numbers of these models; docs/decisions/0025 says what others would do.
