@@ -153,7 +153,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     """Without the plans that an estimate alone shall not choose, as nobody has measured their like
     for this kind of problem:
 
-    - tiles of 192 or 160 columns, or 64 rows, which have run without communication only;
+    - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `low_latency` where rows are divided over the ranks, and `hopper`'s AG+GEMM of shards that are
       no whole number of tiles: no two GPUs have run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
