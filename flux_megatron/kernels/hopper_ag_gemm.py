@@ -178,7 +178,7 @@ def hopper_ag_gemm_kernel(
             (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
         ],
         [1, 2],
-        [40, 80],
+        [40, 80 if COPY_LOCAL else 40],
     )
 
 

@@ -63,8 +63,6 @@ class StoredTiles:
 
     @gluon.jit
     def finish(self, outs, row, col, behind, fetched, finished):
-        if self.HAS_BIAS:
-            outs = self._with_bias(outs, col)
         COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
         BUFFERS: gl.constexpr = len(self.y_bufs)
         tma.store_wait(pendings=0)
@@ -72,24 +70,20 @@ class StoredTiles:
         for part in gl.static_range(1, len(outs)):
             slices = slices + column_slices(outs[part], COLUMNS, self.NUM_WARPS)
         for number in gl.static_range(len(slices)):
+            at = col + number * COLUMNS
+            out = slices[number]
+            if self.HAS_BIAS:
+                out = self._with_bias(out, at)
             if number >= BUFFERS:
                 tma.store_wait(pendings=BUFFERS - 1)
             y_buf = self.y_bufs[number % BUFFERS]
-            y_buf.store(slices[number].to(self.y_desc.dtype))
+            y_buf.store(out.to(self.y_desc.dtype))
             fence_async_shared()
-            tma_store(self.y_desc, [row, col + number * COLUMNS], y_buf)
+            tma_store(self.y_desc, [row, at], y_buf)
         return fetched, finished
 
     @gluon.jit
-    def _with_bias(self, outs, col):
-        biased = (self._part_with_bias(outs[0], col),)
-        for part in gl.static_range(1, len(outs)):
-            out = self._part_with_bias(outs[part], col + part * outs[0].shape[1])
-            biased = biased + (out,)
-        return biased
-
-    @gluon.jit
-    def _part_with_bias(self, out, col):
+    def _with_bias(self, out, col):
         layout: gl.constexpr = mma_layout(out.shape[1], self.NUM_WARPS)
         cols = col + gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
         bias = gl.load(self.bias + cols, mask=cols < self.sizes.N, other=0.0)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from flux_megatron.kernels.hopper_config import DEEP, TILES, wide_tile
 from flux_megatron.kernels.split_k import SplitK, is_low, is_ragged, split_k_of_gather
+from flux_megatron.overlap import hopper
 from flux_megatron.patterns import COLUMN
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.gemm import ELEMENT_BYTES
@@ -47,8 +47,8 @@ class _Machine(NamedTuple):
 def tile_alone(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Tile:
     """The tile with which a GEMM alone, x [M, K] times w of N columns, ends soonest."""
     problem = Problem(COLUMN, M, N, K, str(dtype).removeprefix("torch."), 1, layout)
-    tile = min(TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
-    return wide_tile(M, N, K) if tile == DEEP else tile
+    tile = min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
+    return hopper.wide_tile(M, N, K) if tile.block_n == 256 else tile
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:

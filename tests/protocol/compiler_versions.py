@@ -24,8 +24,13 @@ REPAIRED |= {"push without barrier"} if ADDS_BARRIERS else set()
 SPILLED_BYTES_MAX = 32 if ADDS_BARRIERS else 8 if COMPLETES else 0
 
 # One move a k-tile, of the number of the warp group, before the first MMA and while the last is in
-# flight: candidates of the tuner, never a default.
-MOVED = {"gemm_rs bfloat16 nn 128x256 copy_engine late early last"}
+# flight: a candidate of the tuner, and dgrads of AG+GEMM, which alone are at .99 to 1.04 of cuBLAS
+# with it (H200, M 512 to 2048, 2026-11-23, docs/results/h200/gemm_slices.jsonl).
+MOVED = {
+    "gemm_rs bfloat16 nn 128x256 copy_engine late early last",
+    "ag_gemm bfloat16 nn 128x256 bias",
+    "ag_gemm bfloat16 nn 128x320 bias",
+}
 if ADDS_BARRIERS:
     MOVED |= {"gemm_rs bfloat16 nn 128x256 sm late early last"}
 

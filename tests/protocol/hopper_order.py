@@ -16,6 +16,7 @@ ever.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 from ptx_order import (
     ACQUIRE,
@@ -165,7 +166,8 @@ def check_staging_tile(ptx: Ptx) -> None:
     mma.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
     mma.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
     if given is TMA_STORE:
-        mma.require(TMA_STORE, STAGED, TMA_READ, "overwritten while TMA reads it")
+        for stored, staged in slices(mma):
+            mma.require(stored, staged, TMA_READ, "overwritten while TMA reads it")
         mma.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
         return
     mma.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
@@ -173,6 +175,31 @@ def check_staging_tile(ptx: Ptx) -> None:
     store, barrier = partition(ptx, TMA_STORE, but=MMA)
     store.require(TMA_STORE, ARRIVE, TMA_READ, "given back while TMA reads it")
     store.require(TMA_READ, ARRIVE, barrier, "one thread alone knows that TMA is done")
+
+
+def slices(mma: Ptx) -> list[tuple[str, str]]:
+    """What stores a slice by TMA, and what stages it: a pair for each buffer. Buffers differ by the
+    constant in their addresses, [%r + constant] or %r = %r + constant.
+    """
+    added = {}
+    for line in mma.instructions:
+        if told := re.match(r"add\.s32\s+(%r\d+), %r\d+, (\d+)$", line):
+            added[told[1]] = told[2]
+    found: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for which, pattern in enumerate((TMA_STORE, STAGED)):
+        for i in mma.find(pattern):
+            place = re.findall(r"\[(%r\d+)(?:\+(\d+))?\]", mma.instructions[i])[-1]
+            found[place[1] or added.get(place[0], "")][which].add(
+                re.escape("+".join(filter(None, place)))
+            )
+    assert all(stored and staged for stored, staged in found.values()), found
+    return [
+        tuple(
+            rf"({pattern}).*\[({'|'.join(sorted(places))})\]"
+            for pattern, places in zip((TMA_STORE, STAGED), pair, strict=True)
+        )
+        for pair in found.values()
+    ]
 
 
 def partition_stores_apart(ptx: Ptx) -> bool:

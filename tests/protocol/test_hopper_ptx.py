@@ -130,7 +130,7 @@ def test_moved_descriptors_are_found(compiled):
     ],
 )
 def test_the_assembler_complains(compiled, tmp_path, changes, complaint):
-    ptx = first_of(compiled, "ag_gemm", "bias", "nn", "128x256")
+    ptx = first_of(compiled, "ag_gemm", "bias", "nn", "128x320")
     for found, instead in changes.items():
         ptx, count = re.subn(found, instead, ptx)
         assert count, f"there is no {found}"
