@@ -36,7 +36,7 @@ TILES = (WIDE, DEEP, MEDIUM, SLIM, NARROW, *LOW)
 
 
 def wide_tile(M: int, N: int, K: int) -> Tile:
-    """Of 128 x 256 for x [M, K] times w of N columns. With a fourth stage GEMMs of at most LONG_FLOPS
+    """Of 128 x 256, for x [M, K] times w of N columns. With a fourth stage GEMMs up to LONG_FLOPS
     take 0.9 % less time on average (69 shapes from M = 512 on), longer ones 0.2 % less up to
     M = 2048 (24), and 1.4 % more at M = 8192 (3; H200, 2026-11-23, gemm_slices.jsonl).
     """
