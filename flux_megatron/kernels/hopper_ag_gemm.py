@@ -9,7 +9,7 @@ With one rank this is a plain GEMM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -27,11 +27,14 @@ from flux_megatron.kernels.gluon_versions import (
 )
 from flux_megatron.kernels.hopper_config import (
     DEEP,
+    GROUP_WARPS,
     Config,
     column_parts,
     common_config,
+    lead,
     slice_buffers,
     slice_columns,
+    warp_groups,
 )
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
@@ -133,6 +136,15 @@ class AgConfig(Config):
     HAS_BIAS: bool
     COPY_LOCAL: bool
     RAGGED: bool  # the rows of a shard are no multiple of a tile's
+    GROUPS: int  # warp groups that multiply, each a partition
+    LEAD: int
+
+    @property
+    def SECOND_REGISTERS(self) -> int:
+        """A thread's of the second warp group; the first has what all leave."""
+        if self.GROUPS == 1:
+            return 24
+        return 208 if self.COPY_LOCAL else 232
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -146,9 +158,11 @@ def hopper_ag_gemm_kernel(
     status, waits, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
     K, early_tiles, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
+    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     Y_BUFFERS: gl.constexpr = CONFIG.Y_BUFFERS
+    NUM_WARPS: gl.constexpr = CONFIG.NUM_WARPS
+    GROUPS: gl.constexpr = CONFIG.GROUPS
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -157,28 +171,31 @@ def hopper_ag_gemm_kernel(
         CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
     )  # fmt: skip
     signals = Signals(pad, status, waits, epoch, timeout_ns)
-    exchange = new_exchange(2 if COPY_LOCAL else 1)
+    exchange = new_exchange(GROUPS + 1 if COPY_LOCAL else GROUPS)
     w_descs = (w_desc,)
     if w_rest is not None:
         w_descs = w_descs + (w_rest,)
-    ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD)
     operands = GatheredRows(
         x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED
     )
     epilogue = StoredTiles(
-        y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS,
-        CONFIG.NUM_WARPS,
-    )  # fmt: skip
-    sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
+        y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS, NUM_WARPS
+    )
+    beside = epilogue
+    if GROUPS == 2:
+        beside = epilogue.stored_through(new_slices(y_desc, Y_BUFFERS))
+    sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, NUM_WARPS, 0, GROUPS)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
+            (multiply, (epilogue, ring.of_group(0), exchange, tiles, sums, NUM_WARPS)),
+            (multiply, (beside, ring.of_group(1), exchange, tiles, sums.of_group(1), NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
             (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
         ],
-        [1, 2],
-        [40, 80 if COPY_LOCAL else 40],
+        [NUM_WARPS, 1, 2],
+        [CONFIG.SECOND_REGISTERS, 40, 80 if COPY_LOCAL else 40],
     )
 
 
@@ -195,15 +212,17 @@ def _launcher(
         tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
         hopper_config.sms(device), ragged, is_low(tile),
     )  # fmt: skip
+    partition = replace(tile, num_warps=GROUP_WARPS)
     run = Launcher(
-        hopper_ag_gemm_kernel, (split.ctas,), tile,
+        hopper_ag_gemm_kernel, (split.ctas,), partition,
         (
             M_shard, N, K, split.early, split.work_tiles, split.last_wave_first,
             min(split.ctas, split.whole),
         ),
         CONFIG=AgConfig(
-            **common_config(world_size, layout, tile, split), BLOCK_N=tile.block_n,
+            **common_config(world_size, layout, partition, split), BLOCK_N=tile.block_n,
             Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
+            GROUPS=warp_groups(tile), LEAD=lead(tile),
         ),
     )  # fmt: skip
     sums = split.partials * tile.block_m * tile.block_n
@@ -235,7 +254,7 @@ def ag_gemm(
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, columns),
-            described(y, tile.block_m, in_slice),
+            described(y, tile.block_m // warp_groups(tile), in_slice),
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             bias if bias is not None else x, x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,

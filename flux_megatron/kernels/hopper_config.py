@@ -11,6 +11,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
+GROUP_WARPS = 4  # of a warp group, which wgmma takes
 SLICE_COLUMNS = 64
 ELEMENT_BYTES = 2
 SHARED_BYTES = 227 << 10  # of a CTA, at most
@@ -60,6 +61,20 @@ def slice_buffers(tile: Tile) -> int:
     free = SHARED_BYTES - stages_bytes - BARRIERS_BYTES
     slice_bytes = tile.block_m * slice_columns(tile) * ELEMENT_BYTES
     return min(free // slice_bytes, tile.block_n // slice_columns(tile))
+
+
+def warp_groups(tile: Tile) -> int:
+    """That multiply a tile, 64 rows each."""
+    return tile.num_warps // GROUP_WARPS
+
+
+def lead(tile: Tile) -> int:
+    """By how many k-tiles the first of two warp groups ends a tile before the second: by what the
+    ring holds, if that is little; else by half of it, because the next tile must come too. 128 x
+    128 by 3 of 6 stages took 0 to 2 % less time than by 5, 128 x 192 by 4 of 5 up to 1.6 % less
+    than by 2 (H200, 2026-11-24, torch 2.11, triton 3.6, docs/results/h200/gemm_groups.jsonl).
+    """
+    return tile.num_stages - 1 if tile.num_stages < 6 else tile.num_stages // 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class SummedTiles:
         return self.signals.deadline()
 
     @gluon.jit
-    def accumulate(self, ring, grid, work, owner, multiplied, fetched):
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         """A local tile is made in R - 1 chunks of K: during each another rank's tile is fetched.
         But where nothing follows, nothing is worth a wait before the last MMA.
         """
@@ -172,7 +172,7 @@ def hopper_gemm_rs_kernel(
     staging = new_staging_tile(y_desc)
     operands = AllRows(x_desc, w_desc, sizes)
     epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, layout)
-    sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS)
+    sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
         CONFIG.BY_SM,

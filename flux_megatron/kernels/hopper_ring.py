@@ -1,8 +1,11 @@
 """The ring of stages from the producer warp to the MMA warps of a Hopper kernel.
 
 The producer runs ahead: it waits until a stage is `empty`, loads the operands of one k-tile into it
-by TMA, and `full` completes when they are there. Two warp groups multiply: each wgmma reads its
-stage while the one before finishes.
+by TMA, and `full` completes when they are there. Two warp groups multiply, 64 rows each: a wgmma
+reads its stage while the one before finishes.
+
+The two are one partition, or two. As two the first ends a tile before the second (`led`): one
+multiplies while the other stores, so that the tensor cores work between tiles too (decision 0045).
 
 A tile's columns are one part, or two where their number is no power of two, as the language wants:
 192 are 128 and 64. The parts of w are loaded into buffers of their own and multiplied into sums of
@@ -37,21 +40,39 @@ def mma_layout(columns, num_warps):
 
 @aggregate
 class OperandRing:
-    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and the parts of w, and their full and empty barriers;
-    the first ROWS rows of x are multiplied.
+    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and the parts of w, and their full and empty barriers.
+    Of GROUPS partitions that multiply, number GROUP has the ROWS rows of x from GROUP * ROWS on.
+    The first ends a tile up to LEAD k-tiles before the second; `led` are two barriers that say so,
+    for tiles in turn.
     """
 
     x: Shared
     w: Parts
     full: Shared
     empty: Shared
+    led: Shared
     LAYOUT_NN: gl.constexpr
     ROWS: gl.constexpr
+    GROUP: gl.constexpr
+    GROUPS: gl.constexpr
+    LEAD: gl.constexpr
 
     @gluon.jit
     def of_rows(self, rows: gl.constexpr):
         """The same ring, of tiles with so many rows."""
-        return OperandRing(self.x, self.w, self.full, self.empty, self.LAYOUT_NN, rows)
+        return self._of(rows, 0)
+
+    @gluon.jit
+    def of_group(self, group: gl.constexpr):
+        """The same ring, for one of the partitions that multiply."""
+        return self._of(self.x.shape[1] // self.GROUPS, group)
+
+    @gluon.jit
+    def _of(self, rows: gl.constexpr, group: gl.constexpr):
+        return OperandRing(
+            self.x, self.w, self.full, self.empty, self.led, self.LAYOUT_NN, rows, group,
+            self.GROUPS, self.LEAD,
+        )  # fmt: skip
 
     @gluon.jit
     def load_k_tiles(self, x_desc, w_descs, row, col, first, last, loaded, w_row=0):
@@ -127,17 +148,30 @@ class OperandRing:
         return gl.zeros((self.ROWS, COLUMNS), gl.float32, mma_layout(COLUMNS, NUM_WARPS))
 
     @gluon.jit
-    def multiply(self, sums, first, last, multiplied):
+    def multiply(self, sums, first, last, multiplied, number=0):
         """The sums of each part of the columns + the products of k-tiles `first` to `last`, in the
         MMA warps.
 
-        `multiplied` counts the k-tiles of this CTA so far; gives the new count too.
+        `multiplied` counts the k-tiles of this CTA so far; gives the new count too. `number` counts
+        its work tiles, where two partitions multiply.
+
+        The second waits before its last LEAD k-tiles until the first has issued its own. These are
+        in the ring by then: with the stage that the second still reads they are LEAD + 1, at most
+        all. The first cannot be two work tiles ahead, because both take each from the exchange:
+        two barriers are enough.
         """
+        STAGES: gl.constexpr = self.x.shape[0]
+        LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
+        awaiting = max(first, last - self.LEAD)
         accs = _accumulators(sums)
         for k_tile in range(first, last):
+            if LEADS and self.GROUP == 1:
+                led = self.led.index(number & 1)
+                mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
             accs = self.multiply_k_tile(accs, multiplied, k_tile == first)
             multiplied += 1
-        STAGES: gl.constexpr = self.x.shape[0]
+        if LEADS and self.GROUP == 0:
+            mbarrier.arrive(self.led.index(number & 1), count=1)
         sums = _mmas_done(accs, 0)
         mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
         return sums, multiplied
@@ -153,7 +187,7 @@ class OperandRing:
         mbarrier.wait(self.full.index(stage), multiplied // STAGES & 1)
         x_buf = self.x.index(stage)
         if self.x.shape[1] > self.ROWS:
-            x_buf = x_buf.slice(0, self.ROWS)
+            x_buf = x_buf.slice(self.GROUP * self.ROWS, self.ROWS)
         issued = (self._mma(x_buf, stage, accs, 0),)
         for part in gl.static_range(1, len(accs)):
             issued = issued + (self._mma(x_buf, stage, accs, part),)
@@ -191,16 +225,25 @@ def _mmas_done(accs, k_tiles: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(x_desc, w_descs, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr):
-    """The ring for the blocks of descriptors, of w one for each part of a tile's columns."""
+def new_ring(
+    x_desc, w_descs, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr, GROUPS: gl.constexpr = 1,
+    LEAD: gl.constexpr = 0,
+):  # fmt: skip
+    """The ring for the blocks of descriptors, of w one for each part of a tile's columns, and for
+    so many partitions that multiply.
+    """
     x = new_buffer(x_desc, [STAGES])
     w = new_buffers(w_descs, [STAGES])
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    return OperandRing(x, w, full, empty, LAYOUT_NN, x_desc.block_type.shape[0])
+        mbarrier.init(empty.index(i), count=GROUPS)
+    led = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(led.index(i), count=1)
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    return OperandRing(x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD)
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
 """The loops over work tiles that AG+GEMM and GEMM+RS share: that of the producer warp, and that of
-the MMA warps.
+the warp groups that multiply.
 
 What the two patterns do differently is in the methods of their `operands` (whose rows of x a tile
 needs, and when they are there) and `epilogue` (what is added to a tile, and where it goes).
@@ -19,20 +19,15 @@ def produce(operands, ring, exchange, scheduler):
     grid = operands.sizes.grid_here()
     deadline = operands.deadline()
     arrived = operands.none_arrived()
-    # A kernel with split tiles claims first: with more branches here, the assembler takes the loop
-    # over K of its MMA warps to vector registers (decision 0013; triton 3.6 and 3.7).
-    AHEAD: gl.constexpr = scheduler.tiles.EARLY_PARTS == 1
     ticket = scheduler.begin()
     loaded = 0
-    if AHEAD:
-        if gl.program_id(0) < scheduler.by_id:
-            work = scheduler.tiles.locate(gl.program_id(0), grid.k_tiles)
-            loaded = operands.load_ahead(ring, grid, work)
+    if gl.program_id(0) < scheduler.by_id:
+        work = scheduler.tiles.locate(gl.program_id(0), grid.k_tiles)
+        loaded = operands.load_ahead(ring, grid, work)
     place = scheduler.first(ticket)
-    if AHEAD:
-        if place != gl.program_id(0):
-            ring.forget(loaded)
-            loaded = 0
+    if place != gl.program_id(0):
+        ring.forget(loaded)
+        loaded = 0
     ahead = loaded
     phase = 0
     while place < scheduler.tiles.count:
@@ -50,18 +45,28 @@ def produce(operands, ring, exchange, scheduler):
 
 @gluon.jit
 def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
-    """Two warp groups: multiply, add up split tiles, and hand each tile to the epilogue."""
+    """Both warp groups, or one of them: multiply, add up split tiles, and hand each tile to the
+    epilogue. Of tiles with 64 rows the second has none.
+    """
+    if ring.GROUP < ring.GROUPS:
+        _multiply_tiles(epilogue, ring, exchange, tiles, partials, NUM_WARPS)
+
+
+@gluon.jit
+def _multiply_tiles(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
     grid = epilogue.sizes.grid()
     deadline = epilogue.deadline()
     multiplied = 0
     fetched = 0
     finished = 0
+    number = 0
     place, owner, row, col, phase = exchange.take_tile(0, NUM_WARPS)
     while place < tiles.count:
         work = tiles.locate(place, grid.k_tiles)
         out, behind, multiplied, fetched = epilogue.accumulate(
-            ring, grid, work, owner, multiplied, fetched
+            ring, grid, work, owner, multiplied, fetched, number
         )
+        number += 1
         mine = True
         if partials.PARTS_MAX > 1:
             mine = work.part == 0
@@ -70,6 +75,7 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
             elif work.parts > 1:
                 out = partials.fix_up(out, work, deadline, epilogue.signals.status)
         if mine:
+            row += ring.GROUP * ring.ROWS
             fetched, finished = epilogue.finish(out, row, col, behind, fetched, finished)
         place, owner, row, col, phase = exchange.take_tile(phase, NUM_WARPS)
     epilogue.complete()

@@ -116,7 +116,7 @@ class HandedTiles:
         return 0
 
     @gluon.jit
-    def accumulate(self, ring, grid, work, owner, multiplied, fetched):
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         outs = ring.zeros(self.NUM_WARPS)
         outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
         return outs, False, multiplied, fetched
@@ -165,7 +165,8 @@ def hopper_signalled_gemm_kernel(
     bands = Bands(table, sizes)
     operands = BandRows(x_desc, w_desc, bands, sizes)
     epilogue = HandedTiles(staging, sizes, CONFIG.NUM_WARPS)
-    sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS)  # of which there are none
+    # there are none
+    sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [

@@ -104,8 +104,8 @@ class WorkTiles:
 
 @aggregate
 class Partials:
-    """Sums over parts of K: [split tile, part 1 .. PARTS_MAX - 1, BLOCK_M, BLOCK_N], and for each
-    split tile the count of those that are there.
+    """Sums over parts of K: [split tile, part 1 .. PARTS_MAX - 1, GROUPS, rows, BLOCK_N], and for
+    each split tile and partition that multiplies the count of those that are there.
     """
 
     sums: Pointer
@@ -113,15 +113,25 @@ class Partials:
     PARTS_MAX: gl.constexpr
     BLOCK_N: gl.constexpr
     NUM_WARPS: gl.constexpr
+    GROUP: gl.constexpr
+    GROUPS: gl.constexpr
+
+    @gluon.jit
+    def of_group(self, group: gl.constexpr):
+        """Those of one of the partitions that multiply."""
+        return Partials(
+            self.sums, self.counters, self.PARTS_MAX, self.BLOCK_N, self.NUM_WARPS, group,
+            self.GROUPS,
+        )  # fmt: skip
 
     @gluon.jit
     def store(self, outs, work):
         """Leave the sum over a part of K, other than the first, to the CTA that has the first."""
-        place = (work.split * (self.PARTS_MAX - 1) + work.part - 1).to(gl.int64)
+        place = self._place(work, work.part - 1)
         for part in gl.static_range(len(outs)):
             gl.store(self._places(outs[part], place, part * outs[0].shape[1]), outs[part])
         barrier()
-        count_release_gpu(self.counters + work.split)  # flag [F]
+        count_release_gpu(self.counters + self._counter(work))  # flag [F]
 
     @gluon.jit
     def fix_up(self, outs, work, deadline, status):
@@ -130,12 +140,23 @@ class Partials:
         This ends, because what it waits for comes earlier in the list; the deadline is for the case
         that another CTA has died.
         """
-        wait_acquire_gpu(self.counters, work.split, work.parts - 1, deadline, status)  # wait [F]
-        gl.store(self.counters + work.split, 0)  # for the next launch
+        counter = self._counter(work)
+        wait_acquire_gpu(self.counters, counter, work.parts - 1, deadline, status)  # wait [F]
+        gl.store(self.counters + counter, 0)  # for the next launch
         for part in range(work.parts - 1):
-            place = (work.split * (self.PARTS_MAX - 1) + part).to(gl.int64)
+            place = self._place(work, part)
             outs = self._added(outs, place)
         return outs
+
+    @gluon.jit
+    def _counter(self, work):
+        return work.split * self.GROUPS + self.GROUP
+
+    @gluon.jit
+    def _place(self, work, part):
+        """Where the sums of part 1 + `part` are, counted in such."""
+        before = work.split * (self.PARTS_MAX - 1) + part
+        return (before * self.GROUPS + self.GROUP).to(gl.int64)
 
     @gluon.jit
     def _added(self, outs, place):
@@ -149,11 +170,11 @@ class Partials:
     @gluon.jit
     def _places(self, out, place, col: gl.constexpr):
         """Where the part of a tile's columns from `col` on lies: one part after another."""
-        BLOCK_M: gl.constexpr = out.shape[0]
+        ROWS: gl.constexpr = out.shape[0]
         COLUMNS: gl.constexpr = out.shape[1]
         LAYOUT: gl.constexpr = mma_layout(COLUMNS, self.NUM_WARPS)
-        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         cols = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
         offsets = rows[:, None] * COLUMNS + cols[None, :]
-        first: gl.constexpr = BLOCK_M * col
-        return self.sums + place * (BLOCK_M * self.BLOCK_N) + first + offsets
+        first: gl.constexpr = ROWS * col
+        return self.sums + place * (ROWS * self.BLOCK_N) + first + offsets

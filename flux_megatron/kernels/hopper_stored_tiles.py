@@ -1,7 +1,7 @@
-"""The epilogue of AG+GEMM, in the MMA warps: each tile gets its bias and is stored in y, while the
-next tile is multiplied. It goes through shared memory in slices of columns, so that a tile needs no
-more memory than the ring of operands leaves, and the first slices are on their way while the last
-are converted.
+"""The epilogue of AG+GEMM, in each warp group that multiplies: its rows of each tile get their bias
+and are stored in y, while the next tile is multiplied. They go through shared memory in slices of
+columns, so that a tile needs no more memory than the ring of operands leaves, and the first slices
+are on their way while the last are converted.
 """
 
 from __future__ import annotations
@@ -52,13 +52,20 @@ class StoredTiles:
     NUM_WARPS: gl.constexpr
 
     @gluon.jit
+    def stored_through(self, y_bufs):
+        """The same, in another partition, which needs slices of its own."""
+        return StoredTiles(
+            self.y_desc, y_bufs, self.bias, self.sizes, self.signals, self.HAS_BIAS, self.NUM_WARPS
+        )
+
+    @gluon.jit
     def deadline(self):
         return self.signals.deadline()
 
     @gluon.jit
-    def accumulate(self, ring, grid, work, owner, multiplied, fetched):
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         outs = ring.zeros(self.NUM_WARPS)
-        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
+        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied, number)
         return outs, False, multiplied, fetched
 
     @gluon.jit

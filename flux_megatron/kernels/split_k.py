@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Tile
-from flux_megatron.symm.signals import PARTIAL_COUNTERS
+from flux_megatron.symm.signals import SPLIT_TILES
 
 K_TILES_MIN = 8  # of a part: the time that it takes to fetch or store one
 # What a part costs besides its k-tiles: with 8 three rounds of parts would win where they took 2 to
@@ -119,7 +119,7 @@ def split_k_of_gather(
     parts = min(
         cdiv(sms * 19 // 20, shard_tiles), k_tiles // K_TILES_MIN, EARLY_PARTS_MAX
     )  # nearly all SMs
-    if not early or parts < 2 or early + sms > PARTIAL_COUNTERS:
+    if not early or parts < 2 or early + sms > SPLIT_TILES:
         early, parts = 0, 1
     cost = LOW_PART_K_TILES if low else PART_K_TILES
     return _best([(early, early, parts)], shard_tiles * world_size, k_tiles, sms, cost)

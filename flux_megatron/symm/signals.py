@@ -10,7 +10,8 @@ difference compares them.
 from __future__ import annotations
 
 MAX_COMM_TILES = 64  # communication tiles of one shard
-PARTIAL_COUNTERS = 1024  # split-K tiles that a kernel may have
+SPLIT_TILES = 1024  # that a kernel may have, cut along K
+PARTIAL_COUNTERS = 2 * SPLIT_TILES  # for each of two warp groups
 # of a kernel's tile scheduler: the work counter, then a claim for each CTA's first work tile
 WORK_CLAIMS = 4
 WORK_WORDS = 512

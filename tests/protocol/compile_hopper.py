@@ -59,7 +59,7 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "w_desc nn": ("block_k", "block_n"),
     "w_rest nt": ("rest", "block_k"),
     "w_rest nn": ("block_k", "rest"),
-    "y_desc ag_gemm": ("block_m", "slice"),
+    "y_desc ag_gemm": ("group", "slice"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
 _PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
@@ -197,6 +197,8 @@ def _type(name: str, configuration: Configuration) -> str:
         block_n, rest = hopper_config.column_parts(tile.block_n)
         sides = {**asdict(tile), "block_n": block_n, "rest": rest}
         sides["slice"] = hopper_config.slice_columns(tile)
+        config = _constexprs(configuration.launcher)["CONFIG"]
+        sides["group"] = tile.block_m // getattr(config, "GROUPS", 1)
         block = [sides[side] for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)
         return f"tensordesc<{short}[{','.join(map(str, block))}],{layout!r}>"

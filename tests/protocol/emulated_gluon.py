@@ -107,10 +107,8 @@ class Gluon:
         return Kernel()
 
     def _cta(self, body: Callable[[], None]) -> None:
-        strand = self._scheduler.running
-        strand.state = {name: Transfers(name) for name in ("TMA loads", "TMA stores")}
         body()
-        self._join(strand)
+        self._join(self._scheduler.running)
 
     def _join(self, cta: Strand) -> None:
         self._scheduler.wait(lambda: not cta.children, "its warps")
@@ -200,11 +198,14 @@ class Gluon:
         self._touch()
         barrier.arrive(count if pred else 0)
 
-    def _wait_phase(self, barrier: Barrier, parity: int) -> None:
+    def _wait_phase(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
         self._touch()
         if barrier.count is None:
             raise Misuse("an mbarrier is awaited before its initialisation")
-        self._scheduler.wait(lambda: barrier.phases & 1 != parity, f"phase {parity} of an mbarrier")
+        if pred:
+            self._scheduler.wait(
+                lambda: barrier.phases & 1 != parity, f"phase {parity} of an mbarrier"
+            )
 
     def _mma_init(self, acc: Accumulator | Tensor) -> Accumulator:
         return acc if isinstance(acc, Accumulator) else Accumulator(acc)
@@ -219,7 +220,11 @@ class Gluon:
         return done if parts > 1 else done[0]
 
     def _transfers(self, name: str) -> Transfers:
-        return self._scheduler.running.cta.state[name]
+        """Of this partition: it awaits its own alone."""
+        strand = self._scheduler.running
+        if strand.state is None:
+            strand.state = {one: Transfers(one) for one in ("TMA loads", "TMA stores")}
+        return strand.state[name]
 
     def _later(self, transfers: Transfers, *steps: Callable[[], None]) -> None:
         transfers.issued += 1

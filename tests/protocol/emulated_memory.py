@@ -134,7 +134,7 @@ class Accumulator:
 
 
 class Transfers:
-    """The asynchronous copies of a CTA in one direction, in their order."""
+    """The asynchronous copies of a partition in one direction, in their order."""
 
     def __init__(self, name: str) -> None:
         self.name, self.steps = name, deque()

@@ -6,8 +6,8 @@
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
 | store (`signalled`, gemm_a2a) | 1 | tiles are in memory before they are counted or signalled |
 | rows (a2a_gemm) | 2 | rows are stored before they are counted; copies come after their signal |
-| MMA | 8 | stages and staging tile are handed over when all threads are done with them |
-| MMA | 8 | split-K partials are counted when they are in memory, and loaded when counted |
+| MMA | 8, or 4 twice | stages and staging tile are handed over when all threads are done |
+| MMA | 8, or 4 twice | split-K partials are counted when in memory, and loaded when counted |
 
 Waits for an mbarrier have no clock: they are for warps of the same CTA, none of which waits for
 ever.
@@ -53,14 +53,26 @@ def barrier_of(warps: int) -> str:
     return WARP_BARRIER if warps == 1 else rf"bar\.sync\s+\d+, {32 * warps}$"
 
 
-def partition(ptx: Ptx, instruction: str, *, but: str = "nothing") -> tuple[Ptx, str]:
-    """The one partition that has `instruction` and not `but`, and its barrier."""
-    found = [
+def partitions(ptx: Ptx, instruction: str, *, but: str = "nothing") -> list[tuple[Ptx, str]]:
+    """Those that have `instruction` and not `but`, and their barriers."""
+    return [
         (part, barrier_of(warps))
         for part, warps in ptx.partitions()
         if part.find(instruction) and not part.find(but)
     ]
-    assert len(found) == 1, f"{len(found)} partitions have {instruction} and not {but}, 1 expected"
+
+
+def multiplying(ptx: Ptx) -> list[tuple[Ptx, str]]:
+    """Both warp groups in one partition, or each in one, and the barriers of these."""
+    found = partitions(ptx, MMA)
+    assert len(found) in (1, 2), f"{len(found)} partitions multiply, 1 or 2 expected"
+    return found
+
+
+def storing(ptx: Ptx) -> tuple[Ptx, str]:
+    """The partition that stores what others multiply, and its barrier."""
+    found = partitions(ptx, TMA_STORE, but=MMA)
+    assert len(found) == 1, f"{len(found)} partitions store and do not multiply, 1 expected"
     return found[0]
 
 
@@ -90,13 +102,13 @@ def check_sent(ptx: Ptx) -> None:
     """RS and `signalled`: a tile is in memory before a stream [D], or another rank [B], hears of
     it.
     """
-    store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
+    store, barrier = storing(without_record(ptx))
     check_release(store, barrier)
 
 
 def check_counted(ptx: Ptx) -> None:
     """RS by SMs: all CTAs' tiles are in memory before the signal [B]."""
-    store, barrier = partition(without_record(ptx), TMA_STORE, but=MMA)
+    store, barrier = storing(without_record(ptx))
     check_count(store, barrier)
 
 
@@ -122,13 +134,13 @@ def check_partials(ptx: Ptx) -> None:
     """A partial is in memory before the CTA that adds it hears of it, and is loaded after that; the
     wait ends.
     """
-    mma, barrier = partition(without_record(ptx), MMA)
-    mma.require_some(RELEASE_GPU, "nobody hears of a partial")
-    mma.require_some(ACQUIRE_GPU, "no partial is awaited")
-    mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")
-    mma.require(ACQUIRE_GPU, LOAD, barrier, "other threads load too early")
-    check_bounded(mma, ACQUIRE_GPU)
-    check_gives_up(mma, ACQUIRE_GPU)
+    for mma, barrier in multiplying(without_record(ptx)):
+        mma.require_some(RELEASE_GPU, "nobody hears of a partial")
+        mma.require_some(ACQUIRE_GPU, "no partial is awaited")
+        mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")
+        mma.require(ACQUIRE_GPU, LOAD, barrier, "other threads load too early")
+        check_bounded(mma, ACQUIRE_GPU)
+        check_gives_up(mma, ACQUIRE_GPU)
 
 
 def check_only_signals_spin(ptx: Ptx) -> None:
@@ -153,26 +165,29 @@ def check_stages(ptx: Ptx) -> None:
         starts = set(ptx.find(r"^barrier\.sync"))
         if ptx.reach(init, starts, set(ptx.find(SHARED_FENCE))) is not None:
             raise Misordered("an mbarrier is used by TMA, but its start is not fenced")
-    mma, barrier = partition(ptx, MMA)
-    mma.require(MMA, ARRIVE, MMA_DONE, "a stage is given back while it is read")
-    mma.require(MMA_DONE, ARRIVE, barrier, "not all warps are done with a stage")
+    for mma, barrier in multiplying(ptx):
+        mma.require(MMA, ARRIVE, MMA_DONE, "a stage is given back while it is read")
+        mma.require(MMA_DONE, ARRIVE, barrier, "not all warps are done with a stage")
 
 
 def check_staging_tile(ptx: Ptx) -> None:
     """The tile between MMA warps and TMA, in both directions."""
-    mma, barrier = partition(ptx, MMA)
-    mma.require_some(STAGED, "no tile is staged")
-    given = ARRIVE if partition_stores_apart(ptx) else TMA_STORE
-    mma.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
-    mma.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
-    if given is TMA_STORE:
-        for stored, staged in slices(mma):
-            mma.require(stored, staged, TMA_READ, "overwritten while TMA reads it")
-        mma.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
+    apart = bool(partitions(ptx, TMA_STORE, but=MMA))
+    given = ARRIVE if apart else TMA_STORE
+    for mma, barrier in multiplying(ptx):
+        mma.require_some(STAGED, "no tile is staged")
+        mma.require(STAGED, given, SHARED_FENCE, "TMA stores what is not fenced")
+        mma.require(SHARED_FENCE, given, barrier, "not all threads have staged their share")
+        if apart:
+            mma.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
+            mma.require(FETCHED, ARRIVE, barrier, "not all threads have read the fetched tile")
+        else:
+            for stored, staged in slices(mma):
+                mma.require(stored, staged, TMA_READ, "overwritten while TMA reads it")
+            mma.require(TMA_READ, STAGED, barrier, "one thread alone knows that TMA is done")
+    if not apart:
         return
-    mma.require(FETCHED, ARRIVE, SHARED_FENCE, "TMA fetches over what is not fenced")
-    mma.require(FETCHED, ARRIVE, barrier, "not all threads have read the fetched tile")
-    store, barrier = partition(ptx, TMA_STORE, but=MMA)
+    store, barrier = storing(ptx)
     store.require(TMA_STORE, ARRIVE, TMA_READ, "given back while TMA reads it")
     store.require(TMA_READ, ARRIVE, barrier, "one thread alone knows that TMA is done")
 
@@ -200,11 +215,6 @@ def slices(mma: Ptx) -> list[tuple[str, str]]:
         )
         for pair in found.values()
     ]
-
-
-def partition_stores_apart(ptx: Ptx) -> bool:
-    """Whether another partition than the MMA warps' stores tiles."""
-    return any(part.find(TMA_STORE) and not part.find(MMA) for part, _ in ptx.partitions())
 
 
 # of a kernel, and of a way that stands in the name of a configuration

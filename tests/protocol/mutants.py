@@ -46,6 +46,7 @@ CASES = {
     "rs on two streams": Case("rs", rows=(9,) * 5, N=16, two_streams=True),
     "backward": Case("backward"),
     "hopper ag": Case("ag", "hopper", rows=(16, 32, 32)),
+    "hopper ag, short tiles": Case("ag", "hopper", rows=(32, 32, 32), K=16),
     "hopper ag, split-K": Case(
         "ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1, comm_rows=0
     ),

@@ -83,9 +83,10 @@ class Ptx:
         (threads,) = (int(n) for n in re.findall(r"\.reqntid (\d+)", self._head))
         # one byte a worker warp, written before the workers set out: the number of its partition
         start = self.find(r"^barrier\.sync")[0]
-        stores = (re.match(r"st\.shared\.b32\s+\[global_smem\+\d+\], (\d+)", text)
-                  for text in self.instructions[:start])  # fmt: skip
-        of_warp = b"".join(int(store[1]).to_bytes(4, "little") for store in stores if store)
+        pattern = r"st\.shared\.(?:v\d\.)?b32\s+\[global_smem\+\d+\], \{?([\d, ]+)"
+        stores = (re.match(pattern, text) for text in self.instructions[:start])
+        words = [int(word) for store in stores if store for word in store[1].split(",")]
+        of_warp = b"".join(word.to_bytes(4, "little") for word in words)
         parts = [
             (self._reachable(self._sent_to(dispatch, number), dispatch), of_warp.count(number))
             for number in sorted({*of_warp})

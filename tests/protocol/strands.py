@@ -44,7 +44,7 @@ class Strand:
         self.grid: tuple[int, ...] | None = None
         self.place: tuple[int, ...] = ()
         self.checker: AddressChecker | None = None
-        # the CTA that a warp belongs to, its warps that have not ended, and what they share
+        # the CTA that a warp belongs to, its warps that have not ended, and a warp's own copies
         self.cta, self.children, self.state = self, [], None
 
     def live(self) -> list[Strand]:

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from compiled_apart import compiled_by, named
-from compiler_versions import MOVED, SPILLED_BYTES_MAX, assembler
+from compiler_versions import SPILLED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
     CHECKS,
     check_awaited,
@@ -91,28 +91,40 @@ def complaints(log: str, spilled_bytes_max: int = 0) -> list[str]:
 def test_registers_suffice_and_mmas_overlap(compiled):
     for name, result in compiled.items():
         assert "bytes spill stores" in result["ptxas"], name
-        assert complaints(result["ptxas"], SPILLED_BYTES_MAX) == [], name
+        most = max(SPILLED_BYTES_MAX, SPILLED.get(name, 0))
+        assert complaints(result["ptxas"], most) == [], name
         assert "wgmma.mma_async" in result["ptx"], name
 
 
+def loops_of_mmas(sass: str) -> list[list[str]]:
+    """The lines of each loop over k-tiles, up to its last MMA: the innermost loops with MMAs."""
+    lines = sass.splitlines()
+    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
+    mmas = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    loops = []
+    for last, line in enumerate(lines):
+        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        first = labels.get(target[1], last) if target else last
+        if inside := [i for i in mmas if first < i < last]:
+            loops.append((first, last, inside[-1]))
+    inner = [
+        (first, until) for first, last, until in loops
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b, _ in loops)
+    ]  # fmt: skip
+    return [lines[first:until] for first, until in inner]
+
+
 def moves_in_loop(sass: str) -> int:
-    """Moves from vector to uniform registers in the loop over k-tiles: each MMA waits for its
+    """Moves from vector to uniform registers in the loops over k-tiles: each MMA waits for its
     descriptors' (decision 0013).
     """
-    lines = sass.splitlines()
-    mmas = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
-    for line in lines[mmas[-1] :]:  # the first branch back to before the MMAs
-        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
-        if target and labels[target[1]] < mmas[0]:
-            loop = lines[labels[target[1]] : mmas[-1]]
-            return sum("R2UR" in inside for inside in loop)
-    raise AssertionError("the MMAs are in no loop")
+    loops = loops_of_mmas(sass)
+    assert loops, "the MMAs are in no loop"
+    return sum("R2UR" in line for loop in loops for line in loop)
 
 
 def test_descriptors_of_mmas_stay_in_uniform_registers(compiled):
-    moved = [name for name, result in compiled.items() if moves_in_loop(result["sass"])]
-    assert [name for name in moved if name not in MOVED] == []
+    assert [name for name, result in compiled.items() if moves_in_loop(result["sass"])] == []
 
 
 def test_moved_descriptors_are_found(compiled):
@@ -229,13 +241,10 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "workers"),
-    [(name, [1, 1, 2]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
-    + [("ag_gemm", [1, 2, 1])],
+    [(name, [1, 1, 2, 8]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
+    + [("ag_gemm", [4, 1, 2, 1, 4])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):
-    """Workers, those that fill up the last group of four warps, and the MMA warps: a group for
-    each 64 rows of a tile.
-    """
+    """Workers, those that fill up the last group of four warps, and the first that multiply."""
     for name, result in named(compiled, kernel).items():
-        made = 4 if " 64x" in name else 8
-        assert [warps for _, warps in parsed(result["ptx"]).partitions()] == [*workers, made], name
+        assert [warps for _, warps in parsed(result["ptx"]).partitions()] == workers, name
