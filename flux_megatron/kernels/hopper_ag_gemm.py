@@ -27,7 +27,6 @@ from flux_megatron.kernels.gluon_versions import (
 )
 from flux_megatron.kernels.hopper_config import (
     DEEP,
-    GROUP_WARPS,
     Config,
     column_parts,
     common_config,
@@ -136,15 +135,8 @@ class AgConfig(Config):
     HAS_BIAS: bool
     COPY_LOCAL: bool
     RAGGED: bool  # the rows of a shard are no multiple of a tile's
-    GROUPS: int  # warp groups that multiply, each a partition
+    GROUPS: int  # partitions that multiply
     LEAD: int
-
-    @property
-    def SECOND_REGISTERS(self) -> int:
-        """A thread's of the second warp group; the first has what all leave."""
-        if self.GROUPS == 1:
-            return 24
-        return 208 if self.COPY_LOCAL else 232
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -182,21 +174,32 @@ def hopper_ag_gemm_kernel(
     epilogue = StoredTiles(
         y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS, NUM_WARPS
     )
-    beside = epilogue
-    if GROUPS == 2:
-        beside = epilogue.stored_through(new_slices(y_desc, Y_BUFFERS))
     sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, NUM_WARPS, 0, GROUPS)
+    scheduler = TileScheduler(tiles, work_words, by_id)
     fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring.of_group(0), exchange, tiles, sums, NUM_WARPS)),
-            (multiply, (beside, ring.of_group(1), exchange, tiles, sums.of_group(1), NUM_WARPS)),
-            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
-            (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
-        ],
-        [NUM_WARPS, 1, 2],
-        [CONFIG.SECOND_REGISTERS, 40, 80 if COPY_LOCAL else 40],
-    )
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (epilogue, ring, exchange, tiles, sums, NUM_WARPS)),
+                (produce, (operands, ring, exchange, scheduler)),
+                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
+            ],
+            [1, 2],
+            [40, 80 if COPY_LOCAL else 40],
+        )
+    else:
+        beside = epilogue.stored_through(new_slices(y_desc, Y_BUFFERS))
+        second, others = ring.of_group(1), sums.of_group(1)
+        gl.warp_specialize(
+            [
+                (multiply, (epilogue, ring.of_group(0), exchange, tiles, sums, NUM_WARPS)),
+                (multiply, (beside, second, exchange, tiles, others, NUM_WARPS)),
+                (produce, (operands, ring, exchange, scheduler)),
+                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
+            ],
+            [NUM_WARPS, 1, 2],
+            [208 if COPY_LOCAL else 232, 40, 80 if COPY_LOCAL else 40],
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -204,15 +207,18 @@ def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
     bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool,
     recorded: bool = False,
-) -> tuple[Launcher, int, int, int, int | None]:  # fmt: skip
-    """The launch, how many numbers partial sums are, the columns of a tile's slices and parts."""
+) -> tuple[Launcher, int, tuple[int, int], int, int | None]:  # fmt: skip
+    """The launch, how many numbers partial sums are, the rows and columns of a slice of a tile, the
+    columns of its parts.
+    """
     M_shard, K = x
     ragged = is_ragged(M_shard, world_size, tile)
     split = split_k_of_gather(
         tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
         hopper_config.sms(device), ragged, is_low(tile),
     )  # fmt: skip
-    partition = replace(tile, num_warps=GROUP_WARPS)
+    groups = warp_groups(tile)
+    partition = replace(tile, num_warps=tile.num_warps // groups)
     run = Launcher(
         hopper_ag_gemm_kernel, (split.ctas,), partition,
         (
@@ -222,11 +228,12 @@ def _launcher(
         CONFIG=AgConfig(
             **common_config(world_size, layout, partition, split), BLOCK_N=tile.block_n,
             Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
-            GROUPS=warp_groups(tile), LEAD=lead(tile),
+            GROUPS=groups, LEAD=lead(tile),
         ),
     )  # fmt: skip
     sums = split.partials * tile.block_m * tile.block_n
-    return run, sums, slice_columns(tile), *column_parts(tile.block_n)
+    in_slice = (tile.block_m // groups, slice_columns(tile))
+    return run, sums, in_slice, *column_parts(tile.block_n)
 
 
 def ag_gemm(
@@ -254,7 +261,7 @@ def ag_gemm(
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, columns),
-            described(y, tile.block_m // warp_groups(tile), in_slice),
+            described(y, *in_slice),
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             bias if bias is not None else x, x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,

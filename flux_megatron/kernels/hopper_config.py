@@ -24,24 +24,26 @@ NARROW = replace(TILE, block_n=128, num_stages=6, group_m=16)
 # of 64 rows have one warp group.
 DEEP = replace(TILE, num_stages=4, group_m=16)
 LONG = replace(TILE, group_m=16)
-LONG_FLOPS = 4e11
+LONG_FLOPS, LONG_K = 4e11, 16384
 WIDE = replace(TILE, block_n=320, group_m=16)
 MEDIUM = replace(TILE, block_n=192, num_stages=5, group_m=16)
 SLIM = replace(TILE, block_n=160, num_stages=6, group_m=16)
 _LOW = replace(TILE, block_m=64, num_warps=4, group_m=16)
 LOW = tuple(
     replace(_LOW, block_n=columns, num_stages=stages)
-    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 13))
+    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 10))
 )
 TILES = (WIDE, DEEP, MEDIUM, SLIM, NARROW, *LOW)
+LEADS = {3: 1, 4: 3, 5: 4}  # by stages
 
 
 def wide_tile(M: int, N: int, K: int) -> Tile:
     """Of 128 x 256, for x [M, K] times w of N columns. With a fourth stage GEMMs up to LONG_FLOPS
     take 0.9 % less time on average (69 shapes from M = 512 on), longer ones 0.2 % less up to
-    M = 2048 (24), and 1.4 % more at M = 8192 (3; H200, 2026-11-23, gemm_slices.jsonl).
+    M = 2048 (24), and 1.4 % more at M = 8192 (3; H200, 2026-11-23, gemm_slices.jsonl); but 4 to 6 %
+    less there where K is 18432 or 24576 (3; 2026-11-24, gemm_groups.jsonl).
     """
-    return LONG if 2 * M * N * K > LONG_FLOPS else DEEP
+    return LONG if 2 * M * N * K > LONG_FLOPS and K <= LONG_K else DEEP
 
 
 def column_parts(block_n: int) -> tuple[int, int | None]:
@@ -69,12 +71,11 @@ def warp_groups(tile: Tile) -> int:
 
 
 def lead(tile: Tile) -> int:
-    """By how many k-tiles the first of two warp groups ends a tile before the second: by what the
-    ring holds, if that is little; else by half of it, because the next tile must come too. 128 x
-    128 by 3 of 6 stages took 0 to 2 % less time than by 5, 128 x 192 by 4 of 5 up to 1.6 % less
-    than by 2 (H200, 2026-11-24, torch 2.11, triton 3.6, docs/results/h200/gemm_groups.jsonl).
+    """By how many k-tiles the first of two warp groups ends a tile before the second. The more, the
+    longer one multiplies while the other stores; but the more stages they hold, the later the next
+    tile comes (decision 0045).
     """
-    return tile.num_stages - 1 if tile.num_stages < 6 else tile.num_stages // 2
+    return LEADS.get(tile.num_stages, tile.num_stages // 2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,9 +239,11 @@ def new_ring(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
-    led = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(led.index(i), count=1)
+    led = full  # none
+    if GROUPS == 2:
+        led = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(led.index(i), count=1)
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     return OperandRing(x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD)
 

@@ -46,14 +46,8 @@ def produce(operands, ring, exchange, scheduler):
 @gluon.jit
 def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
     """Both warp groups, or one of them: multiply, add up split tiles, and hand each tile to the
-    epilogue. Of tiles with 64 rows the second has none.
+    epilogue.
     """
-    if ring.GROUP < ring.GROUPS:
-        _multiply_tiles(epilogue, ring, exchange, tiles, partials, NUM_WARPS)
-
-
-@gluon.jit
-def _multiply_tiles(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr):
     grid = epilogue.sizes.grid()
     deadline = epilogue.deadline()
     multiplied = 0

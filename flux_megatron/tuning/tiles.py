@@ -11,7 +11,8 @@ from flux_megatron.problem import Problem, Tile
 
 WIDE = 128 * 256  # elements of the tile that `perf.constants` speaks of
 # Of the main loop's rate of a tile of 128 x 256, where all SMs are busy, by rows and columns: GEMMs
-# alone on an H200 (2026-11-23, torch 2.11, triton 3.6, docs/results/h200/gemm_slices.jsonl).
+# alone on an H200 (2026-11-23, torch 2.11, triton 3.6, docs/results/h200/gemm_slices.jsonl). The
+# choice by them is 0.2 % behind the fastest tile of later rows too (gemm_groups.jsonl beside).
 RATES = {
     (128, 320): 0.9, (128, 192): 0.96, (128, 160): 0.84, (128, 128): 0.94,
     (64, 192): 0.89, (64, 160): 0.76, (64, 128): 0.85, (64, 64): 0.6,

@@ -149,10 +149,10 @@ def test_as_measured():
 def alone() -> dict[tuple, dict[str, dict]]:
     """Rows of GEMMs alone with each tile of the kernel, by shape."""
     found: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for row in map(json.loads, (FOLDER.parent / "h200" / "gemm_slices.jsonl").open()):
-        if row["commit"] not in ("d6c444a", "1684d25"):  # without slices
+    for row in map(json.loads, (FOLDER.parent / "h200" / "gemm_groups.jsonl").open()):
+        if row["table"] == "gemm_tiles":
             found[row["M"], row["N"], row["K"], row["layout"]][row["tile"]] = row
-    assert len(found) >= 140
+    assert len(found) >= 120
     return found
 
 
@@ -186,7 +186,7 @@ def test_a_worse_tile_is_seen(monkeypatch, module, name, broken):
     gather_tiles._tiles_us.cache_clear()
     over = [lost(shape, rows) for shape, rows in alone().items()]
     gather_tiles._tiles_us.cache_clear()
-    assert statistics.mean(over) > 0.0099
+    assert statistics.mean(over) > 0.008
 
 
 def ratio_of_160_columns() -> float:
