@@ -59,8 +59,9 @@ def test_a_killed_rank_is_named():
 
 
 PARENT = """
-import sys
+import signal, sys
 from flux_megatron.bench import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has them ignored
 code = "import os, time; open(sys_file, 'a').write(f'{os.getpid()} '); time.sleep(60)"
 code = code.replace("sys_file", repr(sys.argv[1]))
 sys.exit(launch.run(["-c", code], 2, launch.inherited(), "go on so"))
