@@ -1,4 +1,4 @@
-"""One rank of one tree of `triton_versions.py`. Reads a command a line, answers with JSON."""
+"""One rank of one tree of `trees.py`. Reads a command a line, answers with JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+import flux_megatron
 from flux_megatron import ops
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -30,37 +31,46 @@ class Rank:
     def __init__(self, commit: str, calls: int, folder: str) -> None:
         self.run = gpu_run.start(None, commit, 600)
         self.calls, self.group, self.device = calls, self.run.group, self.run.device
-        assert Path(triton.__file__).is_relative_to(folder or "/"), triton.__file__
+        packages = [Path(package.__file__) for package in (flux_megatron, triton)]
+        inside = [file.is_relative_to(Path(folder).resolve()) for file in packages]
+        assert not folder or any(inside), f"{folder} has none of {[*map(str, packages)]}"
+        self.operands: list[torch.Tensor] = []
         self.made: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
 
     def about(self) -> dict:
         return asdict(self.run.about)
 
     def cases(self, shape: str) -> dict:
-        """Local M x N x K: x of AG+GEMM is [M / R, K], w [N, K]; x of GEMM+RS [M, N], w [K, N]."""
-        M, N, K = map(int, shape.split("x"))
+        """Local M x N x K, and the layout of w: x of AG+GEMM is [M / R, K], w [N, K] or [K, N]; x
+        of GEMM+RS is [M, N], w [K, N] or [N, K].
+        """
+        sizes, layout = shape.split()
+        M, N, K = map(int, sizes.split("x"))
         R = self.group.size()
-        x, w = self._small(1, M // R, K), self._small(2, N, K)
-        back, rows = self._small(3, K, N), self._small(4, M, N)
+        turned = layout == "nn"
+        x, w = self._small(1, M // R, K), self._small(2, *((K, N) if turned else (N, K)))
+        back, rows = self._small(3, *((N, K) if turned else (K, N))), self._small(4, M, N)
         gathered = x.new_empty(M, K)
         dist.all_gather_into_tensor(gathered, x, group=self.group)
-        product = _product(gathered, w)
-        summed = _product(rows, back).float()
+        self.operands = [x, w, back, rows, gathered]
+        right = w if turned else w.t()
+        product = _product(gathered, right)
+        summed = _product(rows, back if turned else back.t()).float()
         dist.all_reduce(summed, group=self.group)
         reduced = summed.to(x.dtype).chunk(R)[self.group.rank()]
-        self.made = {f"library gemm {shape}": (lambda: gathered @ w.t(), product)}
+        self.made = {f"library gemm {shape}": (lambda: gathered @ right, product)}
         if self.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
             from flux_megatron.kernels import hopper_ag_gemm
 
-            alone = partial(hopper_ag_gemm.gemm, gathered, w, "nt")
+            alone = partial(hopper_ag_gemm.gemm, gathered, w, layout)
             self.made[f"hopper gemm {shape}"] = (alone, product)
         for strategy in STRATEGIES:
             for name, a, b, expected in (
                 ("ag_gemm", x, w, product), ("gemm_rs", rows, back, reduced)
             ):  # fmt: skip
-                if (plan := self._plan(PATTERNS[name], a, b, strategy)) is not None:
+                if (plan := self._plan(PATTERNS[name], a, b, layout, strategy)) is not None:
                     call = ops.all_gather_gemm if name == "ag_gemm" else ops.gemm_reduce_scatter
-                    made = partial(call, a, b, self.group, plan=plan)
+                    made = partial(call, a, b, self.group, layout=layout, plan=plan)
                     self.made[f"{name} {strategy} {shape}"] = (made, expected)
         return {"cases": [*self.made]}
 
@@ -73,9 +83,10 @@ class Rank:
         ones = (drawn == 8).to(torch.int8) - (drawn == -8).to(torch.int8)
         return ones.to(torch.bfloat16).to(self.device)
 
-    def _plan(self, pattern: Pattern, x, w, strategy: str) -> Plan | None:
+    def _plan(self, pattern: Pattern, x, w, layout: str, strategy: str) -> Plan | None:
+        N = w.shape[1 if layout == "nn" else 0]
         problem = Problem.of_operands(
-            pattern, x.shape[0], w.shape[0], x.shape[1], "bfloat16", self.group.size(), "nt",
+            pattern, x.shape[0], N, x.shape[1], "bfloat16", self.group.size(), layout,
             self.device.type,
         )  # fmt: skip
         if registry.refusal(problem, strategy, None) is not None:
@@ -85,6 +96,12 @@ class Rank:
     def check(self, case: str) -> dict:
         call, expected = self.made[case]
         return {"exact": all(torch.equal(call(), expected) for _ in range(3))}
+
+    def renew(self) -> dict:
+        """Random numbers: of few ones a GEMM draws less power, and is faster than in training."""
+        for operand in self.operands:
+            operand.normal_()
+        return {}
 
     def time(self, case: str) -> dict:
         call, _ = self.made[case]
@@ -105,9 +122,9 @@ class Rank:
         return {"us": 1e3 * marks[0].elapsed_time(marks[1]) / self.calls}
 
 
-def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """In fp32, where whole numbers stay whole."""
-    return (x.float() @ w.float().t()).to(x.dtype)
+    return (x.float() @ right.float()).to(x.dtype)
 
 
 def main(commit: str, calls: int, folder: str) -> None:

@@ -1,13 +1,17 @@
-"""Which version of Triton makes the faster code? The same kernels in several of them, in one race.
+"""Which version makes the faster code, of this package or of Triton? The same calls with several,
+in one race.
 
-    python tests/gpu/triton_versions.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
-    TRITON_INTERPRET=1 python tests/gpu/triton_versions.py rows.jsonl --tree installed \
-        --tree 3.9=PATH --device cpu --shapes 64x64x64 --rounds 2
+    git worktree add ../before COMMIT
+    python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before
+    python tests/gpu/trees.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
+    TRITON_INTERPRET=1 python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before \
+        --device cpu --shapes "64x64x64 nt" --rounds 2
 
-A tree is a folder for PYTHONPATH that has another `triton`, as `pip install --no-deps --target`
-makes it; `installed` is the machine's own. Each tree gets processes of its own, one a GPU, which
-take turns: in a round every tree makes `--calls` calls of a case, one tree after the other, the
-first one in turn. Before that each case is verified: operands of small integers, so every bit.
+A tree is a folder for PYTHONPATH: another checkout, or another `triton`, as
+`pip install --no-deps --target` makes it; `installed` is this checkout and the machine's Triton.
+Each tree gets processes of its own, one a GPU, which take turns: in a round every tree makes
+`--calls` calls of a case, one tree after the other, the first one in turn. Before that each case is
+verified on small integers, every bit; timed are random numbers.
 
 Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM and GEMM+RS of each
 strategy of our kernels. A row a case and tree: us, the slowest rank, median over rounds; `to_first`
@@ -27,12 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
-SHAPES = "8192x14336x8192,2048x14336x8192"
+SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
 
 
 @dataclass
 class Tree:
-    """The ranks of one Triton; each reads a case a line and answers with its time."""
+    """The ranks of one tree; each reads a case a line and answers with its time."""
 
     name: str
     ranks: list[subprocess.Popen]
@@ -59,7 +63,7 @@ def start(name: str, folder: str, port: int, given: argparse.Namespace) -> Tree:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
         "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1",
     }  # fmt: skip
-    worker = str(Path(__file__).with_name("triton_versions_rank.py"))
+    worker = str(Path(__file__).with_name("trees_rank.py"))
     command = [sys.executable, worker, given.commit, str(given.calls), folder]
     ranks = [
         subprocess.Popen(
@@ -87,7 +91,7 @@ def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) ->
     reference = next(iter(times.values()))
     return [
         {
-            "table": "triton_versions", "case": case, "tree": name,
+            "table": "trees", "case": case, "tree": name,
             "us": round(statistics.median(us), 1), "times_us": [round(one, 1) for one in us],
             "to_first": round(
                 statistics.median(a / b for a, b in zip(us, reference, strict=True)), 4
@@ -104,23 +108,29 @@ def shown(rows: list[dict]) -> str:
     )
 
 
+def exact(trees: list[Tree], case: str) -> bool:
+    wrong = [tree.name for tree in trees if not all(a["exact"] for a in tree.ask(f"check {case}"))]
+    if wrong:
+        print(f"{case}: WRONG in {', '.join(wrong)}", flush=True)
+    return not wrong
+
+
 def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
+    """How many cases were wrong in some tree."""
     about = {tree.name: tree.ask("about")[0] for tree in trees}
     print({name: one["triton"] for name, one in about.items()}, flush=True)
     wrong = 0
     for shape in given.shapes.split(","):
-        cases = trees[0].ask(f"cases {shape}")[0]["cases"]
-        for tree in trees[1:]:
-            assert tree.ask(f"cases {shape}")[0]["cases"] == cases, f"{tree.name}: other cases"
-        for case in cases:
+        of_each = [tree.ask(f"cases {shape}")[0]["cases"] for tree in trees]
+        cases = [case for case in of_each[0] if all(case in others for others in of_each)]
+        right = [case for case in cases if exact(trees, case)]
+        wrong += len(cases) - len(right)
+        for tree in trees:
+            tree.ask("renew")
+        for case in right:
             if time.monotonic() > end_s:
                 print("no time for the others", flush=True)
                 return wrong
-            failed = [t.name for t in trees if not all(a["exact"] for a in t.ask(f"check {case}"))]
-            if failed:
-                print(f"{case}: WRONG in {', '.join(failed)}", flush=True)
-                wrong += 1
-                continue
             rows = rows_of(case, race(trees, case, given.rounds, end_s), about)
             print(shown(rows), flush=True)
             with given.out.open("a") as file:
@@ -133,7 +143,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--tree", action="append", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", default=SHAPES, help="local M x N x K of layers")
+    parser.add_argument("--shapes", default=SHAPES, help="local M x N x K, and layout of w")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=10, help="a round, of one case and tree")
