@@ -104,6 +104,7 @@ def hopper_ag_gemm_kernel(
             [40, 80 if COPY_LOCAL else 40],
         )
     else:
+        # Three warp groups have 504 registers a thread: the first gets what these leave.
         beside = epilogue.stored_through(new_slices(y_desc, Y_BUFFERS))
         second, others = ring.of_group(1), sums.of_group(1)
         gl.warp_specialize(

@@ -165,12 +165,11 @@ def hopper_signalled_gemm_kernel(
     bands = Bands(table, sizes)
     operands = BandRows(x_desc, w_desc, bands, sizes)
     epilogue = HandedTiles(staging, sizes, CONFIG.NUM_WARPS)
-    # there are none
-    sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
+    no_sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
+            (multiply, (epilogue, ring, exchange, tiles, no_sums, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
             (store_tiles, (out_desc, counters, bands, staging, exchange, tiles)),
         ],
