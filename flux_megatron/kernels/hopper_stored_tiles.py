@@ -66,16 +66,21 @@ class StoredTiles:
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         outs = ring.zeros(self.NUM_WARPS)
         outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied, number)
-        return outs, False, multiplied, fetched
+        return self._slices(outs), False, multiplied, fetched
 
     @gluon.jit
-    def finish(self, outs, row, col, behind, fetched, finished):
+    def _slices(self, outs):
         COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
-        BUFFERS: gl.constexpr = len(self.y_bufs)
-        tma.store_wait(pendings=0)
         slices = column_slices(outs[0], COLUMNS, self.NUM_WARPS)
         for part in gl.static_range(1, len(outs)):
             slices = slices + column_slices(outs[part], COLUMNS, self.NUM_WARPS)
+        return slices
+
+    @gluon.jit
+    def finish(self, slices, row, col, behind, fetched, finished):
+        COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
+        BUFFERS: gl.constexpr = len(self.y_bufs)
+        tma.store_wait(pendings=0)
         for number in gl.static_range(len(slices)):
             at = col + number * COLUMNS
             out = slices[number]
