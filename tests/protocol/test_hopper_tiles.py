@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_split_k, hopper_tile_order
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
-from flux_megatron.symm.signals import PARTIAL_COUNTERS
+from flux_megatron.symm.signals import SPLIT_TILES
 from flux_megatron.tuning import gather_tiles
 
 SMS = 132
@@ -155,7 +155,7 @@ def test_every_partial_has_a_place_of_its_own():
         assert all(0 <= place < split.partials for place in places)
         counters = {(tile, number) for tile, *_, parts, number in works if parts > 1}
         assert len({tile for tile, _ in counters}) == len({number for _, number in counters})
-        assert all(number < PARTIAL_COUNTERS for _, number in counters)
+        assert all(number < SPLIT_TILES for _, number in counters)
 
 
 def _waits_for_later_ones(works: list[tuple[int, ...]]) -> list[int]:
