@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from dataclasses import asdict, replace
 
 import pytest
 from bench_rows import H200, row_of, rows_of
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from flux_megatron.bench import records, suites, targets
 from flux_megatron.bench.check import MET, MISSED, MISSING, check, summary
 from flux_megatron.cli import app
+from flux_megatron.errors import BadInput
 
 
 def case_of(pattern="ag_gemm", op="fc1", M=8192):
@@ -314,6 +317,26 @@ def test_rows_survive_the_file(tmp_path):
     old = file.read_text().replace(',"beside":false', "")
     file.write_text(old)
     assert records.load(file) == rows, "written before there were rows beside others"
-    file.write_text(old + '{"suite": "gpt3-175b"}\n')
-    with pytest.raises(ValueError, match=rf"rows.jsonl line {len(rows) + 1}: .*provenance"):
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pattern": None}, "pattern: input should be a valid string"),
+        ({"M": "4096"}, "M: input should be a valid integer"),
+        ({"median_us": "12 us"}, "median_us: input should be a valid number"),
+        ({"times_us": [1.0, "2"]}, "times_us.1: input should be a valid number"),
+        ({"beside": 1}, "beside: input should be a valid boolean"),
+        ({"speed": 1.0}, "speed: unexpected keyword argument"),
+        ({"provenance": {"gpu": "NVIDIA H200"}}, "provenance.run: field required"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named_with_its_field(tmp_path, changes, said):
+    rows = rows_of(case_of(), GOOD)
+    file = tmp_path / "rows.jsonl"
+    records.append(file, rows)
+    with file.open("a") as more:
+        more.write(json.dumps(asdict(rows[0]) | changes) + "\n")
+    place = f"rows.jsonl line {len(rows) + 1}: {said}"
+    with pytest.raises(BadInput, match=rf"{re.escape(place)}.*; a row with suite, .* expected"):
         records.load(file)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flux_megatron.errors import BadInput
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
 WRITTEN_BY = "a file that `flux-megatron bench` has written expected"
@@ -25,6 +29,8 @@ class Provenance:
     `nvls` says whether NVLink multicast was allowed; `max_connections` is
     CUDA_DEVICE_MAX_CONNECTIONS or "unset".
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     run: str
     date: str
@@ -58,6 +64,8 @@ class Row:
     `beside`: all its times, those of the baselines too, are of calls beside all-reduces of another
     communicator. The `reason` of an `ok` row says in how many rounds those ended before the call.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     suite: str
     pattern: str
@@ -151,12 +159,25 @@ def _named(paths: Iterable[Path]) -> str:
     return ", ".join(map(str, paths))
 
 
+@cache
+def _checked() -> TypeAdapter[Row]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Row)
+
+
 def _row(values: dict[str, Any], place: str) -> Row:
+    from pydantic import ValidationError
+
     try:
-        return Row(**values | {"provenance": Provenance(**values["provenance"])})
-    except (TypeError, KeyError) as error:
+        return _checked().validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
         names = ", ".join(field.name for field in fields(Row))
-        raise BadInput(f"{place}: {error}; a row with {names} expected") from None
+        raise BadInput(
+            f"{place}: {field}: {first['msg'].lower()}; a row with {names} expected"
+        ) from None
 
 
 def latest(
