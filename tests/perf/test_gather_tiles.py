@@ -31,6 +31,7 @@ NAMED = {
 }
 # 192 tiles of the local shard, whose GEMM is shorter than the gather of the other
 LONG_GATHER = Problem(Pattern.AG_GEMM, 8192, 2 * 1536, 4096, "bfloat16", 2)
+LOST_MOST = 0.003  # on average, by the choice of tiles
 SMALL = Problem(Pattern.AG_GEMM, 512, 512, 64, "bfloat16", 2)  # two tiles a shard
 
 
@@ -149,10 +150,13 @@ def test_as_measured():
 def alone() -> dict[tuple, dict[str, dict]]:
     """Rows of GEMMs alone with each tile of the kernel, by shape."""
     found: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for row in map(json.loads, (FOLDER.parent / "h200" / "gemm_groups.jsonl").open()):
-        if row["table"] == "gemm_tiles":
-            found[row["M"], row["N"], row["K"], row["layout"]][row["tile"]] = row
-    assert len(found) >= 120
+    for name in ("gemm_slices", "gemm_groups"):  # the newer rows of a shape count
+        newer: dict[tuple, dict[str, dict]] = defaultdict(dict)
+        for row in map(json.loads, (FOLDER.parent / "h200" / f"{name}.jsonl").open()):
+            if row["table"] == "gemm_tiles" and row["commit"] not in ("d6c444a", "1684d25"):
+                newer[row["M"], row["N"], row["K"], row["layout"]][row["tile"]] = row
+        found |= newer
+    assert len(found) >= 140
     return found
 
 
@@ -168,7 +172,7 @@ def lost(shape: tuple, rows: dict[str, dict]) -> float:
 def test_a_gemm_alone_takes_a_tile_that_fits():
     """The rates are fitted to the same rows."""
     over = {shape: lost(shape, rows) for shape, rows in alone().items()}
-    assert statistics.mean(over.values()) < 0.003
+    assert statistics.mean(over.values()) < LOST_MOST
     assert max(over.values()) < 0.07
     chosen = {gather_tiles.tile_alone(*shape[:3], torch.bfloat16, shape[3]) for shape in over}
     assert chosen == {*hopper_config.TILES, hopper_config.LONG}, "each is the choice of some"
@@ -186,7 +190,7 @@ def test_a_worse_tile_is_seen(monkeypatch, module, name, broken):
     gather_tiles._tiles_us.cache_clear()
     over = [lost(shape, rows) for shape, rows in alone().items()]
     gather_tiles._tiles_us.cache_clear()
-    assert statistics.mean(over) > 0.008
+    assert statistics.mean(over) > 3 * LOST_MOST
 
 
 def ratio_of_160_columns() -> float:

@@ -248,9 +248,12 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 @pytest.mark.parametrize(
     ("kernel", "workers"),
     [(name, [1, 1, 2, 8]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
-    + [("ag_gemm 128x128", [4, 1, 2, 1, 4]), ("ag_gemm 64x128", [1, 2, 1, 4])],
+    + [("ag_gemm", [4, 1, 2, 1, 4])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):
-    """Workers, those that fill up the last group of four warps, and the first that multiply."""
-    for name, result in named(compiled, *kernel.split()).items():
-        assert [warps for _, warps in parsed(result["ptx"]).partitions()] == workers, name
+    """Workers, those that fill up the last group of four warps, and the first that multiply. Tiles
+    of 64 rows have no second group of them.
+    """
+    for name, result in named(compiled, kernel).items():
+        made = workers[1:] if " 64x" in name else workers
+        assert [warps for _, warps in parsed(result["ptx"]).partitions()] == made, name
