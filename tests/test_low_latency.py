@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_gemm_ar import operands
 
 import flux_megatron
 from flux_megatron import errors, ops, reference
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.overlap import low_latency, registry
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
@@ -22,8 +24,9 @@ SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
 PLANS = {
     "one shot": Plan("low_latency", tile=SMALL),
     "two phases": Plan("low_latency", tile=SMALL, two_phase=True),
+    "by TMA": Plan("low_latency", tile=dataclasses.replace(SMALL, tma=True)),
 }
-SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (64, 1, 33)]  # M, N, K_local
+SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (128, 1, 33)]  # M, N, K_local
 
 
 def calls(rank: int, plan: Plan) -> None:
@@ -47,13 +50,13 @@ def test_exact(world_size, plan):
     on_device(calls, world_size, PLANS[plan])
 
 
-def divided(rank: int) -> None:
+def divided(rank: int, plan: Plan) -> None:
     """AG+GEMM and GEMM+RS, in turns with GEMM+AR: their words lie in the same memory."""
-    group, plan = dist.group.WORLD, PLANS["one shot"]
+    group = dist.group.WORLD
     R, results = group.size(), []
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for turn in range(2):
-        for M_shard, N, K in ((1, 33, 20), (3, 16, 7), (8, 40, 48), (64 // R, 1, 33)):
+        for M_shard, N, K in ((1, 33, 20), (3, 16, 7), (8, 40, 48), (128 // R, 1, 33)):
             for dtype in dtypes[: 3 if R < 4 else 1]:
                 layout, what = ("nt", "nn")[turn], f"{turn} {M_shard} {N} {K} {dtype}"
                 xs, ws, truth = operands(R * M_shard, N, K, R, dtype, layout)
@@ -73,7 +76,11 @@ def divided(rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_gathers_and_scatters_are_exact(world_size):
-    on_device(divided, world_size)
+    on_device(divided, world_size, PLANS["one shot"])
+
+
+def test_rows_that_have_come_are_loaded_by_tma():
+    on_device(divided, 2, PLANS["by TMA"])
 
 
 def every_plan(rank: int) -> None:
@@ -134,19 +141,19 @@ def test_words_that_do_not_come_are_reported(pattern):
 
 def refused(rank: int) -> list[str]:
     group = dist.group.WORLD
-    x, w = torch.ones(65, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
-    with pytest.raises(ValueError, match="65 rows given, 64 at most expected"):
+    x, w = torch.ones(129, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="129 rows given, 128 at most expected"):
         ops.gemm_all_reduce(x, w, group, plan=PLANS["one shot"])
-    with pytest.raises(ValueError, match="gemv_all_reduce: 65 rows given, 64 at most expected"):
+    with pytest.raises(ValueError, match="gemv_all_reduce: 129 rows given, 128 at most expected"):
         ops.gemv_all_reduce(x, w, group)
-    assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((65, 3), 8.0))
+    assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((129, 3), 8.0))
     return [reason for _, reason in flux_megatron.report().fallbacks]
 
 
 def test_more_rows_are_refused_or_fall_back_with_the_reason():
     wanted = {"FLUX_MEGATRON_STRATEGY": "low_latency"}
     for reasons in on_device(refused, 2, environment=wanted):
-        assert reasons == ["65 rows given, 64 at most expected"]
+        assert reasons == ["129 rows given, 128 at most expected"]
 
 
 def differentiated(rank: int, layout: str) -> dict[str, int]:
@@ -181,13 +188,37 @@ def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
     plans = tuner.candidates(few, names, H200)
     assert estimate.best(few, plans, [], "unset", H200) == low_latency.default_plan(few)
     assert len([plan for plan in plans if plan.strategy == "low_latency"]) > 1
-    many = Problem(Pattern.GEMM_AR, 65, 8192, 8192, "bfloat16", 2)
-    assert "65 rows" in (registry.refusal(many, "low_latency", None) or "")
+    many = Problem(Pattern.GEMM_AR, 129, 8192, 8192, "bfloat16", 2)
+    assert "129 rows" in (registry.refusal(many, "low_latency", None) or "")
     phases = [
         low_latency.default_plan(dataclasses.replace(few, world_size=ranks)).two_phase
         for ranks in (2, 4, 8)
     ]
     assert phases == [False, False, True]
+
+
+def test_a_default_tile_is_resident_in_full(monkeypatch):
+    """Of 16-bit operands on Hopper: all tiles of up to 64 rows run at once, where memory allows."""
+    monkeypatch.setattr(low_latency, "_on_hopper", lambda: True)
+    for rows, N, layout in itertools.product(
+        (1, 16, 32, 33, 64), (2560, 5120, 8192, 12288, 16384), ("nt", "nn")
+    ):
+        problem = Problem(Pattern.GEMM_AR, rows, N, 8192, "bfloat16", 2, layout)
+        tile = low_latency.default_plan(problem).tile
+        stage_bytes = 2 * tile.block_k * (next_power_of_2(max(16, rows)) + tile.block_n)
+        resident = (227 << 10) // (tile.num_stages * stage_bytes)
+        assert cdiv(N, tile.block_n) <= resident * low_latency.SMS, problem
+        assert tile in [plan.tile for plan in low_latency.candidates(problem)]
+        assert layout == "nt" or tile.block_n >= 64
+
+
+def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
+    monkeypatch.setattr(low_latency, "_on_hopper", lambda: False)
+    for rows in (1, 64, 128):
+        plan = low_latency.default_plan(Problem(Pattern.GEMM_AR, rows, 8192, 8192, "bfloat16", 2))
+        stage_bytes = 2 * plan.tile.block_k * (max(16, rows) + plan.tile.block_n)
+        assert plan.tile.num_stages * stage_bytes <= 128 << 10
+        assert not plan.tile.tma
 
 
 def measured(rank: int):

@@ -332,7 +332,7 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
 
 def test_an_estimate_alone_is_careful():
     """No bands where kernels reach peers, no tiles of 192 columns, and no words in place of a
-    gather or a reduce-scatter, unless somebody has measured them.
+    gather or a reduce-scatter or of more than 64 rows, unless somebody has measured them.
     """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
     between_nodes = [PLAIN, plans[2]]
@@ -356,8 +356,12 @@ def test_an_estimate_alone_is_careful():
     assert choice._safe(ragged, plans[:2], known("hopper")) == [PLAIN]
     tried = replace(known("hopper")[0], problem=replace(LAYER, M=4 * 200))
     assert choice._safe(ragged, plans[:2], [tried]) == plans[:2]
-    whole = replace(LAYER, pattern=Pattern.GEMM_AR)
+    whole = replace(LAYER, pattern=Pattern.GEMM_AR, M=64)
     assert choice._safe(whole, few, known("hopper")) == few
+    more = replace(whole, M=128)
+    assert choice._safe(more, few, known("low_latency")) == few, "LAYER has more rows"
+    tried = replace(known("low_latency")[0], problem=whole)
+    assert choice._safe(more, few, [tried]) == [PLAIN]
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, w_operand
 from flux_megatron.kernels.primitives import (
+    acquire_for_tma_loads,
     begin_draw,
     close_draws,
     count_acq_rel_gpu,
@@ -67,7 +68,7 @@ def ag_gemv_kernel(
     half_words: tl.int64, timeout_ns: tl.int64, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, SHARD_ROWS: tl.constexpr, PIECE_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    LAYOUT_NN: tl.constexpr, VALUES: tl.constexpr, NUM_WARPS: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
@@ -81,6 +82,7 @@ def ag_gemv_kernel(
     pieces = tl.cdiv(K, PIECE_COLUMNS)
     arriving = WORLD_SIZE * pieces
     tiles = tl.cdiv(N, BLOCK_N)
+    right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     # not the tile of its own number: a CTA that begins in a later section can draw no earlier one
     tile = end_draw(begin_draw(work, NUM_WARPS))
     while tile < pieces:
@@ -113,8 +115,12 @@ def ag_gemv_kernel(
         col = (tile - pieces - arriving) * BLOCK_N
         # a later deadline: rows that lack are rows whose words lack, and that wait names the rank
         wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline + timeout_ns, status)  # wait [H]
+        if TMA:
+            acquire_for_tma_loads()
         M = WORLD_SIZE * M_shard
-        acc = gemm_tile(gathered, w, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, False)
+        acc = gemm_tile(
+            gathered, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
+        )
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -131,12 +137,13 @@ def ag_gemv_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, bias: bool,
-    layout: str, tile: Tile,
+    layout: str, tile: Tile, whole: bool,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     rows = next_power_of_2(M_shard)
     columns = max(values_in_word(dtype.itemsize), min(PIECE // rows, next_power_of_2(K)))
     tile = replace(tile, block_m=max(16, next_power_of_2(world_size * M_shard)))
+    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     tiles = max(cdiv(N, tile.block_n), world_size * cdiv(K, columns))
     if device.type == "cpu":
         grid = launch.persistent_grid(device, tiles)
@@ -164,7 +171,8 @@ def ag_gemv(
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N)
     run = _launcher(
-        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile
+        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile,
+        launch.has_whole_units(gathered, w),
     )  # fmt: skip
     run(
         (

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
+from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, w_operand
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -45,7 +45,7 @@ from flux_megatron.kernels.word_tiles import (
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 
 
 def supports(problem: Problem) -> str | None:
@@ -81,7 +81,7 @@ def gemv_ar_kernel(
     M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
-    SCATTERS: tl.constexpr, VALUES: tl.constexpr, NUM_WARPS: tl.constexpr,
+    SCATTERS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
@@ -95,11 +95,12 @@ def gemv_ar_kernel(
     slot_words = tl.cast(y_rows, tl.int64) * tl.cdiv(N, VALUES)
     tiles = tl.cdiv(N, BLOCK_N)
     owned = tl.cdiv(tiles - rank, WORLD_SIZE) if TWO_PHASE else 0
+    right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = first_tile(work)
     while tile < tiles:
         ticket = begin_draw(work, NUM_WARPS)
         col = tile * BLOCK_N
-        acc = gemm_tile(x, w, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, False)
+        acc = gemm_tile(x, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
         words = pack_words(acc.to(dtype), epoch, VALUES)
         at, inside = tile_words(tile, M, N, BLOCK_M, BLOCK_N, VALUES)
         if (tile == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
@@ -148,9 +149,10 @@ def gemv_ar_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     M: int, N: int, K: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, two_phase: bool, scatters: bool,
+    layout: str, tile: Tile, two_phase: bool, scatters: bool, whole: bool,
 ) -> Launcher:  # fmt: skip
     tile = replace(tile, block_m=max(16, next_power_of_2(M)))
+    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
     tiles = cdiv(N, tile.block_n)
     if device.type == "cpu":
@@ -178,6 +180,9 @@ def gemv_ar(
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M // world_size if scatters else M, N)
-    run = _launcher(M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase, scatters)
+    run = _launcher(
+        M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase, scatters,
+        launch.has_whole_units(x, w),
+    )  # fmt: skip
     run((x, w, y, word_pointers, epochs, work, status), (rank, half_bytes // 8, timeout_ns))
     return y

@@ -7,8 +7,10 @@ calls are the same call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,10 +60,10 @@ def default_plan(problem: Problem) -> Plan:
         tile = Tile(16, block_n, block_k, num_warps=4)
     elif problem.dtype == "float32":  # full-precision products run on CUDA cores
         tile = Tile(16, 32, 32, num_warps=4)
-    elif problem.M > 16 or problem.layout == "nn":  # "nn": rows of w are read 128 bytes at a time
-        tile = Tile(16, 64, 64, num_warps=4, num_stages=5)
+    elif not _on_hopper():  # others have less shared memory
+        tile = _tile(32, 128, 5) if problem.M <= 16 and problem.layout == "nt" else _tile(64, 64, 5)
     else:
-        tile = Tile(16, 32, 128, num_warps=4, num_stages=5)
+        tile = next(tile for rows, width, tile in TILES if _fits(problem, rows, width, tile))
     return Plan("low_latency", tile=tile, two_phase=two_phase)
 
 
@@ -70,12 +72,51 @@ def candidates(problem: Problem) -> list[Plan]:
     default = default_plan(problem)
     if problem.device == "cpu" or problem.dtype == "float32":
         return [default]
-    shapes = [(32, 128, 5), (32, 256, 4), (64, 64, 5), (64, 128, 4), (128, 64, 4)]
-    tiles = [Tile(16, n, k, num_warps=4, num_stages=stages) for n, k, stages in shapes]
+    if _on_hopper():
+        tiles = [tile for rows, _, tile in TILES if tile.tma <= (problem.M > 32)]
+    else:
+        shapes = ((32, 128, 5), (32, 256, 4), (64, 64, 5), (64, 128, 4), (128, 64, 4))
+        tiles = [_tile(*shape) for shape in shapes]
     plans = [replace(default, tile=tile) for tile in dict.fromkeys((default.tile, *tiles))]
     if problem.pattern is Pattern.GEMM_AR:
         plans.append(replace(default, two_phase=not default.two_phase))
     return plans
+
+
+def _tile(block_n: int, block_k: int, stages: int, tma: bool = False) -> Tile:
+    return Tile(16, block_n, block_k, num_warps=4, num_stages=stages, tma=tma)
+
+
+# On Hopper: the first whose rows are at least those of x, and whose width is at least y's columns
+# for each SM. With few columns an SM has one CTA with much under way; with more, all tiles are
+# resident at once, so that none begins when the others end. On an H200 the kernel of one rank takes
+# .61 to .97 times as long as with 32 x 128 (M <= 16) and 64 x 64 (64 to 128 columns an SM apart)
+# before (2026-11-24, docs/results/h200/few_rows.jsonl).
+SMS = 132
+TILES = (
+    (128, 32, _tile(32, 128, 5)),
+    (64, 64, _tile(64, 128, 5)),
+    (32, 128, _tile(64, 128, 4)),
+    (32, math.inf, _tile(64, 64, 5)),
+    (64, 128, _tile(64, 64, 5)),
+    (64, math.inf, _tile(128, 64, 4, tma=True)),
+    (128, 64, _tile(64, 128, 4, tma=True)),
+    (128, 128, _tile(64, 64, 4, tma=True)),
+    (128, math.inf, _tile(64, 128, 4, tma=True)),
+)
+
+
+def _fits(problem: Problem, rows: int, width: float, tile: Tile) -> bool:
+    """Whether a tile of `TILES` is meant for a problem. "nn": rows of w are read 128 bytes at a
+    time.
+    """
+    whole = problem.layout == "nt" or tile.block_n >= 64
+    return problem.M <= rows and problem.N_local <= width * SMS and whole
+
+
+@cache
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:

@@ -154,8 +154,8 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     for this kind of problem:
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
-    - `low_latency` where rows are divided over the ranks, and `hopper`'s AG+GEMM of shards that are
-      no whole number of tiles: no two GPUs have run them;
+    - `low_latency` where rows are divided over the ranks or more than 64, and `hopper`'s AG+GEMM of
+      shards that are no whole number of tiles: no two GPUs have run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
       backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
       `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
@@ -175,6 +175,8 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         kinds.add("signalled")
     if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
         kinds.add("few rows, divided")
+    if plan.strategy == "low_latency" and problem.M > 64:
+        kinds.add("more than 64 rows in words")
     if plan.strategy == "hopper":
         sides = plan.tile.block_m, plan.tile.block_n
         if sides not in ((128, 256), (128, 128)):

@@ -21,26 +21,32 @@ from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
 from flux_megatron.overlap import low_latency
 from flux_megatron.problem import Pattern, Problem
 
-# dtype, layout, M, two phases: each tile, each number of values in a word, each number of phases
+# dtype, layout, M, N, two phases: each tile, each number of values in a word, of phases
 SHIPPED = (
-    ("bfloat16", "nt", 1, False),
-    ("bfloat16", "nn", 64, True),
-    ("float16", "nt", 1, True),
-    ("float32", "nt", 1, False),
+    ("bfloat16", "nt", 1, 4096, False),
+    ("bfloat16", "nn", 64, 8192, True),
+    ("bfloat16", "nn", 32, 16384, False),
+    ("bfloat16", "nt", 64, 16384, False),
+    ("bfloat16", "nt", 64, 28672, False),
+    ("bfloat16", "nn", 128, 8192, False),
+    ("bfloat16", "nt", 128, 16384, True),
+    ("float16", "nt", 1, 8192, True),
+    ("float32", "nt", 1, 8192, False),
 )
 
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     """Default plans for sm_90."""
-    for dtype, layout, M, two_phase in SHIPPED:
-        problem = Problem(Pattern.GEMM_AR, M, 8192, 8192, dtype, 2, layout)
+    for dtype, layout, M, N, two_phase in SHIPPED:
+        problem = Problem(Pattern.GEMM_AR, M, N, 8192, dtype, 2, layout)
         tile, block_m = low_latency.default_plan(problem).tile, max(16, M)
         common = {
             "WORLD_SIZE": 2, "LAYOUT_NN": layout == "nn", "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
             "VALUES": 1 if dtype == "float32" else 2, "NUM_WARPS": tile.num_warps,
+            "TMA": tile.tma,
         }  # fmt: skip
-        name = f"{dtype} {layout} M={M}"
+        name = f"{dtype} {layout} M={M} N={N}{' tma' * tile.tma}"
         reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
         yield (
             f"gemv_ar {name}",
@@ -59,5 +65,8 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
+    with (
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
+        mock.patch.object(low_latency, "_on_hopper", return_value=True),
+    ):
         write_results(dict(shipped()), sys.argv[1])

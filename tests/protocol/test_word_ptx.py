@@ -19,6 +19,8 @@ from ptx_order import (
     check_gives_up,
 )
 
+from flux_megatron.overlap import low_latency
+
 pytestmark = pytest.mark.timeout(300)
 
 SEND = r"st\.relaxed\.sys\.global\.b64"
@@ -131,7 +133,21 @@ def test_each_instruction_of_the_gathered_rows_is_needed(compiled, check, found,
             check(Ptx(broken))
 
 
+def test_rows_loaded_by_tma_need_a_fence(compiled):
+    for kernel in named(compiled, "ag_gemv", "tma").values():
+        broken = re.sub(r"fence\.proxy\.async;", "nothing;", kernel["ptx"])
+        assert broken != kernel["ptx"]
+        with pytest.raises(Misordered, match="TMA loads are not fenced"):
+            check_acquire(Ptx(broken))
+
+
 def test_copies_are_asynchronous_and_fit(compiled):
+    """With at most 64 columns an SM each has one CTA, and much under way; so where tiles of 128 rows
+    are drawn in turn.
+    """
     for name, kernel in compiled.items():
-        assert "cp.async.cg" in kernel["ptx"], name
-        assert 2 * kernel["shared_bytes"] <= 227 * 1024, "two CTAs an SM"
+        copies = "cp.async.bulk.tensor" if "tma" in name.split() else "cp.async.cg"
+        assert copies in kernel["ptx"], name
+        columns = int(name.split(" N=")[1].split()[0])
+        several = 64 * low_latency.SMS < columns
+        assert (1 + several) * kernel["shared_bytes"] <= 227 * 1024, name

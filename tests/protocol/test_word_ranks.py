@@ -29,6 +29,8 @@ CASES += [
     Case("ag", rows=(1,) * 6, captured=True, **FEW),
     Case("ag", rows=(2,) * 5, two_streams=True, **FEW),
     Case("backward", rows=(2, 1, 2), layout="nn", **FEW),
+    Case("ar", rows=(2, 1, 2), tma=True, **FEW),
+    Case("ag", rows=(2, 1, 2), layout="nn", tma=True, **FEW),
 ]
 # more CTAs than may be resident, which start in an order that differs between the ranks
 ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)

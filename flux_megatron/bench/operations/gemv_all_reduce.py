@@ -28,7 +28,7 @@ from flux_megatron.overlap import low_latency
 from flux_megatron.symm.step import synchronize
 
 EPOCHS = {"cuda": 200, "cpu": 12}
-ROWS = (1, 4, 16, 64)
+ROWS = (1, 4, 16, 64, 128)
 SIZES = {  # N, K of the whole layer
     "llama2-70b proj": (8192, 8192), "llama2-70b fc2": (8192, 28672),
     "gpt3-175b proj": (12288, 12288), "gpt3-175b fc2": (12288, 49152),
