@@ -1,0 +1,170 @@
+"""The GEMM inside `low_latency`, on one GPU: its kernel with each of its tiles beside the library.
+
+    python tests/gpu/few_rows.py few_rows.jsonl
+    python tests/gpu/few_rows.py few_rows.jsonl --rows 64 --shapes "8192x4096 nt"
+
+The kernel of GEMM+AR runs for a group of one rank: it multiplies, sends its words to itself and
+takes them. So what it takes beyond the library's GEMM is its own GEMM and the words' way through
+this GPU's memory; what they take between GPUs is not in it. Every tile is first verified on small
+whole numbers, every bit; then all of a shape race on random ones, in CUDA graphs of calls with as
+many weights as L2 does not hold. A line a shape: the library's us, then each tile's share of its
+speed, the fastest first, and an asterisk at the default one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from gemm_tiles import Operands, Shape
+from torch import Tensor
+
+from flux_megatron.bench.candidates import replayed
+from flux_megatron.kernels import gemv_ar as kernels
+from flux_megatron.overlap import low_latency
+from flux_megatron.problem import Pattern, Problem, Tile
+from flux_megatron.symm import signals
+from flux_megatron.tuning import environment
+from flux_megatron.tuning.timing import race
+
+SHAPES = (
+    "8192x2048 nt,8192x4096 nt,8192x14336 nt,12288x6144 nt,2560x8192 nt,5120x8192 nt,"
+    "14336x8192 nt,28672x8192 nt,18432x12288 nt,8192x4096 nn,12288x6144 nn"
+)  # N x K of a rank, and the layout of w
+Multiply = Callable[[Tensor], Tensor]
+
+
+def name_of(tile: Tile) -> str:
+    return f"{tile.block_n}x{tile.block_k}, {tile.num_stages} stages{', TMA' * tile.tma}"
+
+
+def problem_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    kind = str(dtype).removeprefix("torch.")
+    return Problem(
+        Pattern.GEMM_AR, shape.M, shape.N, shape.K, kind, 1, shape.layout, device=device.type
+    )
+
+
+def tiles_of(problem: Problem) -> list[Tile]:
+    """What the tuner tries, with the default tiles of other GPUs, which were those of all."""
+    plans = low_latency.candidates(problem)
+    with mock.patch.object(low_latency, "_on_hopper", return_value=False):
+        plans = [*plans, low_latency.default_plan(problem)]
+    return [*dict.fromkeys(plan.tile for plan in plans)]
+
+
+def calls_of(operands: Operands, device: torch.device, dtype: torch.dtype) -> dict[str, Multiply]:
+    """The library is first."""
+    shape = operands.shape
+    half_bytes = kernels.half_bytes(shape.M, shape.N, dtype, 1)
+    words = torch.zeros(2 * half_bytes, dtype=torch.uint8, device=device)
+    counts = {"dtype": torch.int32, "device": device}
+    belong = {
+        "word_pointers": torch.tensor([words.data_ptr()], device=device), "half_bytes": half_bytes,
+        "epochs": torch.zeros(1, **counts), "work": torch.zeros(2 * signals.WORK_WORDS, **counts),
+        "status": torch.zeros(64, **counts), "rank": 0, "world_size": 1, "timeout_ns": 10**9,
+        "layout": shape.layout,
+    }  # fmt: skip
+
+    def with_tile(tile: Tile) -> Multiply:
+        def call(w: Tensor, kept: Tensor = words) -> Tensor:  # a pointer keeps nothing alive
+            return kernels.gemv_ar(operands.x, w, tile=tile, **belong)
+
+        return call
+
+    tiles = tiles_of(problem_of(shape, device, dtype))
+    return {"library": operands.library, **{name_of(tile): with_tile(tile) for tile in tiles}}
+
+
+def compiled(shape: Shape) -> None:
+    """Every kernel of a shape: Triton keeps them on disk, for the process that measures."""
+    device = torch.device("cuda", 0)
+    operands = Operands(shape, device, torch.bfloat16)
+    for call in calls_of(operands, device, torch.bfloat16).values():
+        call(operands.ws[0])
+    torch.cuda.synchronize()
+
+
+def measure(
+    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[dict]:
+    """A row for each candidate. `ArithmeticError` if one is wrong."""
+    operands = Operands(shape, device, dtype)
+    calls = calls_of(operands, device, dtype)
+    first, weights = operands.ws[0], len(operands.ws)
+    expected = operands.library(first)
+    for name, call in calls.items():
+        if wrong := int((call(first) != expected).sum()):
+            raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
+    operands.renew()
+
+    def with_each(call: Multiply) -> Callable[[], object]:
+        def all_calls() -> tuple[Tensor, ...]:
+            return tuple(call(w) for w in operands.ws)[-1:]
+
+        return replayed(all_calls) if device.type == "cuda" else all_calls
+
+    timed = {name: with_each(call) for name, call in calls.items()}
+    group = dist.group.WORLD
+    assert group is not None
+    result = race(timed, group=group, device=device, rounds=rounds)
+    for name, said in result.failures.items():
+        raise RuntimeError(f"{shape} with tiles of {name}: {said}")
+    default = name_of(low_latency.default_plan(problem_of(shape, device, dtype)).tile)
+    machine = asdict(environment.of(device))
+    for name, times_us in result.times_us.items():
+        yield {
+            "table": "few_rows", **asdict(shape), "tile": name, "default": name == default,
+            "weights": weights, "median_us": round(result.median_us(name) / weights, 2),
+            "times_us": [round(t / weights, 2) for t in times_us],
+            "date": time.strftime("%Y-%m-%d"),
+            **{key: machine[key] for key in ("gpu", "driver", "cuda", "torch", "triton")},
+        }  # fmt: skip
+
+
+def line(rows: list[dict]) -> str:
+    shape = Shape(*(rows[0][key] for key in ("M", "N", "K", "layout")))
+    library = rows[0]["median_us"]
+    shares = [
+        f"{row['tile']}{'*' * row['default']} {library / row['median_us']:.3f}"
+        for row in sorted(rows[1:], key=lambda row: row["median_us"])
+    ]
+    return f"{shape!s:20} {library:7.1f} us   {'   '.join(shares)}"
+
+
+def main(
+    out: Path, rows: str = "1,8,16,32,64,128", shapes: str = SHAPES, rounds: int = 12,
+    seconds: float = 100, commit: str = "", compilers: int = 14,
+) -> None:  # fmt: skip
+    """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
+    end = time.monotonic() + seconds
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    wanted = [
+        Shape.of(f"{M}x{shape}") for M in map(int, rows.split(",")) for shape in shapes.split(",")
+    ]
+    with ProcessPoolExecutor(compilers, mp_context=mp.get_context("spawn")) as pool:
+        [*pool.map(compiled, wanted)]
+    with out.open("a") as file:
+        for shape in wanted:
+            if time.monotonic() > end:
+                print("no time for the others")
+                break
+            made = [{**row, "commit": commit} for row in measure(shape, device, rounds)]
+            file.writelines(json.dumps(row) + "\n" for row in made)
+            print(line(made), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,52 @@
+"""The race of `low_latency`'s tiles in small, and that it times no wrong GEMM."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import few_rows as script
+import pytest
+import torch
+from gemm_tiles import Shape
+from ranks import DEVICE, on_device
+
+from flux_megatron.overlap import low_latency
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def _rows(rank: int) -> list[dict]:
+    return list(script.measure(Shape.of("3x40x32 nn"), torch.device(DEVICE), 2, DTYPE))
+
+
+def test_a_row_for_each_tile_and_one_default():
+    (rows,) = on_device(_rows, 1)
+    assert rows[0]["tile"] == "library"
+    assert [row["default"] for row in rows].count(True) == 1
+    assert script.line(rows).startswith("3x40x32 nn")
+    assert script.line(rows).count("*") == 1
+    assert all(row["median_us"] > 0 and len(row["times_us"]) == 2 for row in rows)
+
+
+def test_former_defaults_take_part(monkeypatch):
+    monkeypatch.setattr(low_latency, "_on_hopper", lambda: True)
+    shape = Shape.of("64x8192x4096 nt")
+    tiles = script.tiles_of(script.problem_of(shape, torch.device("cuda", 0), torch.bfloat16))
+    names = [script.name_of(tile) for tile in tiles]
+    assert {"64x64, 5 stages", "64x128, 5 stages", "64x128, 4 stages, TMA"} <= {*names}
+    assert len(names) == len({*names})
+
+
+def _refused(rank: int) -> str:
+    right = script.kernels.gemv_ar
+    broken = mock.Mock(side_effect=lambda *args, **options: right(*args, **options) + 1)
+    with mock.patch.object(script.kernels, "gemv_ar", broken), pytest.raises(
+        ArithmeticError, match="32 numbers are wrong"
+    ) as error:  # fmt: skip
+        next(script.measure(Shape.of("2x16x16 nt"), torch.device(DEVICE), 2, DTYPE))
+    return str(error.value)
+
+
+def test_a_wrong_tile_is_not_timed():
+    (said,) = on_device(_refused, 1)
+    assert said.startswith("2x16x16 nt with tiles of ")
