@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import ag_gemv as ag_gemv_kernels
 from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
+from flux_megatron.kernels.hopper_config import SHARED_BYTES
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
@@ -73,7 +74,8 @@ def candidates(problem: Problem) -> list[Plan]:
     if problem.device == "cpu" or problem.dtype == "float32":
         return [default]
     if _on_hopper():
-        tiles = [tile for rows, _, tile in TILES if tile.tma <= (problem.M > 32)]
+        tiles = [tile for _, _, tile in TILES if tile.tma <= (problem.M > 32)]
+        tiles = [tile for tile in tiles if _stages_bytes(problem, tile) <= SHARED_BYTES]
     else:
         shapes = ((32, 128, 5), (32, 256, 4), (64, 64, 5), (64, 128, 4), (128, 64, 4))
         tiles = [_tile(*shape) for shape in shapes]
@@ -89,11 +91,10 @@ def _tile(block_n: int, block_k: int, stages: int, tma: bool = False) -> Tile:
 
 # On Hopper: the first whose rows are at least those of x, and whose width is at least y's columns
 # for each SM. With few columns an SM has one CTA with much under way; with more, all tiles are
-# resident at once, so that none begins when the others end. On an H200 the kernel of one rank takes
-# .61 to .97 times as long as with 32 x 128 (M <= 16) and 64 x 64 (64 to 128 columns an SM apart)
-# before (2026-11-24, docs/results/h200/few_rows.jsonl).
+# resident at once, so that none begins when the others end. Decision 46 has the times.
 SMS = 132
 TILES = (
+    (4, 96, _tile(32, 128, 5)),
     (128, 32, _tile(32, 128, 5)),
     (64, 64, _tile(64, 128, 5)),
     (32, 128, _tile(64, 128, 4)),
@@ -112,6 +113,11 @@ def _fits(problem: Problem, rows: int, width: float, tile: Tile) -> bool:
     """
     whole = problem.layout == "nt" or tile.block_n >= 64
     return problem.M <= rows and problem.N_local <= width * SMS and whole
+
+
+def _stages_bytes(problem: Problem, tile: Tile) -> int:
+    rows = max(16, next_power_of_2(problem.M))
+    return tile.num_stages * (rows + tile.block_n) * tile.block_k * 2
 
 
 @cache
