@@ -118,7 +118,7 @@ def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = 
 
         y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
 
-    Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 64, `ValueError` for more. It
+    Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 128, `ValueError` for more. It
     gets the plan of that: one kernel (`low_latency`) where ranks share symmetric memory and nothing
     was measured to be faster. Then every rank has the same bits, in every run. dy is the same on
     all ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.

@@ -11,7 +11,7 @@ from flux_megatron.train import run_folder
 from flux_megatron.train.config import BYTE_VOCAB, ConfigError, TrainConfig
 
 REQUEST = "request.json"
-MOST_PROMPTS = 64  # rows of a decoding step that `low_latency` takes
+MOST_PROMPTS = 64  # rows of a decoding step for which `low_latency` is chosen unmeasured
 
 Arm = Literal["flux", "stock"]
 

@@ -118,9 +118,7 @@ def ag_gemv_kernel(
         if TMA:
             acquire_for_tma_loads()
         M = WORLD_SIZE * M_shard
-        acc = gemm_tile(
-            gathered, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
-        )
+        acc = gemm_tile(gathered, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]

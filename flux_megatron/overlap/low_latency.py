@@ -112,7 +112,7 @@ def _fits(problem: Problem, rows: int, width: float, tile: Tile) -> bool:
     time.
     """
     whole = problem.layout == "nt" or tile.block_n >= 64
-    return problem.M <= rows and problem.N_local <= width * SMS and whole
+    return rows >= problem.M and problem.N_local <= width * SMS and whole
 
 
 def _stages_bytes(problem: Problem, tile: Tile) -> int:
