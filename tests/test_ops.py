@@ -128,8 +128,8 @@ def test_one_rank_has_nothing_to_overlap():
 
 def falls_back(rank: int) -> tuple[dict, dict]:
     for pattern in PATTERNS:  # of more rows than `low_latency` takes, whose reason that is
-        check(Case(pattern, 40, 5, 7, dtype=torch.float64))
-        check(Case(pattern, 40, 5, 7, dtype=torch.float64, seed=1))
+        check(Case(pattern, 72, 5, 7, dtype=torch.float64))
+        check(Case(pattern, 72, 5, 7, dtype=torch.float64, seed=1))
     report = flux_megatron.report()
     return report.calls, report.fallbacks
 

@@ -349,9 +349,15 @@ def test_an_estimate_alone_is_careful():
     assert choice._safe(LAYER, [*plans, medium], known("hopper")) == plans[:2]
     measured = replace(known("hopper")[0], measured=(Measured(medium, 1.0),))
     assert choice._safe(LAYER, [PLAIN, medium], [measured]) == [PLAIN, medium]
-    few = [PLAIN, Plan("low_latency")]
-    assert choice._safe(LAYER, few, known("hopper")) == [PLAIN]
-    assert choice._safe(LAYER, few, known("low_latency")) == few
+    scattered = replace(LAYER, pattern=Pattern.GEMM_RS, K=8 * 7 * 8 * 64, world_size=8)
+    short = replace(scattered, K=scattered.K - 8 * 64)
+    assert choice._safe(scattered, plans[:2], known("hopper")) == plans[:2]
+    assert choice._safe(short, plans[:2], known("hopper")) == [PLAIN]
+    tried = replace(known("hopper")[0], problem=short)
+    assert choice._safe(short, plans[:2], [tried]) == plans[:2]
+    few, divided = [PLAIN, Plan("low_latency")], replace(LAYER, M=64)
+    assert choice._safe(divided, few, known("hopper")) == [PLAIN]
+    assert choice._safe(divided, few, known("low_latency")) == few
     ragged = replace(LAYER, M=4 * 248)
     assert choice._safe(ragged, plans[:2], known("hopper")) == [PLAIN]
     tried = replace(known("hopper")[0], problem=replace(LAYER, M=4 * 200))

@@ -19,7 +19,6 @@ from flux_megatron.kernels.hopper_config import LOW, TILE, sms
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import (
-    K_TILES_MIN,
     SplitK,
     is_low,
     is_ragged,
@@ -73,9 +72,7 @@ def supports(problem: Problem) -> str | None:
         # a last tile that ends with its shard begins in it
         if problem.M_shard < LOW[0].block_m and problem.world_size > 1:
             return f"M_shard {problem.M_shard} is below {LOW[0].block_m} rows"
-        return None
-    K_min = K_TILES_MIN * (problem.world_size - 1) * TILE.block_k
-    return None if K_min <= K else f"K {K} is below {K_min}"
+    return None
 
 
 def _refused(device: str, dtype: str, K: int, N: int) -> str | None:

@@ -45,7 +45,7 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import split_k_of_scatter
+from flux_megatron.kernels.split_k import chunks, split_k_of_scatter
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 
@@ -96,6 +96,7 @@ class SummedTiles:
     sizes: Sizes
     signals: Signals
     LATE: gl.constexpr
+    CHUNKS: gl.constexpr
     LAYOUT: gl.constexpr
 
     @gluon.jit
@@ -104,15 +105,17 @@ class SummedTiles:
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
-        """A local tile is made in R - 1 chunks of K: during each another rank's tile is fetched.
-        But where nothing follows, nothing is worth a wait before the last MMA.
+        """A local tile is made in CHUNKS of K: during each another rank's tile is fetched, and
+        behind the last one those that are left. But where nothing follows, nothing is worth a wait
+        before the last MMA.
         """
         sizes = self.sizes
+        LEFT: gl.constexpr = sizes.WORLD_SIZE - 1 - self.CHUNKS
         first = work.first
         late = self.LATE or work.last - first < grid.k_tiles
         chunks = 1
         if owner == sizes.rank and not late:
-            chunks = sizes.WORLD_SIZE - 1
+            chunks = self.CHUNKS
         outs = (gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT),)
         for chunk in range(chunks):
             until = first + (work.last - first) // (chunks - chunk)
@@ -121,6 +124,11 @@ class SummedTiles:
             if owner == sizes.rank and not late:
                 outs = (self.staging.add_fetched(outs[0], fetched, self.LAYOUT),)
                 fetched += 1
+        if LEFT > 0:
+            if owner == sizes.rank and not late:
+                for _ in range(LEFT):
+                    outs = (self.staging.add_fetched(outs[0], fetched, self.LAYOUT),)
+                    fetched += 1
         return outs, owner == sizes.rank and late, multiplied, fetched
 
     @gluon.jit
@@ -142,6 +150,7 @@ class SummedTiles:
 class RsConfig(Config):
     BY_SM: bool
     LATE: bool
+    CHUNKS: int
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -171,7 +180,7 @@ def hopper_gemm_rs_kernel(
     ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = AllRows(x_desc, w_desc, sizes)
-    epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, layout)
+    epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, CONFIG.CHUNKS, layout)
     sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
@@ -199,10 +208,10 @@ def _launcher(
     tile: Tile, split_k_shards: int, by_sm: bool, gathers: bool = False, recorded: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     M, K = x
-    M_shard = M // world_size
+    M_shard, k_tiles = M // world_size, cdiv(K, tile.block_k)
     shard_tiles = tiles_of_shard(M_shard, N, tile)
     split = split_k_of_scatter(
-        shard_tiles, world_size, split_k_shards, cdiv(K, tile.block_k), hopper_config.sms(device)
+        shard_tiles, world_size, split_k_shards, k_tiles, hopper_config.sms(device)
     )
     remote = shard_tiles * (world_size - 1)  # the tiles behind them wait for other ranks
     run = Launcher(
@@ -214,6 +223,7 @@ def _launcher(
         CONFIG=RsConfig(
             **common_config(world_size, layout, tile, split), BY_SM=by_sm,
             LATE=shard_tiles <= split.ctas,
+            CHUNKS=chunks(world_size, k_tiles),
         ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n

@@ -19,7 +19,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import SPLIT_TILES
 
-K_TILES_MIN = 8  # of a part: the time that it takes to fetch or store one
+K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or store one
 # What a part costs besides its k-tiles: with 8 three rounds of parts would win where they took 2 to
 # 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288 and 512 x 57344 x 8192, 4 x
 # H200, 2026-11-21, torch 2.11, triton 3.6), with 16 two rounds still win (1024 x 10240 x 8192).
@@ -92,6 +92,13 @@ class SplitK:
         yield from [self.early_parts] * (self.early * self.early_parts)
         yield from [1] * (self.tiles - self.last_wave - before - self.early)
         yield from [self.last_parts] * (self.last_wave * self.last_parts)
+
+
+def chunks(world_size: int, k_tiles: int) -> int:
+    """Of a local tile of GEMM+RS with so many k-tiles: one for each other rank, whose tile is
+    fetched meanwhile, but each long enough for that.
+    """
+    return max(1, min(world_size - 1, k_tiles // K_TILES_MIN))
 
 
 def is_low(tile: Tile) -> bool:

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
-from flux_megatron.kernels.split_k import is_ragged
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.split_k import chunks, is_ragged
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import environment, estimate, plan_cache, tuner
 from flux_megatron.tuning.plan_cache import PlanCache
@@ -154,6 +155,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     for this kind of problem:
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
+    - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
     - `low_latency` where rows are divided over the ranks or more than 64, and `hopper`'s AG+GEMM of
       shards that are no whole number of tiles: no two GPUs have run them;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
@@ -183,7 +185,13 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
             kinds.add("tiles of {} x {}".format(*sides))
         if spec.gathers and is_ragged(problem.M_shard, problem.world_size, plan.tile):
             kinds.add("ragged shards")
+        if not spec.gathers and _chunks(problem, plan.tile) < problem.world_size - 1:
+            kinds.add("short sums")
     return kinds
+
+
+def _chunks(problem: Problem, tile: Tile) -> int:
+    return chunks(problem.world_size, cdiv(problem.K_local, tile.block_k))
 
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:

@@ -94,6 +94,8 @@ def _problems(pattern: Pattern) -> Iterator[Problem]:
             if pattern is Pattern.GEMM_RS:
                 sizes["N"] = N
             yield Problem(pattern, dtype=dtype, world_size=WORLD_SIZE, layout=layout, **sizes)
+    if pattern is Pattern.GEMM_RS:  # K too short for a fetch of each rank's tile
+        yield Problem(pattern, WORLD_SIZE * 4096, 4096, WORLD_SIZE * 512, "bfloat16", WORLD_SIZE)
 
 
 def _plans(problem: Problem) -> list[Plan]:
@@ -115,8 +117,9 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         return
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
-    late = " late" * _constexprs(launcher)["CONFIG"].LATE
-    yield f"{plan.transport}{late}{_waves(launcher)}", launcher
+    config = _constexprs(launcher)["CONFIG"]
+    options = " late" * config.LATE + " short" * (config.CHUNKS < WORLD_SIZE - 1)
+    yield f"{plan.transport}{options}{_waves(launcher)}", launcher
 
 
 def _waves(launcher: Launcher) -> str:

@@ -67,6 +67,7 @@ CASES = {
     "hopper ag, ragged shards": Case("ag", "hopper", rows=(20, 33, 47), bias=True, comm_rows=7),
     "hopper rs": Case("rs", "hopper"),
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
+    "hopper rs, short K": Case("rs", "hopper", 3, rows=(20, 20), K=32, ctas=2),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
     "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
     "hopper ar": Case("ar", "hopper", rows=(32, 32, 48), comm_rows=0),

@@ -55,6 +55,7 @@ def test_order_among_ranks_and_ctas(compiled, kernel):
     "way",
     ["ag_gemm plain", "ag_gemm bias", "ag_gemm last", "gemm_rs sm late", "gemm_rs sm last",
      "gemm_rs copy_engine", "gemm_rs copy_engine late", "gemm_rs copy_engine last",
+     "gemm_rs copy_engine short",
      "ag_gemm early", "ag_gemm ragged", "gemm_rs sm early"],
 )  # fmt: skip
 def test_every_way_is_compiled(compiled, way):

@@ -31,6 +31,8 @@ CASES = [
     Case(*RS, rows=(7, 20, 33), comm_rows=5, layout="nn"),
     Case(*RS, transport="sm"),
     Case(*RS, 3, K=64),
+    Case(*RS, 3, K=33, rows=(16, 20), ctas=2, transport="sm"),  # fewer chunks of K than peers
+    Case(*RS, 4, K=8, rows=(20, 20), N=16, ctas=1, layout="nn"),
     Case(*RS, 3, K=64, transport="sm", ctas=1_000, layout="nn"),
     Case(*RS, K=96, ctas=8, split_k_shards=1),
     Case(*RS, K=64, ctas=5, transport="sm"),
