@@ -72,7 +72,8 @@ class Decision:
         recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
         every = recordable and settings.get().native == "all"
         one_list = recordable and not getattr(self.strategy, "STOPS", False)
-        channel = GATHER if self.problem.spec.gathers else SCATTER
+        usual = GATHER if self.problem.spec.gathers else SCATTER
+        channel = getattr(self.strategy, "CHANNEL", usual)
         kinds = [(channel, one_list or every)] * 2 + [(channel, every)] * 3 + [(GATHER, every)]
         return Kinds(*[Steady(self.workspace, *kind) for kind in kinds])
 

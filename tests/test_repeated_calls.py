@@ -35,6 +35,10 @@ PLANS = {
     "pipelined": Plan("pipelined", comm_rows=100),
     "pipelined, one GEMM": Plan("pipelined", splits=1),
 }
+FEW = {
+    "low_latency": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4)),
+    "low_latency, TMA": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4, tma=ON_HOPPER)),
+}
 if ON_HOPPER:
     PLANS |= {
         "hopper": Plan("hopper", comm_rows=128, tile=WIDE, transport="copy_engine"),
@@ -63,7 +67,8 @@ def counted() -> Iterator[list[bool]]:
 
 def repeated(rank: int, plan: Plan) -> int:
     """Calls of both operations in a drawn order; how many of them lists have made."""
-    sizes = {"M_shard": 256, "N_local": 512, "K_local": 1024, "dtype": torch.bfloat16, "kept": 0.2}
+    rows = 16 if plan.strategy == "low_latency" else 256
+    sizes = {"M_shard": rows, "N_local": 512, "K_local": 1024, "dtype": torch.bfloat16, "kept": 0.2}
     cases = [
         Case(pattern, **sizes, plan=plan, seed=seed)
         for pattern in ("ag_gemm", "gemm_rs")
@@ -84,9 +89,9 @@ def repeated(rank: int, plan: Plan) -> int:
     return sum(by_list)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *FEW])
 def test_repeated_calls_are_exact(plan):
-    made = run_ranks(repeated, 2, PLANS[plan], device="cuda", environment=ALL)
+    made = run_ranks(repeated, 2, (PLANS | FEW)[plan], device="cuda", environment=ALL)
     assert made[0] == made[1], "the ranks make the same calls by lists"
     assert made[0] >= CALLS - 10
 

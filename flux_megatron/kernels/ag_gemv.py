@@ -32,7 +32,7 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
@@ -167,7 +167,7 @@ def ag_gemv(
     """
     M = len(gathered)
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M, N)
+    y = empty(x, M, N)
     run = _launcher(
         x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile,
         launch.has_whole_units(gathered, w),

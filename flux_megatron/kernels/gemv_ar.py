@@ -32,7 +32,7 @@ from flux_megatron.kernels.primitives import (
     settle,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
@@ -179,7 +179,7 @@ def gemv_ar(
     """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M // world_size if scatters else M, N)
+    y = empty(x, M // world_size if scatters else M, N)
     run = _launcher(
         M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase, scatters,
         launch.has_whole_units(x, w),

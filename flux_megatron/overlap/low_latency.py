@@ -20,17 +20,20 @@ from flux_megatron.kernels import ag_gemv as ag_gemv_kernels
 from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
 from flux_megatron.kernels.hopper_config import SHARED_BYTES
 from flux_megatron.kernels.sizes import next_power_of_2
+from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call
+from flux_megatron.symm.recording import lend
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 MOST_ROWS, half_bytes = gemv_ar_kernels.MOST_ROWS, gemv_ar_kernels.half_bytes
 NEEDS_SYMMETRIC_MEMORY = True
+RECORDABLE, CHANNEL = PATTERNS, transfer.WORDS
 # Of ranks that send whole partials to one another: each receives R of them. In two phases it
 # receives 2, after twice the latency.
 MOST_ONE_SHOT = 4
@@ -136,7 +139,7 @@ def ag_gemm(
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias in one kernel; `consume` is called with the gathered rows."""
     M_shard, K = x.shape
-    gathered = x.new_empty(workspace.world_size * M_shard, K)
+    gathered = empty(x, workspace.world_size * M_shard, K)
     call, channel = _begin(workspace, ag_gemv_kernels.half_bytes(len(gathered), K, x.dtype))
     with phase("ag_gemv kernel"):
         y = ag_gemv_kernels.ag_gemv(
@@ -145,7 +148,7 @@ def ag_gemm(
         )  # fmt: skip
     workspace.end(call)
     if consume is not None:
-        consume(gathered)
+        lend(consume, gathered)
     return y
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import signals
-from flux_megatron.symm.channel import Call, Channel
+from flux_megatron.symm.channel import Call, Channel, Region
 from flux_megatron.symm.status import Status
 
 
@@ -34,16 +34,22 @@ class WordChannel(Channel):
         status.name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
     def begin(self, captured: bool) -> Call:
-        """Open the next call. Its `epoch` is the kernel's to know; here it is 0."""
+        """Open the next call. Its `epoch` is the kernel's to know; here it is 0, and the channel's
+        counts eager calls alone.
+        """
         assert not self.open, "a channel has one open call"
         self.open = True
         self._captured |= captured
+        self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
 
     def end(self, call: Call) -> None:
-        """Close the call. Nothing is poisoned: words of other epochs are never taken for data."""
+        """Close the call."""
         assert self.open, "calls are closed in order"
         self.open = False
+
+    def poison(self, region: Region) -> None:
+        """Nothing: words of other epochs are never taken for data."""
 
     def grow(self, size_bytes: int) -> None:
         """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""

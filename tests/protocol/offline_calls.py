@@ -46,7 +46,8 @@ from triton.runtime import driver as active
 os.environ["FLUX_MEGATRON_NATIVE"] = "all"
 CALLERS, COPY, SMS = 5, 7, 132
 M_SHARD, N, K = 1024, 1024, 512
-FIRST_EPOCHS = {"gather": 70000, "scatter": 90000}  # no size is such a number
+FEW_ROWS = 16  # a shard, of `low_latency`
+FIRST_EPOCHS = {"gather": 70000, "scatter": 90000, "words": 110000}  # no size is such a number
 
 
 class Offline:
@@ -82,9 +83,9 @@ torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 from flux_megatron import ops, settings
 from flux_megatron.kernels import hopper_gemm, launch, native_launch, triton_launch
 from flux_megatron.nn import functions as layers
-from flux_megatron.overlap import fused, hopper
+from flux_megatron.overlap import fused, hopper, low_latency
 from flux_megatron.overlap.steady import Steady
-from flux_megatron.problem import Plan
+from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import agreement, native_engine, objects, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
@@ -124,9 +125,20 @@ PLANS = {
 for _strategy in ("hopper", "fused", "pipelined"):
     PLANS[f"{_strategy} lent rows"] = Plan(_strategy, tile=TILE)
     PLANS[f"{_strategy} backward"] = Plan(_strategy, tile=TILE)
+FEW = Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4))
+PLANS |= {
+    "low_latency ag_gemm": FEW,
+    "low_latency ag_gemm, TMA": replace(FEW, tile=replace(FEW.tile, tma=True)),
+    "low_latency gemm_rs": FEW,
+    "low_latency gemm_ar": FEW,
+    "low_latency gemm_ar, two phases": replace(FEW, two_phase=True),
+    "low_latency lent rows": FEW,
+    "low_latency backward": FEW,
+}
+low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
-WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm")
+WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm", "low_latency ag_gemm, TMA")
 
 
 def parameters_of(ptx: str) -> list[int]:
@@ -173,12 +185,14 @@ class Call:
 
     def __init__(self, name: str, bias: bool) -> None:
         self.plan, self.group = PLANS[name], dist.group.WORLD
-        self.x, self.dy = matrix(M_SHARD, K), matrix(2 * M_SHARD, N)
-        self.rows, self.w = matrix(2 * M_SHARD, K), matrix(N, K)
+        rows = FEW_ROWS if self.plan.strategy == "low_latency" else M_SHARD
+        self.x, self.dy = matrix(rows, K), matrix(2 * rows, N)
+        self.rows, self.w = matrix(2 * rows, K), matrix(N, K)
         self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
         kind = re.split(r"[ ,]+", name)[1]
         self.call = {
-            "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "lent": self.lent_rows,
+            "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "gemm_ar": self.gemm_ar,
+            "lent": self.lent_rows,
             "backward": self.column_backward, "column": self.column_layer, "row": self.row_layer,
         }[kind]  # fmt: skip
         self.differentiates = name.endswith("layer")
@@ -193,6 +207,9 @@ class Call:
 
     def gemm_rs(self) -> torch.Tensor:
         return ops.gemm_reduce_scatter(self.rows, self.w, self.group, plan=self.plan)
+
+    def gemm_ar(self) -> torch.Tensor:
+        return ops.gemm_all_reduce(self.rows, self.w, self.group, plan=self.plan)
 
     def lent_rows(self) -> torch.Tensor:
         """As backward of a row layer."""
