@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -25,22 +24,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from gemm_tiles import Operands, Shape
+from gemm_tiles import Multiply, Operands, Shape, line, raced, start
 from torch import Tensor
 
-from flux_megatron.bench.candidates import replayed
 from flux_megatron.kernels import gemv_ar as kernels
 from flux_megatron.overlap import low_latency
 from flux_megatron.problem import Pattern, Problem, Tile
 from flux_megatron.symm import signals
-from flux_megatron.tuning import environment
-from flux_megatron.tuning.timing import race
 
 SHAPES = (
     "8192x2048 nt,8192x4096 nt,8192x14336 nt,12288x6144 nt,2560x8192 nt,5120x8192 nt,"
     "14336x8192 nt,28672x8192 nt,18432x12288 nt,8192x4096 nn,12288x6144 nn"
 )  # N x K of a rank, and the layout of w
-Multiply = Callable[[Tensor], Tensor]
 
 
 def name_of(tile: Tile) -> str:
@@ -97,48 +92,11 @@ def compiled(shape: Shape) -> None:
 def measure(
     shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[dict]:
-    """A row for each candidate. `ArithmeticError` if one is wrong."""
+    """A row for each candidate."""
     operands = Operands(shape, device, dtype)
-    calls = calls_of(operands, device, dtype)
-    first, weights = operands.ws[0], len(operands.ws)
-    expected = operands.library(first)
-    for name, call in calls.items():
-        if wrong := int((call(first) != expected).sum()):
-            raise ArithmeticError(f"{shape} with tiles of {name}: {wrong} numbers are wrong")
-    operands.renew()
-
-    def with_each(call: Multiply) -> Callable[[], object]:
-        def all_calls() -> tuple[Tensor, ...]:
-            return tuple(call(w) for w in operands.ws)[-1:]
-
-        return replayed(all_calls) if device.type == "cuda" else all_calls
-
-    timed = {name: with_each(call) for name, call in calls.items()}
-    group = dist.group.WORLD
-    assert group is not None
-    result = race(timed, group=group, device=device, rounds=rounds)
-    for name, said in result.failures.items():
-        raise RuntimeError(f"{shape} with tiles of {name}: {said}")
     default = name_of(low_latency.default_plan(problem_of(shape, device, dtype)).tile)
-    machine = asdict(environment.of(device))
-    for name, times_us in result.times_us.items():
-        yield {
-            "table": "few_rows", **asdict(shape), "tile": name, "default": name == default,
-            "weights": weights, "median_us": round(result.median_us(name) / weights, 2),
-            "times_us": [round(t / weights, 2) for t in times_us],
-            "date": time.strftime("%Y-%m-%d"),
-            **{key: machine[key] for key in ("gpu", "driver", "cuda", "torch", "triton")},
-        }  # fmt: skip
-
-
-def line(rows: list[dict]) -> str:
-    shape = Shape(*(rows[0][key] for key in ("M", "N", "K", "layout")))
-    library = rows[0]["median_us"]
-    shares = [
-        f"{row['tile']}{'*' * row['default']} {library / row['median_us']:.3f}"
-        for row in sorted(rows[1:], key=lambda row: row["median_us"])
-    ]
-    return f"{shape!s:20} {library:7.1f} us   {'   '.join(shares)}"
+    for row in raced(operands, calls_of(operands, device, dtype), device, rounds):
+        yield {"table": "few_rows", **row, "default": row["tile"] == default}
 
 
 def main(
@@ -147,9 +105,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
     end = time.monotonic() + seconds
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    device = start()
     wanted = [
         Shape.of(f"{M}x{shape}") for M in map(int, rows.split(",")) for shape in shapes.split(",")
     ]
@@ -162,7 +118,7 @@ def main(
                 break
             made = [{**row, "commit": commit} for row in measure(shape, device, rounds)]
             file.writelines(json.dumps(row) + "\n" for row in made)
-            print(line(made), flush=True)
+            print(line(made, "default"), flush=True)
     dist.destroy_process_group()
 
 

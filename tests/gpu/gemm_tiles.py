@@ -131,13 +131,13 @@ def compiled(shape: Shape) -> None:
     torch.cuda.synchronize()
 
 
-def measure(
-    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
+def raced(
+    operands: Operands, calls: dict[str, Multiply], device: torch.device, rounds: int
 ) -> Iterator[dict]:
-    """A row for each candidate. `ArithmeticError` if one is wrong."""
-    operands = Operands(shape, device, dtype)
-    calls = {**operands.candidates(device), **operands.peers()}
-    first, weights = operands.ws[0], len(operands.ws)
+    """What a row has of each candidate, the first of which is the library. `ArithmeticError` if one
+    is wrong.
+    """
+    shape, first, weights = operands.shape, operands.ws[0], len(operands.ws)
     expected = operands.library(first)
     for name, call in calls.items():
         if wrong := int((call(first) != expected).sum()):
@@ -158,13 +158,10 @@ def measure(
     result = race(timed, group=group, device=device, rounds=rounds)
     for name, said in result.failures.items():
         raise RuntimeError(f"{shape} with tiles of {name}: {said}")
-    chosen = tile_alone(shape.M, shape.N, shape.K, dtype, shape.layout) if len(calls) > 1 else None
     machine = asdict(environment.of(device))
     for name, times_us in result.times_us.items():
         yield {
-            "table": "gemm_tiles", **asdict(shape), "tile": name,
-            "candidate": name.split()[0] if name not in NAMED else "ours",
-            "chosen": chosen is not None and NAMED.get(name) == chosen, "weights": weights,
+            **asdict(shape), "tile": name, "weights": weights,
             "median_us": round(result.median_us(name) / weights, 2),
             "times_us": [round(t / weights, 2) for t in times_us],
             "date": time.strftime("%Y-%m-%d"),
@@ -172,14 +169,39 @@ def measure(
         }  # fmt: skip
 
 
-def line(rows: list[dict]) -> str:
+def measure(
+    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[dict]:
+    """A row for each candidate."""
+    operands = Operands(shape, device, dtype)
+    calls = {**operands.candidates(device), **operands.peers()}
+    chosen = tile_alone(shape.M, shape.N, shape.K, dtype, shape.layout) if len(calls) > 1 else None
+    for row in raced(operands, calls, device, rounds):
+        name = row["tile"]
+        yield {
+            "table": "gemm_tiles", **row,
+            "candidate": name.split()[0] if name not in NAMED else "ours",
+            "chosen": chosen is not None and NAMED.get(name) == chosen,
+        }  # fmt: skip
+
+
+def line(rows: list[dict], marked: str = "chosen") -> str:
+    """An asterisk at the tile that is `marked`."""
     shape = Shape(*(rows[0][key] for key in ("M", "N", "K", "layout")))
     library = rows[0]["median_us"]
     shares = [
-        f"{row['tile']}{'*' * row['chosen']} {library / row['median_us']:.3f}"
+        f"{row['tile']}{'*' * row[marked]} {library / row['median_us']:.3f}"
         for row in sorted(rows[1:], key=lambda row: row["median_us"])
     ]
     return f"{shape!s:22} {library:8.1f} us   {'   '.join(shares)}"
+
+
+def start() -> torch.device:
+    """The first GPU, of a group of one rank."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    return device
 
 
 def main(
@@ -188,9 +210,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
     end = time.monotonic() + seconds
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    device = start()
     print(quack.QuackGemm().unavailable() or "quack takes part", flush=True)
     Ms = tuple(map(int, ms.split(",")))
     wanted = [*map(Shape.of, shapes.split(","))] if shapes else shapes_of_models(tp, Ms)

@@ -23,8 +23,8 @@ def test_a_row_for_each_tile_and_one_default():
     (rows,) = on_device(_rows, 1)
     assert rows[0]["tile"] == "library"
     assert [row["default"] for row in rows].count(True) == 1
-    assert script.line(rows).startswith("3x40x32 nn")
-    assert script.line(rows).count("*") == 1
+    assert script.line(rows, "default").startswith("3x40x32 nn")
+    assert script.line(rows, "default").count("*") == 1
     assert all(row["median_us"] > 0 and len(row["times_us"]) == 2 for row in rows)
 
 
