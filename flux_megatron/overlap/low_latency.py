@@ -65,7 +65,8 @@ def default_plan(problem: Problem) -> Plan:
     elif problem.dtype == "float32":  # full-precision products run on CUDA cores
         tile = Tile(16, 32, 32, num_warps=4)
     elif not _on_hopper():  # others have less shared memory
-        tile = _tile(32, 128, 5) if problem.M <= 16 and problem.layout == "nt" else _tile(64, 64, 5)
+        narrow = problem.M <= 16 and problem.layout == "nt"
+        tile = _tile(32, 128, 5) if narrow else _tile(64, 64, 5 if problem.M <= 64 else 3)
     else:
         tile = next(tile for rows, width, tile in TILES if _fits(problem, rows, width, tile))
     return Plan("low_latency", tile=tile, two_phase=two_phase)
