@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
 from flux_megatron.dispatch import decide
+from flux_megatron.kernels.split_k import K_TILES_MIN
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
@@ -115,13 +116,14 @@ def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
 
 def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool) -> Kind:
     gathers = common["piece"] in ("ag_gemm", "row backward")
-    least = hopper.hopper_gemm.K_TILES_MIN * (world_size - 1) * hopper.TILE.block_k
+    a_chunk_each = K_TILES_MIN * (world_size - 1) * hopper.TILE.block_k
+    Ks = [64, 72, 520, 2056] if gathers else [64, 520, *range(a_chunk_each, a_chunk_each + 24, 8)]
     most = 1 if small else draw.choice([1, 1, 1, 3])
     kind = Kind(
         **common,
         M_shard=draw.choice([128, 256, 384] if gathers else [1, 37, 128, 200, 333]) * most,
         N=draw.choice([128, 136, 520, 1000]) * most,
-        K=draw.choice([64, 72, 520, 2056]) if gathers else least + draw.choice([0, 8, 72]),
+        K=draw.choice(Ks),
         dtype=draw.choice([torch.bfloat16, torch.float16]),
         plan=None,
     )
