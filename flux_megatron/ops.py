@@ -120,8 +120,9 @@ def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = 
 
     Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 128, `ValueError` for more. It
     gets the plan of that: one kernel (`low_latency`) where ranks share symmetric memory and nothing
-    was measured to be faster. Then every rank has the same bits, in every run. dy is the same on
-    all ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
+    was measured to be faster; for more than 64 rows only where it was measured. With that kernel
+    every rank has the same bits, in every run. dy is the same on all ranks, so dx = dy @ w and
+    dw = dy.t() @ x need no communication.
     """
     if x.dim() == 2 and x.shape[0] > MOST_ROWS:
         name_of(group)

@@ -45,7 +45,7 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import chunks, split_k_of_scatter
+from flux_megatron.kernels.split_k import chunk_count, split_k_of_scatter
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 
@@ -223,7 +223,7 @@ def _launcher(
         CONFIG=RsConfig(
             **common_config(world_size, layout, tile, split), BY_SM=by_sm,
             LATE=shard_tiles <= split.ctas,
-            CHUNKS=chunks(world_size, k_tiles),
+            CHUNKS=chunk_count(world_size, k_tiles),
         ),
     )  # fmt: skip
     return run, split.partials * tile.block_m * tile.block_n

@@ -94,7 +94,7 @@ class SplitK:
         yield from [self.last_parts] * (self.last_wave * self.last_parts)
 
 
-def chunks(world_size: int, k_tiles: int) -> int:
+def chunk_count(world_size: int, k_tiles: int) -> int:
     """Of a local tile of GEMM+RS with so many k-tiles: one for each other rank, whose tile is
     fetched meanwhile, but each long enough for that.
     """

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flux_megatron import settings
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.split_k import chunks, is_ragged
+from flux_megatron.kernels.split_k import chunk_count, is_ragged
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem, Tile
@@ -191,7 +191,7 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
 
 
 def _chunks(problem: Problem, tile: Tile) -> int:
-    return chunks(problem.world_size, cdiv(problem.K_local, tile.block_k))
+    return chunk_count(problem.world_size, cdiv(problem.K_local, tile.block_k))
 
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:
