@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from ranks import DEVICE
+from ranks import DEVICE, here
 
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -20,8 +19,7 @@ def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "fl
 
 
 def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
-    device = torch.device(DEVICE, dist.get_rank()) if DEVICE == "cuda" else torch.device("cpu")
-    return tuner.measure(problem, plans, dist.group.WORLD, device, **options)
+    return tuner.measure(problem, plans, dist.group.WORLD, here(), **options)
 
 
 def defaults(problem: Problem, *names: str) -> list[Plan]:

@@ -84,6 +84,7 @@ def tidy(rank: int) -> int:
     Nobody frees memory that a peer's kernel or copy may still use.
     """
     from flux_megatron.overlap.report import reset_report
+    from flux_megatron.symm import device
     from flux_megatron.symm.workspace import release
     from flux_megatron.tuning import choice
 
@@ -93,6 +94,8 @@ def tidy(rank: int) -> int:
     release()
     reset_report()
     choice._opened.cache_clear()
+    device.copy_engine.cache_clear()  # which engine it is, a setting says
+    device.communication_stream.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
     torch.set_default_dtype(torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, FUSED, on_device
+from ranks import DEVICE, FUSED, here, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -56,7 +56,7 @@ def _layers(rank: int, kind: str) -> Callable[[], None]:
 def one_fails(rank: int, kind: str) -> list[str]:
     group = dist.group.WORLD
     middle = _layers(rank, kind)
-    engine = copy_engine(torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device("cpu"))
+    engine = copy_engine(here())
     dist.barrier()
     if rank == 1:
         join = mock.patch.object(engine, "join", wraps=engine.join)
@@ -71,9 +71,7 @@ def one_fails(rank: int, kind: str) -> list[str]:
     message = [refused(errors.GroupBroken, lambda case=case: check(case)) for case in (new, known)]
     with pytest.raises(errors.GroupBroken):
         flux_megatron.confirm_step()
-    assert len(workspace(group, torch.empty(0, device=DEVICE).device).open_calls()) == rank * (
-        2 if kind == "column" else 1
-    )
+    assert len(workspace(group, here()).open_calls()) == rank * (2 if kind == "column" else 1)
     other = dist.new_group([0, 1])
     check(known, other)  # another group is as it was
     return message

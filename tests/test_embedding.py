@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device
+from ranks import DEVICE, here, on_device
 
 import flux_megatron
 from flux_megatron import reference
@@ -153,7 +153,7 @@ def test_sparse_gradients_are_exact(world_size, strategy):
 def in_pieces(rank: int) -> None:
     """Slices of two samples and chunks of four entries, which nobody asks for by the operator."""
     case = Case((2, 3), samples=7, longest=16, hot=True, rows=5)
-    space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    space = workspace(dist.group.WORLD, here())
     for seed in range(3):
         weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(seed)[rank])
         bags = Bags.of(weight, offsets, case.tables, rank, "sum")

@@ -136,7 +136,7 @@ def test_the_sums_are_on_their_way_between_start_and_finish():
 
 
 def measured(rank: int, layout: str):
-    device = torch.empty(0, device=DEVICE).device
+    device = here()
     problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
     plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"], None)
     return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, be_late, on_device
+from ranks import DEVICE, be_late, here, on_device
 from test_gemm_ar import operands
 
 import flux_megatron
@@ -227,7 +227,7 @@ def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
 
 
 def measured(rank: int):
-    device = torch.empty(0, device=DEVICE).device
+    device = here()
     problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
     plans = tuner.candidates(problem, ["low_latency"], None)
     return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)

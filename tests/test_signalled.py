@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import DEVICE, on_device, run_ranks
+from ranks import DEVICE, here, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -70,7 +70,7 @@ def exact(rank: int, turns: int) -> dict:
             results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
-    assert not workspace(group, torch.empty(0, device=DEVICE).device).size_bytes
+    assert not workspace(group, here()).size_bytes
     report = flux_megatron.report()
     by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
     assert report.kernels["signalled_gemm"] == by_us
@@ -225,7 +225,7 @@ def by_facts(rank: int) -> tuple[str, ...]:
     """The bands of GEMM+RS and GEMM+AR with the facts of an H200, which only the leader has."""
     group = dist.group.WORLD
     facts = lambda gpu, link, one_node=True: H200 if rank == 0 else None  # noqa: E731
-    space = workspace(group, torch.empty(0, device=DEVICE).device)
+    space = workspace(group, here())
     with mock.patch.object(hardware, "find_or_assume", facts):
         plans = [choice.choose(asked(pattern), space) for pattern in (ROW, Pattern.GEMM_AR)]
     assert [reason for _, reason in plans] == [None, None]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from cases import Case, check
-from ranks import DEVICE, on_device, run_ranks
+from ranks import DEVICE, here, on_device, run_ranks
 
 from flux_megatron import errors
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
@@ -85,7 +85,7 @@ def test_tiles_beyond_2_31_elements():
 
 
 def channel_of(pattern: str) -> Channel:
-    space = workspace(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    space = workspace(dist.group.WORLD, here())
     return space.channels["gather" if pattern == "ag_gemm" else "scatter"]
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, be_late, on_device, run_ranks
+from ranks import be_late, here, on_device, run_ranks
 
 from flux_megatron.tuning import beside, timing
 from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
@@ -140,9 +140,8 @@ def _outlives(rank):
         calls[0] += 1
         be_late(0.5 if rank == 1 and calls[0] > 4 else 0.001)
 
-    device = torch.device(DEVICE, rank) if DEVICE == "cuda" else CPU
     candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
-    return race(candidates, group=dist.group.WORLD, device=device, rounds=3, beside=True)
+    return race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
 
 
 def test_a_candidate_that_outlives_the_all_reduces_is_counted():
