@@ -112,11 +112,12 @@ class Plan:
     """A strategy and its numbers.
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
-    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard, and at most so
-    many bands of experts have the all-to-alls of `signalled`. `transport`
-    names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `split_k_shards`
-    says of how many shards it splits tiles along K: in AG of the first, in RS of the last remote
-    ones. `two_phase` lets one owner add up each tile of `low_latency`, instead of every rank.
+    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard; at most so
+    many bands of experts have the all-to-alls of `signalled`, and `low_latency` cuts K into so many
+    parts, 0 for one. `transport` names what moves the results of `hopper`: "copy_engine" or "sm",
+    the SMs. `split_k_shards` says of how many shards it splits tiles along K: in AG of the first,
+    in RS of the last remote ones. `two_phase` lets one owner add up each tile of GEMM+AR by
+    `low_latency`, instead of every rank.
 
     `group_rows` are the rows of a shard, in GEMM+AR of y, in each wave group of `signalled`, one
     after another; the rest is one more group. `comm_sms` SMs are left to its collectives, 0: they

@@ -15,7 +15,7 @@ from test_gemm_ar import operands
 import flux_megatron
 from flux_megatron import errors, ops, reference
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.overlap import low_latency, registry
+from flux_megatron.overlap import low_latency, low_latency_plans, registry
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import estimate, tuner
@@ -25,6 +25,8 @@ PLANS = {
     "one shot": Plan("low_latency", tile=SMALL),
     "two phases": Plan("low_latency", tile=SMALL, two_phase=True),
     "by TMA": Plan("low_latency", tile=replace(SMALL, tma=True)),
+    "parts of K": Plan("low_latency", tile=SMALL, splits=2),
+    "parts by TMA": Plan("low_latency", tile=replace(SMALL, tma=True), splits=3, two_phase=True),
 }
 SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (128, 1, 33)]  # M, N, K_local
 
@@ -79,8 +81,9 @@ def test_gathers_and_scatters_are_exact(world_size):
     on_device(divided, world_size, PLANS["one shot"])
 
 
-def test_rows_that_have_come_are_loaded_by_tma():
-    on_device(divided, 2, PLANS["by TMA"])
+@pytest.mark.parametrize("plan", ["by TMA", "parts of K", "parts by TMA"])
+def test_rows_that_have_come_are_loaded_by_every_plan(plan):
+    on_device(divided, 2, PLANS[plan])
 
 
 def every_plan(rank: int) -> None:
@@ -197,18 +200,20 @@ def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
 
 
 def test_a_default_tile_is_resident_in_full(monkeypatch):
-    """Of 16-bit operands on Hopper: all tiles of up to 64 rows run at once, where memory allows.
-    And no tile is tried that needs more of it than there is.
+    """Of 16-bit operands on Hopper: all tiles of up to 64 rows run at once, where memory allows,
+    and so do all parts of tiles. And no tile is tried that needs more of it than there is.
     """
-    monkeypatch.setattr(low_latency, "_on_hopper", lambda: True)
+    monkeypatch.setattr(low_latency_plans, "_on_hopper", lambda: True)
     for rows, N, layout in itertools.product(
-        (1, 16, 32, 33, 64), (2560, 5120, 8192, 12288, 16384), ("nt", "nn")
+        (1, 16, 32, 33, 64), (640, 1280, 2560, 4096, 5120, 8192, 12288, 16384), ("nt", "nn")
     ):
         problem = Problem(Pattern.GEMM_AR, rows, N, 8192, "bfloat16", 2, layout)
-        tile = low_latency.default_plan(problem).tile
+        default = low_latency.default_plan(problem)
+        tile, parts = default.tile, max(1, default.splits)
         stage_bytes = 2 * tile.block_k * (next_power_of_2(max(16, rows)) + tile.block_n)
         resident = (227 << 10) // (tile.num_stages * stage_bytes)
-        assert cdiv(N, tile.block_n) <= resident * low_latency.SMS, problem
+        assert parts * cdiv(N, tile.block_n) <= resident * low_latency_plans.SMS, problem
+        assert default.splits == 0 or 8192 // parts >= low_latency_plans.LEAST_K
         tried = [plan.tile for plan in low_latency.candidates(replace(problem, M=2 * rows))]
         for other in tried:
             padded = next_power_of_2(max(16, 2 * rows))
@@ -218,7 +223,7 @@ def test_a_default_tile_is_resident_in_full(monkeypatch):
 
 
 def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
-    monkeypatch.setattr(low_latency, "_on_hopper", lambda: False)
+    monkeypatch.setattr(low_latency_plans, "_on_hopper", lambda: False)
     for rows in (1, 64, 128):
         plan = low_latency.default_plan(Problem(Pattern.GEMM_AR, rows, 8192, 8192, "bfloat16", 2))
         stage_bytes = 2 * plan.tile.block_k * (max(16, rows) + plan.tile.block_n)

@@ -38,6 +38,9 @@ PLANS = {
 FEW = {
     "low_latency": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4)),
     "low_latency, TMA": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4, tma=ON_HOPPER)),
+    "low_latency, parts": Plan(
+        "low_latency", tile=Tile(16, 64, 64, num_warps=4, num_stages=4), splits=3
+    ),
 }
 if ON_HOPPER:
     PLANS |= {

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, w_operand
+from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
+from flux_megatron.kernels.k_parts import partial_sums, sum_of_parts
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     begin_draw,
@@ -64,11 +65,12 @@ def load_piece(x, piece, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "half_words", "timeout_ns"])
 def ag_gemv_kernel(
-    x, gathered, w, bias, y, word_pointers, epochs, work, arrivals, status, rank,
+    x, gathered, w, bias, y, partials, word_pointers, epochs, work, arrivals, counts, status, rank,
     half_words: tl.int64, timeout_ns: tl.int64, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, SHARD_ROWS: tl.constexpr, PIECE_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    LAYOUT_NN: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
@@ -110,21 +112,29 @@ def ag_gemv_kernel(
         )
         count_release_sys(arrivals + _ARRIVED)  # count [H]
         tile = end_draw(ticket)
-    while tile < pieces + arriving + tiles:
+    everything = pieces + arriving + tiles * PARTS
+    while tile < everything:
         ticket = begin_draw(work, NUM_WARPS)
-        col = (tile - pieces - arriving) * BLOCK_N
+        made, part = (tile - pieces - arriving) // PARTS, (tile - pieces - arriving) % PARTS
+        col = made * BLOCK_N
         # a later deadline: rows that lack are rows whose words lack, and that wait names the rank
         wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline + timeout_ns, status)  # wait [H]
         if TMA:
             acquire_for_tma_loads()
         M = WORLD_SIZE * M_shard
-        acc = gemm_tile(gathered, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
-        if HAS_BIAS:
-            cols = col + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        store_tile(y, acc, 0, col, M, N, BLOCK_M, BLOCK_N, False)
+        acc = gemm_tile_part(
+            gathered, right, 0, col, part, PARTS, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+        )  # fmt: skip
+        whole = True
+        if PARTS > 1:
+            acc, whole = sum_of_parts(acc, made, part, partials, counts, M, BLOCK_M, BLOCK_N, PARTS)
+        if whole:
+            if HAS_BIAS:
+                cols = col + tl.arange(0, BLOCK_N)
+                acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+            store_tile(y, acc, 0, col, M, N, BLOCK_M, BLOCK_N, False)
         tile = end_draw(ticket)
-    everything = pieces + arriving + tiles
     close_draws(tile, everything, work)
     if tile == everything + tl.num_programs(0) - 1:
         tl.store(epochs, epoch)  # the last draw in vain: every CTA has read it
@@ -135,14 +145,14 @@ def ag_gemv_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, bias: bool,
-    layout: str, tile: Tile, whole: bool,
+    layout: str, tile: Tile, parts: int, whole: bool,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     rows = next_power_of_2(M_shard)
     columns = max(values_in_word(dtype.itemsize), min(PIECE // rows, next_power_of_2(K)))
     tile = replace(tile, block_m=max(16, next_power_of_2(world_size * M_shard)))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    tiles = max(cdiv(N, tile.block_n), world_size * cdiv(K, columns))
+    tiles = max(cdiv(N, tile.block_n) * parts, world_size * cdiv(K, columns))
     if device.type == "cpu":
         grid = launch.persistent_grid(device, tiles)
     else:  # more than one CTA fits on an SM
@@ -150,14 +160,14 @@ def _launcher(
     return Launcher(
         ag_gemv_kernel, grid, tile, (M_shard, N, K),
         WORLD_SIZE=world_size, SHARD_ROWS=rows, PIECE_COLUMNS=columns, HAS_BIAS=bias,
-        LAYOUT_NN=layout == "nn", VALUES=values_in_word(dtype.itemsize),
+        LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values_in_word(dtype.itemsize),
     )  # fmt: skip
 
 
 def ag_gemv(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *, word_pointers: Tensor,
-    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, status: Tensor, rank: int,
-    timeout_ns: int, layout: str, tile: Tile,
+    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, counts: Tensor, status: Tensor,
+    rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
 ) -> Tensor:  # fmt: skip
     """All ranks' x [M_shard, K], which it leaves in `gathered` [M, K], times w ([N, K] or [K, N])
     + bias [N]: y [M, N].
@@ -169,13 +179,14 @@ def ag_gemv(
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     run = _launcher(
-        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile,
+        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile, parts,
         launch.has_whole_units(gathered, w),
     )  # fmt: skip
     run(
         (
-            x, gathered, w, bias if bias is not None else x, y, word_pointers, epochs, work,
-            arrivals, status,
+            x, gathered, w, bias if bias is not None else x, y,
+            partial_sums(gathered, N, tile, parts), word_pointers, epochs, work, arrivals, counts,
+            status,
         ),
         (rank, half_bytes // 8, timeout_ns),
     )  # fmt: skip

@@ -59,10 +59,22 @@ def gemm_tile(
     LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The tile of x @ w at (row, col), fp32 [BLOCK_M, BLOCK_N]. `w` comes from `w_operand`."""
+    return gemm_tile_part(x, w, row, col, 0, 1, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
+
+
+@triton.jit
+def gemm_tile_part(
+    x, w, row, col, part, parts, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile's sum over one of so many `parts` of K."""
+    k_tiles = tl.cdiv(K, BLOCK_K)
+    k_first, k_last = part * k_tiles // parts, (part + 1) * k_tiles // parts
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if TMA:
         x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
+        for k in range(k_first, k_last):
             x_tile = x_desc.load([row, k * BLOCK_K])
             if LAYOUT_NN:
                 acc = multiply_add(x_tile, w.load([k * BLOCK_K, col]), acc)
@@ -75,7 +87,7 @@ def gemm_tile(
             w_cols, w_stride = w + cols[None, :], N
         else:
             w_cols, w_stride = w + cols[None, :] * K, 1
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
+        for k in range(k_first, k_last):
             ks = (k * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
             x_tile = tl.load(
                 x + rows[:, None] * K + ks[None, :],

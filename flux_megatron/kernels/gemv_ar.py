@@ -1,8 +1,8 @@
 """GEMM+AR and GEMM+RS of few rows (decode) in one kernel, with flags in the data.
 
 gemv_ar_kernel  one list of work tiles a rank, drawn in order:
-                1. GEMM tiles, all rows of some columns: the partial goes to all ranks as words;
-                   GEMM+RS: to each rank its rows
+                1. GEMM tiles, all rows of some columns, or parts of them along K: the partial goes
+                   to all ranks as words; GEMM+RS: to each rank its rows
                 2. two phases only: the owner of a tile sums its partials, and sends the sum to all
                 3. every tile of y: the fp32 sum of its partials in rank order, or the owner's sum
 
@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, w_operand
+from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
+from flux_megatron.kernels.k_parts import partial_sums, sum_of_parts
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -77,11 +78,12 @@ def send_to_owners(
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "half_words", "timeout_ns"])
 def gemv_ar_kernel(
-    x, w, y, word_pointers, epochs, work, status, rank, half_words: tl.int64, timeout_ns: tl.int64,
-    M, N, K,
+    x, w, y, partials, word_pointers, epochs, work, counts, status, rank,
+    half_words: tl.int64, timeout_ns: tl.int64, M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
-    SCATTERS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
+    SCATTERS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
@@ -94,28 +96,38 @@ def gemv_ar_kernel(
     y_rows = M // WORLD_SIZE if SCATTERS else M
     slot_words = tl.cast(y_rows, tl.int64) * tl.cdiv(N, VALUES)
     tiles = tl.cdiv(N, BLOCK_N)
+    parts = tiles * PARTS
     owned = tl.cdiv(tiles - rank, WORLD_SIZE) if TWO_PHASE else 0
     right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = first_tile(work)
-    while tile < tiles:
+    while tile < parts:
         ticket = begin_draw(work, NUM_WARPS)
-        col = tile * BLOCK_N
-        acc = gemm_tile(x, right, 0, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
-        words = pack_words(acc.to(dtype), epoch, VALUES)
-        at, inside = tile_words(tile, M, N, BLOCK_M, BLOCK_N, VALUES)
-        if (tile == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
-            renew(mine + (1 - parity) * half_words, half_words, epoch - 1, 1024)
-        first = parity * half_words + rank * slot_words
-        if SCATTERS:
-            send_to_owners(word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE)
-        elif TWO_PHASE:
-            send_to(word_pointers, tile % WORLD_SIZE, first + at, words, inside)
-        else:
-            send_to_all(word_pointers, rank, first + at, words, inside, WORLD_SIZE)
+        made, part = tile // PARTS, tile % PARTS
+        acc = gemm_tile_part(
+            x, right, 0, made * BLOCK_N, part, PARTS, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+        )  # fmt: skip
+        whole = True
+        if PARTS > 1:
+            acc, whole = sum_of_parts(acc, made, part, partials, counts, M, BLOCK_M, BLOCK_N, PARTS)
+        if whole:
+            words = pack_words(acc.to(dtype), epoch, VALUES)
+            at, inside = tile_words(made, M, N, BLOCK_M, BLOCK_N, VALUES)
+            if (made == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
+                renew(mine + (1 - parity) * half_words, half_words, epoch - 1, 1024)
+            first = parity * half_words + rank * slot_words
+            if SCATTERS:
+                send_to_owners(
+                    word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE
+                )
+            elif TWO_PHASE:
+                send_to(word_pointers, made % WORLD_SIZE, first + at, words, inside)
+            else:
+                send_to_all(word_pointers, rank, first + at, words, inside, WORLD_SIZE)
         tile = settle(end_draw(ticket), work)
-    while tile < tiles + owned:
+    while tile < parts + owned:
         ticket = begin_draw(work, NUM_WARPS)
-        mine_to_sum = rank + (tile - tiles) * WORLD_SIZE
+        mine_to_sum = rank + (tile - parts) * WORLD_SIZE
         at, inside = tile_words(mine_to_sum, M, N, BLOCK_M, BLOCK_N, VALUES)
         total = receive_sum(
             half, at, inside, slot_words, epoch, 0, deadline, status, memory,
@@ -125,9 +137,9 @@ def gemv_ar_kernel(
         at += parity * half_words + WORLD_SIZE * slot_words
         send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
         tile = settle(end_draw(ticket), work)
-    while tile < tiles + owned + tiles:
+    while tile < parts + owned + tiles:
         ticket = begin_draw(work, NUM_WARPS)
-        last = tile - tiles - owned
+        last = tile - parts - owned
         at, inside = tile_words(last, y_rows, N, BLOCK_Y, BLOCK_N, VALUES)
         if TWO_PHASE:
             total = receive_sum(
@@ -141,35 +153,36 @@ def gemv_ar_kernel(
             )  # fmt: skip  # wait [W]
         store_tile(y, total, 0, last * BLOCK_N, y_rows, N, BLOCK_Y, BLOCK_N, False)
         tile = settle(end_draw(ticket), work)
-    close_draws(tile, tiles + owned + tiles, work)
-    if tile == tiles + owned + tiles + tl.num_programs(0) - 1:
+    everything = parts + owned + tiles
+    close_draws(tile, everything, work)
+    if tile == everything + tl.num_programs(0) - 1:
         tl.store(epochs, epoch)  # the last draw in vain: every CTA has read it
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
     M: int, N: int, K: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, two_phase: bool, scatters: bool, whole: bool,
+    layout: str, tile: Tile, parts: int, two_phase: bool, scatters: bool, whole: bool,
 ) -> Launcher:  # fmt: skip
     tile = replace(tile, block_m=max(16, next_power_of_2(M)))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
-    tiles = cdiv(N, tile.block_n)
+    work_tiles = cdiv(N, tile.block_n) * parts
     if device.type == "cpu":
-        grid = launch.persistent_grid(device, tiles)
+        grid = launch.persistent_grid(device, work_tiles)
     else:  # more than one CTA fits on an SM
-        grid = (min(tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
+        grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
     return Launcher(
         gemv_ar_kernel, grid, tile, (M, N, K),
         WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y, LAYOUT_NN=layout == "nn",
-        SCATTERS=scatters, VALUES=values_in_word(dtype.itemsize),
+        SCATTERS=scatters, PARTS=parts, VALUES=values_in_word(dtype.itemsize),
     )  # fmt: skip
 
 
 def gemv_ar(
     x: Tensor, w: Tensor, *, word_pointers: Tensor, half_bytes: int, epochs: Tensor, work: Tensor,
-    status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str, tile: Tile,
-    two_phase: bool = False, scatters: bool = False,
+    counts: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
+    tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
     it `scatters`, this rank's rows [M / R, N].
@@ -181,8 +194,12 @@ def gemv_ar(
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M // world_size if scatters else M, N)
     run = _launcher(
-        M, N, K, world_size, x.dtype, x.device, layout, tile, two_phase, scatters,
+        M, N, K, world_size, x.dtype, x.device, layout, tile, parts, two_phase, scatters,
         launch.has_whole_units(x, w),
     )  # fmt: skip
-    run((x, w, y, word_pointers, epochs, work, status), (rank, half_bytes // 8, timeout_ns))
+    partials = partial_sums(x, N, tile, parts)
+    run(
+        (x, w, y, partials, word_pointers, epochs, work, counts, status),
+        (rank, half_bytes // 8, timeout_ns),
+    )  # fmt: skip
     return y

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,8 +29,9 @@ from gemm_tiles import Multiply, Operands, Shape, line, raced, start
 from torch import Tensor
 
 from flux_megatron.kernels import gemv_ar as kernels
-from flux_megatron.overlap import low_latency
-from flux_megatron.problem import Pattern, Problem, Tile
+from flux_megatron.kernels.k_parts import parts_of
+from flux_megatron.overlap import low_latency, low_latency_plans
+from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm import signals
 
 SHAPES = (
@@ -38,8 +40,11 @@ SHAPES = (
 )  # N x K of a rank, and the layout of w
 
 
-def name_of(tile: Tile) -> str:
-    return f"{tile.block_n}x{tile.block_k}, {tile.num_stages} stages{', TMA' * tile.tma}"
+def name_of(plan: Plan) -> str:
+    tile = plan.tile
+    more = f"{', TMA' * tile.tma}{', 8 warps' * (tile.num_warps == 8)}"
+    more += f", {plan.splits} parts" * bool(plan.splits)
+    return f"{tile.block_n}x{tile.block_k}, {tile.num_stages} stages{more}"
 
 
 def problem_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
@@ -49,12 +54,14 @@ def problem_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Proble
     )
 
 
-def tiles_of(problem: Problem) -> list[Tile]:
-    """What the tuner tries, with the default tiles of other GPUs, which were those of all."""
+def plans_of(problem: Problem) -> list[Plan]:
+    """What the tuner tries, without parts of K too, and with the default of other GPUs."""
     plans = low_latency.candidates(problem)
-    with mock.patch.object(low_latency, "_on_hopper", return_value=False):
-        plans = [*plans, low_latency.default_plan(problem)]
-    return [*dict.fromkeys(plan.tile for plan in plans)]
+    plans = [replace(plan, two_phase=False) for plan in plans]
+    plans += [replace(plan, splits=0) for plan in plans]
+    with mock.patch.object(low_latency_plans, "_on_hopper", return_value=False):
+        plans.append(low_latency.default_plan(problem))
+    return [*dict.fromkeys(plans)]
 
 
 def calls_of(operands: Operands, device: torch.device, dtype: torch.dtype) -> dict[str, Multiply]:
@@ -66,18 +73,21 @@ def calls_of(operands: Operands, device: torch.device, dtype: torch.dtype) -> di
     belong = {
         "word_pointers": torch.tensor([words.data_ptr()], device=device), "half_bytes": half_bytes,
         "epochs": torch.zeros(1, **counts), "work": torch.zeros(2 * signals.WORK_WORDS, **counts),
+        "counts": torch.zeros(signals.SPLIT_TILES, **counts),
         "status": torch.zeros(64, **counts), "rank": 0, "world_size": 1, "timeout_ns": 10**9,
         "layout": shape.layout,
     }  # fmt: skip
 
-    def with_tile(tile: Tile) -> Multiply:
+    def with_plan(plan: Plan) -> Multiply:
+        parts = parts_of(plan.splits, shape.N, plan.tile)
+
         def call(w: Tensor, kept: Tensor = words) -> Tensor:  # a pointer keeps nothing alive
-            return kernels.gemv_ar(operands.x, w, tile=tile, **belong)
+            return kernels.gemv_ar(operands.x, w, tile=plan.tile, parts=parts, **belong)
 
         return call
 
-    tiles = tiles_of(problem_of(shape, device, dtype))
-    return {"library": operands.library, **{name_of(tile): with_tile(tile) for tile in tiles}}
+    plans = plans_of(problem_of(shape, device, dtype))
+    return {"library": operands.library, **{name_of(plan): with_plan(plan) for plan in plans}}
 
 
 def compiled(shape: Shape) -> None:
@@ -94,7 +104,7 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each candidate."""
     operands = Operands(shape, device, dtype)
-    default = name_of(low_latency.default_plan(problem_of(shape, device, dtype)).tile)
+    default = name_of(low_latency.default_plan(problem_of(shape, device, dtype)))
     for row in raced(operands, calls_of(operands, device, dtype), device, rounds):
         yield {"table": "few_rows", **row, "default": row["tile"] == default}
 

@@ -10,7 +10,7 @@ import torch
 from gemm_tiles import Shape
 from ranks import DEVICE, on_device
 
-from flux_megatron.overlap import low_latency
+from flux_megatron.overlap import low_latency_plans
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # On GPUs the weights of a shape are more than L2 holds: large ones are fewer.
@@ -31,10 +31,10 @@ def test_a_row_for_each_tile_and_one_default():
 
 
 def test_former_defaults_take_part(monkeypatch):
-    monkeypatch.setattr(low_latency, "_on_hopper", lambda: True)
+    monkeypatch.setattr(low_latency_plans, "_on_hopper", lambda: True)
     shape = Shape.of("64x8192x4096 nt")
-    tiles = script.tiles_of(script.problem_of(shape, torch.device("cuda", 0), torch.bfloat16))
-    names = [script.name_of(tile) for tile in tiles]
+    plans = script.plans_of(script.problem_of(shape, torch.device("cuda", 0), torch.bfloat16))
+    names = [script.name_of(plan) for plan in plans]
     assert {"64x64, 5 stages", "64x128, 5 stages", "64x128, 4 stages, TMA"} <= {*names}
     assert len(names) == len({*names})
 
@@ -42,13 +42,14 @@ def test_former_defaults_take_part(monkeypatch):
 def _refused(rank: int) -> str:
     right = script.kernels.gemv_ar
     broken = mock.Mock(side_effect=lambda *args, **options: right(*args, **options) + 1)
+    all_wrong = f"{6144 if DEVICE == 'cuda' else 120} numbers are wrong"
     with mock.patch.object(script.kernels, "gemv_ar", broken), pytest.raises(
-        ArithmeticError, match="32 numbers are wrong"
+        ArithmeticError, match=all_wrong
     ) as error:  # fmt: skip
-        next(script.measure(Shape.of("2x16x16 nt"), torch.device(DEVICE), 2, DTYPE))
+        next(script.measure(Shape.of(SMALL), torch.device(DEVICE), 2, DTYPE))
     return str(error.value)
 
 
 def test_a_wrong_tile_is_not_timed():
     (said,) = on_device(_refused, 1)
-    assert said.startswith("2x16x16 nt with tiles of ")
+    assert said.startswith(f"{SMALL} with tiles of ")

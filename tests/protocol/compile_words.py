@@ -18,12 +18,13 @@ from triton.backends.nvidia.compiler import CUDABackend
 from flux_megatron.kernels import ag_gemv
 from flux_megatron.kernels.ag_gemv import ag_gemv_kernel
 from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
-from flux_megatron.overlap import low_latency
+from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Problem
 
 # dtype, layout, M, N, two phases: tiles of each kind, each number of values in a word, of phases
 SHIPPED = (
     ("bfloat16", "nt", 1, 4096, False),
+    ("bfloat16", "nt", 128, 2560, True),
     ("bfloat16", "nn", 64, 8192, True),
     ("bfloat16", "nn", 32, 16384, False),
     ("bfloat16", "nt", 64, 28672, False),
@@ -37,14 +38,15 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     """Default plans for sm_90."""
     for dtype, layout, M, N, two_phase in SHIPPED:
         problem = Problem(Pattern.GEMM_AR, M, N, 8192, dtype, 2, layout)
-        tile, block_m = low_latency.default_plan(problem).tile, max(16, M)
+        plan = low_latency.default_plan(problem)
+        tile, block_m, parts = plan.tile, max(16, M), plan.splits or 1
         common = {
             "WORLD_SIZE": 2, "LAYOUT_NN": layout == "nn", "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
             "VALUES": 1 if dtype == "float32" else 2, "NUM_WARPS": tile.num_warps,
-            "TMA": tile.tma,
+            "TMA": tile.tma, "PARTS": parts,
         }  # fmt: skip
-        name = f"{dtype} {layout} M={M} N={N}{' tma' * tile.tma}"
+        name = f"{dtype} {layout} M={M} N={N}{' tma' * tile.tma}{' parts' * (parts > 1)}"
         reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
         yield (
             f"gemv_ar {name}",
@@ -65,6 +67,6 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
 if __name__ == "__main__":
     with (
         mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
-        mock.patch.object(low_latency, "_on_hopper", return_value=True),
+        mock.patch.object(low_latency_plans, "_on_hopper", return_value=True),
     ):
         write_results(dict(shipped()), sys.argv[1])

@@ -107,6 +107,8 @@ CASES = {
     "words in two phases": Case("ar", **_WORDS, two_phase=True),
     "words scattered": Case("rs", **_WORDS),
     "words gathered": Case("ag", **{**_WORDS, "K": 40}),
+    "words in parts": Case("ar", **{**_WORDS, "N": 96, "K": 40, "parts": 2}, ctas=6),
+    "words gathered in parts": Case("ag", **{**_WORDS, "K": 40, "parts": 2}),
     "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
 }
 

@@ -46,7 +46,9 @@ class Case:
     split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
     block_n: int = 0  # 0: as `block`
-    two_phase: bool = False  # of `low_latency`
+    # of `low_latency`
+    two_phase: bool = False
+    parts: int = 0  # of K
     # of `signalled`
     group_rows: tuple[int, ...] = ()
     gluon: bool = False  # by its Hopper kernel
@@ -59,6 +61,7 @@ class Case:
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
         options += " two streams" * self.two_streams + " two phases" * self.two_phase
+        options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
         if self.strategy == "hopper":
             options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
@@ -99,7 +102,7 @@ class Host:
         self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
             transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,
-            group_rows=case.group_rows,
+            group_rows=case.group_rows, splits=case.parts,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]

@@ -10,6 +10,7 @@ from ptx_order import (
     ACQUIRE,
     BARRIER,
     CLOCK,
+    COUNT,
     LOOK,
     STORE,
     Misordered,
@@ -19,7 +20,7 @@ from ptx_order import (
     check_gives_up,
 )
 
-from flux_megatron.overlap import low_latency
+from flux_megatron.overlap import low_latency_plans
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -133,6 +134,40 @@ def test_each_instruction_of_the_gathered_rows_is_needed(compiled, check, found,
             check(Ptx(broken))
 
 
+PART = r"ld\.global\.cg"  # another CTA's sums
+
+
+def check_parts(ptx: Ptx) -> None:
+    """A part is counted when all threads have stored it, and all threads load after the count."""
+    ptx.require_some(COUNT, "no part is counted")
+    ptx.require_some(PART, "no part is loaded past L1")
+    ptx.require(STORE, COUNT, BARRIER, "only one thread's stores are ordered: no CTA barrier")
+    ptx.require(COUNT, PART, BARRIER, "only one thread has acquired: no CTA barrier")
+
+
+def test_parts_of_k_are_there_before_they_are_added(compiled):
+    kernels = named(compiled, "parts")
+    assert {name.split()[0] for name in kernels} == {"gemv_ar", "gemv_rs", "ag_gemv"}
+    for kernel in kernels.values():
+        check_parts(Ptx(kernel["ptx"]))
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "reason"),
+    [
+        (COUNT, "nothing", "no part is counted"),
+        (PART, "ld.global.ca", "no part is loaded"),
+        (BARRIER, "nothing", "no CTA barrier"),
+    ],
+)
+def test_each_instruction_of_the_parts_is_needed(compiled, found, put, reason):
+    for kernel in named(compiled, "parts").values():
+        broken = re.sub(found, put, kernel["ptx"])
+        assert broken != kernel["ptx"], f"there is no {found}"
+        with pytest.raises(Misordered, match=reason):
+            check_parts(Ptx(broken))
+
+
 def test_rows_loaded_by_tma_need_a_fence(compiled):
     for kernel in named(compiled, "ag_gemv", "tma").values():
         broken = re.sub(r"fence\.proxy\.async;", "nothing;", kernel["ptx"])
@@ -147,5 +182,5 @@ def test_copies_are_asynchronous_and_fit(compiled):
         copies = "cp.async.bulk.tensor" if "tma" in name.split() else "cp.async.cg"
         assert copies in kernel["ptx"], name
         columns = int(name.split(" N=")[1].split()[0])
-        several = columns > 64 * low_latency.SMS
+        several = columns > 64 * low_latency_plans.SMS
         assert (1 + several) * kernel["shared_bytes"] <= 227 * 1024, name

@@ -12,6 +12,7 @@ from virtual_ranks import STANDARD, Schedule
 pytestmark = needs_interpreter
 
 FEW = {"strategy": "low_latency", "N": 40, "K": 8}
+IN_PARTS = {**FEW, "K": 40}  # three k-tiles: of four parts one is empty
 CASES = [
     Case("ar", rows=(2, 2, 2, 2), **FEW),
     Case("ar", rows=(1, 3, 1, 3), layout="nn", dtype=torch.bfloat16, **FEW),
@@ -31,6 +32,13 @@ CASES += [
     Case("backward", rows=(2, 1, 2), layout="nn", **FEW),
     Case("ar", rows=(2, 1, 2), tma=True, **FEW),
     Case("ag", rows=(2, 1, 2), layout="nn", tma=True, **FEW),
+]
+CASES += [
+    Case("ar", rows=(2, 1, 2), parts=2, **IN_PARTS),
+    Case("ar", rows=(1, 2), two_phase=True, parts=3, dtype=torch.bfloat16, **IN_PARTS),
+    Case("rs", rows=(1,) * 6, captured=True, parts=2, layout="nn", **IN_PARTS),
+    Case("ag", world_size=3, rows=(2, 1, 2), bias=True, parts=3, **IN_PARTS),
+    Case("ag", rows=(2, 1, 2), tma=True, two_streams=True, parts=4, **IN_PARTS),
 ]
 # more CTAs than may be resident, which start in an order that differs between the ranks
 ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)

@@ -1,0 +1,55 @@
+"""Tiles whose K is cut into parts, which CTAs multiply side by side (split-K).
+
+Each part leaves its fp32 sums in memory and is counted; the CTA that counts the last part of a tile
+adds them up in the order of the parts, so the bits do not depend on who comes last. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flux_megatron.kernels.primitives import count_acq_rel_gpu
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.triton_launch import empty
+from flux_megatron.problem import Tile
+from flux_megatron.symm.signals import SPLIT_TILES
+
+
+@triton.jit
+def sum_of_parts(
+    acc, tile, part, partials, counters, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Leave a part's sums; for the last that comes the sum of all and True, else anything and
+    False. `partials`, fp32 [tiles, PARTS, BLOCK_M, BLOCK_N], has the first M rows of each part.
+    """
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    at = rows * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    partials += tile * (PARTS * BLOCK_M * BLOCK_N)
+    tl.store(partials + part * (BLOCK_M * BLOCK_N) + at, acc, mask=rows < M)
+    last = count_acq_rel_gpu(counters + tile, PARTS)  # count [C]
+    if last:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for one in tl.static_range(PARTS):
+            # past L1: other SMs have stored them
+            acc += tl.load(
+                partials + one * (BLOCK_M * BLOCK_N) + at, mask=rows < M, other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+    return acc, last
+
+
+def parts_of(wanted: int, N: int, tile: Tile) -> int:
+    """Into so many parts K is cut: those of a plan, 0 for one, as far as there are counters."""
+    return wanted if wanted and cdiv(N, tile.block_n) <= SPLIT_TILES else 1
+
+
+def partial_sums(x: Tensor, N: int, tile: Tile, parts: int) -> Tensor:
+    """Memory for the sums of a call with x [M, K], of that many columns; nothing for one part."""
+    if parts == 1:
+        return x
+    rows = max(16, next_power_of_2(x.shape[0]))
+    return empty(x, cdiv(N, tile.block_n) * parts, rows, tile.block_n, dtype=torch.float32)
