@@ -2,12 +2,13 @@
 where it is installed.
 
     python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --tp 4
-    python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --shapes "6144x3584x4096 nt"
+    python tests/gpu/gemm_tiles.py gemm_tiles.jsonl --shapes "6144x3584x4096 nt" --groups 4,8,24
 
 Every tile is first verified on small whole numbers, every bit; then all of a shape race on random
 ones. Timed is a CUDA graph of calls one after another, each with another weight, so many that L2
 does not hold them, as in a model of many layers. The shapes are those of the models' layers, unless
-`--shapes` names others. A line a shape: the library's us, each tile's share of its speed, the
+`--shapes` names others; with `--groups` the tiles of 192 and 256 columns are made in groups of so
+many rows of tiles too. A line a shape: the library's us, each tile's share of its speed, the
 fastest first, and an asterisk at the tile that `gather_tiles.tile_alone` chooses.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,10 +32,10 @@ from flux_megatron.bench import suites
 from flux_megatron.bench.candidates import replayed
 from flux_megatron.bench.competitors import quack
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import DEEP, LONG, TILES
+from flux_megatron.kernels.hopper_config import DEEP, LONG, MEDIUM, TILES
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.patterns import COLUMN
-from flux_megatron.problem import Problem
+from flux_megatron.problem import Problem, Tile
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.gather_tiles import tile_alone
 from flux_megatron.tuning.timing import race
@@ -68,11 +70,22 @@ def shapes_of_models(tp: int, Ms: tuple[int, ...]) -> list[Shape]:
     return [*dict.fromkeys(Shape(one.M, one.N, one.K, one.layout) for one in cases)]
 
 
+def in_groups(sizes: tuple[int, ...]) -> dict[str, Tile]:
+    """The tiles that are made in groups of so many rows of tiles, by their names."""
+    return {
+        f"128x{tile.block_n}, groups of {size}": replace(tile, group_m=size)
+        for tile in (MEDIUM, DEEP)
+        for size in sizes
+    }
+
+
 class Operands:
     """x [M, K] and weights of whole numbers, of whose products bf16 has every sum."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: Shape, device: torch.device, dtype: torch.dtype, groups: tuple[int, ...] = ()
+    ) -> None:
+        self.shape, self.tiles = shape, NAMED | in_groups(groups)
         made = torch.Generator(device).manual_seed(1)
 
         def whole(*size: int) -> Tensor:
@@ -104,7 +117,8 @@ class Operands:
 
         layout = self.shape.layout
         ours = {
-            name: lambda w, tile=tile: gemm(self.x, w, layout, tile) for name, tile in NAMED.items()
+            name: lambda w, tile=tile: gemm(self.x, w, layout, tile)
+            for name, tile in self.tiles.items()
         }
         return {"library": self.library, **ours}
 
@@ -122,10 +136,10 @@ class Operands:
         }
 
 
-def compiled(shape: Shape) -> None:
+def compiled(shape: Shape, groups: tuple[int, ...] = ()) -> None:
     """Every kernel of a shape: Triton keeps them on disk, for the process that measures."""
     device = torch.device("cuda", 0)
-    operands = Operands(shape, device, torch.bfloat16)
+    operands = Operands(shape, device, torch.bfloat16, groups)
     for call in operands.candidates(device).values():
         call(operands.ws[0])
     torch.cuda.synchronize()
@@ -170,18 +184,19 @@ def raced(
 
 
 def measure(
-    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[dict]:
+    shape: Shape, device: torch.device, rounds: int, dtype: torch.dtype = torch.bfloat16,
+    groups: tuple[int, ...] = (),
+) -> Iterator[dict]:  # fmt: skip
     """A row for each candidate."""
-    operands = Operands(shape, device, dtype)
+    operands = Operands(shape, device, dtype, groups)
     calls = {**operands.candidates(device), **operands.peers()}
     chosen = tile_alone(shape.M, shape.N, shape.K, dtype, shape.layout) if len(calls) > 1 else None
     for row in raced(operands, calls, device, rounds):
         name = row["tile"]
         yield {
             "table": "gemm_tiles", **row,
-            "candidate": name.split()[0] if name not in NAMED else "ours",
-            "chosen": chosen is not None and NAMED.get(name) == chosen,
+            "candidate": name.split()[0] if name not in operands.tiles else "ours",
+            "chosen": chosen is not None and operands.tiles.get(name) == chosen,
         }  # fmt: skip
 
 
@@ -207,21 +222,24 @@ def start() -> torch.device:
 def main(
     out: Path, tp: int = 4, ms: str = "64,128,256,512,1024,2048,4096,8192", shapes: str = "",
     rounds: int = 16, seconds: float = 200, commit: str = "", compilers: int = 12,
+    groups: str = "",
 ) -> None:  # fmt: skip
     """Measure on the first GPU until `seconds` are over, and append the rows to `out`."""
     end = time.monotonic() + seconds
     device = start()
     print(quack.QuackGemm().unavailable() or "quack takes part", flush=True)
-    Ms = tuple(map(int, ms.split(",")))
+    Ms, sizes = (tuple(map(int, text.split(","))) if text else () for text in (ms, groups))
     wanted = [*map(Shape.of, shapes.split(","))] if shapes else shapes_of_models(tp, Ms)
     with ProcessPoolExecutor(compilers, mp_context=mp.get_context("spawn")) as pool:
-        [*pool.map(compiled, wanted)]
+        [*pool.map(partial(compiled, groups=sizes), wanted)]
     with out.open("a") as file:
         for shape in wanted:
             if time.monotonic() > end:
                 print("no time for the others")
                 break
-            rows = [{**row, "commit": commit} for row in measure(shape, device, rounds)]
+            rows = [
+                {**row, "commit": commit} for row in measure(shape, device, rounds, groups=sizes)
+            ]
             file.writelines(json.dumps(row) + "\n" for row in rows)
             print(line(rows), flush=True)
     dist.destroy_process_group()

@@ -36,6 +36,13 @@ def test_a_wrong_gemm_is_not_timed(monkeypatch):
         next(script.measure(script.Shape.of("48x40x32 nt"), torch.device(DEVICE), 1, DTYPE))
 
 
+def test_tiles_are_made_in_other_groups_too():
+    operands = script.Operands(script.Shape(8, 8, 8, "nt"), torch.device("cpu"), DTYPE, (4, 24))
+    assert operands.tiles["128x192, groups of 24"].group_m == 24
+    assert operands.tiles["128x256, groups of 4"].num_stages == 4
+    assert {*script.NAMED} < {*operands.tiles}
+
+
 def test_the_shapes_are_those_of_the_models():
     shapes = script.shapes_of_models(4, (2048,))
     assert script.Shape.of("2048x3072x12288 nn") in shapes

@@ -150,7 +150,7 @@ def test_as_measured():
 def alone() -> dict[tuple, dict[str, dict]]:
     """Rows of GEMMs alone with each tile of the kernel, by shape."""
     found: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for name in ("gemm_slices", "gemm_groups"):  # the newer rows of a shape count
+    for name in ("gemm_slices", "gemm_groups", "quack"):  # the newer rows of a shape count
         newer: dict[tuple, dict[str, dict]] = defaultdict(dict)
         for row in map(json.loads, (FOLDER.parent / "h200" / f"{name}.jsonl").open()):
             if row["table"] == "gemm_tiles" and row["commit"] not in ("d6c444a", "1684d25"):
