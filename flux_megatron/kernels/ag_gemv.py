@@ -65,8 +65,8 @@ def load_piece(x, piece, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "half_words", "timeout_ns"])
 def ag_gemv_kernel(
-    x, gathered, w, bias, y, partials, word_pointers, epochs, work, arrivals, counts, status, rank,
-    half_words: tl.int64, timeout_ns: tl.int64, M_shard, N, K,
+    x, gathered, w, bias, y, partials, word_pointers, epochs, work, arrivals, counters, status,
+    rank, half_words: tl.int64, timeout_ns: tl.int64, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, SHARD_ROWS: tl.constexpr, PIECE_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     LAYOUT_NN: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr,
@@ -128,7 +128,9 @@ def ag_gemv_kernel(
         )  # fmt: skip
         whole = True
         if PARTS > 1:
-            acc, whole = sum_of_parts(acc, made, part, partials, counts, M, BLOCK_M, BLOCK_N, PARTS)
+            acc, whole = sum_of_parts(
+                acc, made, part, partials, counters, M, BLOCK_M, BLOCK_N, PARTS
+            )
         if whole:
             if HAS_BIAS:
                 cols = col + tl.arange(0, BLOCK_N)
@@ -166,14 +168,15 @@ def _launcher(
 
 def ag_gemv(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *, word_pointers: Tensor,
-    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, counts: Tensor, status: Tensor,
-    rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
+    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, counters: Tensor,
+    status: Tensor, rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
 ) -> Tensor:  # fmt: skip
     """All ranks' x [M_shard, K], which it leaves in `gathered` [M, K], times w ([N, K] or [K, N])
     + bias [N]: y [M, N].
 
     `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
-    `epochs` [1], `work` and `arrivals` [2] belong to them, as `symm.word_channel` says.
+    `epochs` [1], `work` and `arrivals` [2] belong to them, as `symm.word_channel` says. K is cut
+    into `parts`, which `counters` count.
     """
     M = len(gathered)
     N = w.shape[0] if layout == "nt" else w.shape[1]
@@ -185,7 +188,7 @@ def ag_gemv(
     run(
         (
             x, gathered, w, bias if bias is not None else x, y,
-            partial_sums(gathered, N, tile, parts), word_pointers, epochs, work, arrivals, counts,
+            partial_sums(gathered, N, tile, parts), word_pointers, epochs, work, arrivals, counters,
             status,
         ),
         (rank, half_bytes // 8, timeout_ns),

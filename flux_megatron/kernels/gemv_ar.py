@@ -78,7 +78,7 @@ def send_to_owners(
 # numbers that change from call to call must not compile a kernel each
 @triton.jit(do_not_specialize=["rank", "half_words", "timeout_ns"])
 def gemv_ar_kernel(
-    x, w, y, partials, word_pointers, epochs, work, counts, status, rank,
+    x, w, y, partials, word_pointers, epochs, work, counters, status, rank,
     half_words: tl.int64, timeout_ns: tl.int64, M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
@@ -109,7 +109,9 @@ def gemv_ar_kernel(
         )  # fmt: skip
         whole = True
         if PARTS > 1:
-            acc, whole = sum_of_parts(acc, made, part, partials, counts, M, BLOCK_M, BLOCK_N, PARTS)
+            acc, whole = sum_of_parts(
+                acc, made, part, partials, counters, M, BLOCK_M, BLOCK_N, PARTS
+            )
         if whole:
             words = pack_words(acc.to(dtype), epoch, VALUES)
             at, inside = tile_words(made, M, N, BLOCK_M, BLOCK_N, VALUES)
@@ -181,14 +183,15 @@ def _launcher(
 
 def gemv_ar(
     x: Tensor, w: Tensor, *, word_pointers: Tensor, half_bytes: int, epochs: Tensor, work: Tensor,
-    counts: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
+    counters: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
     tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
     it `scatters`, this rank's rows [M / R, N].
 
     `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
-    `epochs` [1] and `work` belong to them, as `symm.word_channel` says.
+    `epochs` [1] and `work` belong to them, as `symm.word_channel` says. K is cut into `parts`,
+    which `counters` count.
     """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
@@ -199,7 +202,7 @@ def gemv_ar(
     )  # fmt: skip
     partials = partial_sums(x, N, tile, parts)
     run(
-        (x, w, y, partials, word_pointers, epochs, work, counts, status),
+        (x, w, y, partials, word_pointers, epochs, work, counters, status),
         (rank, half_bytes // 8, timeout_ns),
     )  # fmt: skip
     return y

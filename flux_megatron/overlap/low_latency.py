@@ -121,6 +121,6 @@ def _words(call: Call, channel: WordChannel) -> dict[str, Any]:
     """What every kernel needs of the words."""
     return {
         "word_pointers": call.pointers, "half_bytes": channel.region_bytes,
-        "epochs": channel.epochs, "work": channel.work, "counts": channel.counts,
+        "epochs": channel.epochs, "work": channel.work, "counters": channel.partial_counters,
         "status": call.status, "rank": call.rank, "timeout_ns": transfer.timeout_ns(),
     }  # fmt: skip

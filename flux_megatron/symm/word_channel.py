@@ -21,8 +21,7 @@ class WordChannel(Channel):
 
     `epochs`, int32 [1], is the number of the last call that has ended on this rank. `work`, int32
     [2 * WORK_WORDS], is the tile scheduler of the calls of either half. `arrivals`, int32 [2],
-    counts pieces of gathered rows and the CTAs that have left a call; `counts`, int32
-    [SPLIT_TILES], the parts of each tile that is cut along K. Collective constructor.
+    counts pieces of gathered rows and the CTAs that have left a call. Collective constructor.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
@@ -30,7 +29,6 @@ class WordChannel(Channel):
         self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(signals.SPLIT_TILES, dtype=torch.int32, device=device)
         self._waiter = f"rank {self._rank} of group {group.group_name}"
 
         status.name(self.arrivals, self._waiter, "the gathered rows of this rank".format)

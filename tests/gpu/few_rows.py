@@ -73,7 +73,7 @@ def calls_of(operands: Operands, device: torch.device, dtype: torch.dtype) -> di
     belong = {
         "word_pointers": torch.tensor([words.data_ptr()], device=device), "half_bytes": half_bytes,
         "epochs": torch.zeros(1, **counts), "work": torch.zeros(2 * signals.WORK_WORDS, **counts),
-        "counts": torch.zeros(signals.SPLIT_TILES, **counts),
+        "counters": torch.zeros(signals.PARTIAL_COUNTERS, **counts),
         "status": torch.zeros(64, **counts), "rank": 0, "world_size": 1, "timeout_ns": 10**9,
         "layout": shape.layout,
     }  # fmt: skip

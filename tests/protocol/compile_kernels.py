@@ -42,7 +42,7 @@ _TYPES = {
     "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
     "table": "*i32",
-    **dict.fromkeys(("epochs", "work", "arrivals", "counts"), "*i32"),
+    **dict.fromkeys(("epochs", "work", "arrivals"), "*i32"),
     "partials": "*fp32",
     **dict.fromkeys(("received_pointers", "pad_pointers", "word_pointers"), "*i64"),
 }
