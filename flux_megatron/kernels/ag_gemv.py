@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
-from flux_megatron.kernels.k_parts import partial_sums, sum_of_parts
+from flux_megatron.kernels.k_parts import sum_of_parts
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     begin_draw,
@@ -32,7 +32,13 @@ from flux_megatron.kernels.primitives import (
     end_draw,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
+from flux_megatron.kernels.sizes import (
+    cdiv,
+    next_power_of_2,
+    partial_sums,
+    rows_of,
+    values_in_word,
+)
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
@@ -152,7 +158,7 @@ def _launcher(
     M_shard, K = x
     rows = next_power_of_2(M_shard)
     columns = max(values_in_word(dtype.itemsize), min(PIECE // rows, next_power_of_2(K)))
-    tile = replace(tile, block_m=max(16, next_power_of_2(world_size * M_shard)))
+    tile = replace(tile, block_m=rows_of(world_size * M_shard))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     tiles = max(cdiv(N, tile.block_n) * parts, world_size * cdiv(K, columns))
     if device.type == "cpu":
@@ -180,16 +186,17 @@ def ag_gemv(
     """
     M = len(gathered)
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N)
+    y, partials = empty(x, M, N), x
+    if parts > 1:
+        partials = empty(x, *partial_sums(M, N, tile, parts), dtype=torch.float32)
     run = _launcher(
         x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile, parts,
         launch.has_whole_units(gathered, w),
     )  # fmt: skip
     run(
         (
-            x, gathered, w, bias if bias is not None else x, y,
-            partial_sums(gathered, N, tile, parts), word_pointers, epochs, work, arrivals, counters,
-            status,
+            x, gathered, w, bias if bias is not None else x, y, partials, word_pointers, epochs,
+            work, arrivals, counters, status,
         ),
         (rank, half_bytes // 8, timeout_ns),
     )  # fmt: skip

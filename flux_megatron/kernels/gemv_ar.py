@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
-from flux_megatron.kernels.k_parts import partial_sums, sum_of_parts
+from flux_megatron.kernels.k_parts import sum_of_parts
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -32,7 +32,13 @@ from flux_megatron.kernels.primitives import (
     first_tile,
     settle,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2, values_in_word
+from flux_megatron.kernels.sizes import (
+    cdiv,
+    next_power_of_2,
+    partial_sums,
+    rows_of,
+    values_in_word,
+)
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
@@ -166,7 +172,7 @@ def _launcher(
     M: int, N: int, K: int, world_size: int, dtype: torch.dtype, device: torch.device,
     layout: str, tile: Tile, parts: int, two_phase: bool, scatters: bool, whole: bool,
 ) -> Launcher:  # fmt: skip
-    tile = replace(tile, block_m=max(16, next_power_of_2(M)))
+    tile = replace(tile, block_m=rows_of(M))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
     work_tiles = cdiv(N, tile.block_n) * parts
@@ -200,7 +206,9 @@ def gemv_ar(
         M, N, K, world_size, x.dtype, x.device, layout, tile, parts, two_phase, scatters,
         launch.has_whole_units(x, w),
     )  # fmt: skip
-    partials = partial_sums(x, N, tile, parts)
+    partials = x
+    if parts > 1:
+        partials = empty(x, *partial_sums(M, N, tile, parts), dtype=torch.float32)
     run(
         (x, w, y, partials, word_pointers, epochs, work, counters, status),
         (rank, half_bytes // 8, timeout_ns),

@@ -6,16 +6,10 @@ adds them up in the order of the parts, so the bits do not depend on who comes l
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels.primitives import count_acq_rel_gpu
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import empty
-from flux_megatron.problem import Tile
-from flux_megatron.symm.signals import SPLIT_TILES
 
 
 @triton.jit
@@ -40,16 +34,3 @@ def sum_of_parts(
                 cache_modifier=".cg",
             )  # fmt: skip
     return acc, last
-
-
-def parts_of(wanted: int, N: int, tile: Tile) -> int:
-    """Into so many parts K is cut: those of a plan, 0 for one, as far as there are counters."""
-    return wanted if wanted and cdiv(N, tile.block_n) <= SPLIT_TILES else 1
-
-
-def partial_sums(x: Tensor, N: int, tile: Tile, parts: int) -> Tensor:
-    """Memory for the sums of a call with x [M, K], of that many columns; nothing for one part."""
-    if parts == 1:
-        return x
-    rows = max(16, next_power_of_2(x.shape[0]))
-    return empty(x, cdiv(N, tile.block_n) * parts, rows, tile.block_n, dtype=torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import ag_gemv as ag_gemv_kernels
 from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
-from flux_megatron.kernels.k_parts import parts_of
+from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.overlap import low_latency_plans, transfer
 from flux_megatron.overlap.phase import phase

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from flux_megatron.kernels.hopper_config import SHARED_BYTES
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2, rows_of
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 
@@ -122,8 +122,7 @@ def _plans_on_hopper(problem: Problem, two_phase: bool) -> list[Plan]:
 
 
 def _stages_bytes(problem: Problem, tile: Tile) -> int:
-    rows = max(16, next_power_of_2(problem.M))
-    return tile.num_stages * (rows + tile.block_n) * tile.block_k * 2
+    return tile.num_stages * (rows_of(problem.M) + tile.block_n) * tile.block_k * 2
 
 
 @cache

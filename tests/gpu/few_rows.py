@@ -29,7 +29,7 @@ from gemm_tiles import Multiply, Operands, Shape, line, raced, start
 from torch import Tensor
 
 from flux_megatron.kernels import gemv_ar as kernels
-from flux_megatron.kernels.k_parts import parts_of
+from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm import signals

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,12 @@ class Tree:
             if line.startswith("{"):
                 return json.loads(line)
         raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def start(name: str, folder: str, port: int, given: argparse.Namespace) -> Tree:
@@ -154,7 +161,7 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     end_s = time.monotonic() + given.seconds
     named = [tree.partition("=")[::2] for tree in given.tree]
-    trees = [start(name, folder, 29600 + i, given) for i, (name, folder) in enumerate(named)]
+    trees = [start(name, folder, free_port(), given) for name, folder in named]
     try:
         return 1 if run(given, trees, end_s) else 0
     finally:
