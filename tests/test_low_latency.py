@@ -14,6 +14,7 @@ from test_gemm_ar import operands
 
 import flux_megatron
 from flux_megatron import errors, ops, reference
+from flux_megatron.kernels.gemv_ar import sum_columns
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.overlap import low_latency, low_latency_plans, registry
 from flux_megatron.perf.hardware import H200
@@ -220,6 +221,18 @@ def test_a_default_tile_is_resident_in_full(monkeypatch):
             other_bytes = 2 * other.block_k * (padded + other.block_n)
             assert other.num_stages * other_bytes <= 227 << 10
         assert layout == "nt" or tile.block_n >= 64
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 64])
+def test_a_sum_fits_in_registers(world_size):
+    """A thread loads at most 32 words of all ranks, or those of 16 columns; no word lies in two."""
+    for kind, rows in itertools.product(low_latency_plans.TILES, (1, 5, 16, 64, 128)):
+        tile, padded = kind.tile, max(16, next_power_of_2(rows))
+        columns = sum_columns(tile, padded * world_size, 2)
+        words = padded * world_size * columns // 2 / (32 * tile.num_warps)
+        assert words <= 32 or columns == 16
+        assert columns == tile.block_n or words > 16, "narrower than it must be"
+        assert tile.block_n % columns == 0
 
 
 def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):

@@ -5,6 +5,7 @@ gemv_ar_kernel  one list of work tiles a rank, drawn in order:
                    to all ranks as words; GEMM+RS: to each rank its rows
                 2. two phases only: the owner of a tile sums its partials, and sends the sum to all
                 3. every tile of y: the fp32 sum of its partials in rank order, or the owner's sum
+                Sums have as many columns as a CTA can hold words of all ranks in registers.
 
 Words have their epoch with them (`word_primitives`), so there are no signals and no barriers. A
 section waits only for earlier sections, of any rank, and a CTA comes to a section when all of
@@ -40,7 +41,7 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.triton_launch import Launcher, empty
-from flux_megatron.kernels.word_primitives import pack_words, receive_sum
+from flux_megatron.kernels.word_primitives import pack_words, receive_sum, send_words
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
     WORK_WORDS,
@@ -53,6 +54,8 @@ from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 
 MOST_ROWS = 128
+WORDS_A_THREAD = 32  # of all ranks, in flight; with 64 registers spill (R = 4, 64 rows)
+LEAST_COLUMNS = 16  # of a sum: 64 bytes of words side by side
 
 
 def supports(problem: Problem) -> str | None:
@@ -69,16 +72,25 @@ def half_bytes(M: int, N: int, dtype: torch.dtype, world_size: int) -> int:
     return (world_size + 1) * M * cdiv(N, values_in_word(dtype.itemsize)) * 8
 
 
+def sum_columns(tile: Tile, rows: int, values: int) -> int:
+    """Columns of a sum of so many rows, those of all ranks; `values` are in a word."""
+    words = WORDS_A_THREAD * 32 * tile.num_warps
+    fitting = 1 << max(1, words * values // rows).bit_length() - 1
+    return min(tile.block_n, max(LEAST_COLUMNS, fitting))
+
+
 @triton.jit
 def send_to_owners(
-    word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE: tl.constexpr
-):
-    """To every rank its rows, in a slot that begins at `first`; `at` are places among all rows."""
-    for step in tl.static_range(1, WORLD_SIZE + 1):
-        owner = (rank + step) % WORLD_SIZE
-        there = at - owner * slot_words
-        theirs = inside & (there >= 0) & (there < slot_words)
-        send_to(word_pointers, owner, first + there, words, theirs)
+    word_pointers, first, at, y_rows, slot_words, words, inside,
+    BLOCK_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Each row to the rank whose it is, in a slot that begins at `first`; `at` are places among all
+    rows.
+    """
+    owner = tl.arange(0, BLOCK_M)[:, None] // y_rows
+    theirs = tl.load(word_pointers + owner, mask=owner < WORLD_SIZE, other=0)
+    places = theirs.to(word_pointers.dtype) + (first - owner * slot_words) + at
+    send_words(places, words, inside)  # signal [W]
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -87,7 +99,8 @@ def gemv_ar_kernel(
     x, w, y, partials, word_pointers, epochs, work, counters, status, rank,
     half_words: tl.int64, timeout_ns: tl.int64, M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT_NN: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, SUM_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LAYOUT_NN: tl.constexpr,
     SCATTERS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +116,9 @@ def gemv_ar_kernel(
     slot_words = tl.cast(y_rows, tl.int64) * tl.cdiv(N, VALUES)
     tiles = tl.cdiv(N, BLOCK_N)
     parts = tiles * PARTS
-    owned = tl.cdiv(tiles - rank, WORLD_SIZE) if TWO_PHASE else 0
+    slices: tl.constexpr = BLOCK_N // SUM_N
+    owned = tl.cdiv(tiles - rank, WORLD_SIZE) * slices if TWO_PHASE else 0
+    sums = tl.cdiv(N, SUM_N)
     right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     tile = first_tile(work)
     while tile < parts:
@@ -126,42 +141,44 @@ def gemv_ar_kernel(
             first = parity * half_words + rank * slot_words
             if SCATTERS:
                 send_to_owners(
-                    word_pointers, rank, first, at, slot_words, words, inside, WORLD_SIZE
+                    word_pointers, first, at, y_rows, slot_words, words, inside, BLOCK_M, WORLD_SIZE
                 )
             elif TWO_PHASE:
                 send_to(word_pointers, made % WORLD_SIZE, first + at, words, inside)
             else:
                 send_to_all(word_pointers, rank, first + at, words, inside, WORLD_SIZE)
         tile = settle(end_draw(ticket), work)
-    while tile < parts + owned:
+    if TWO_PHASE:
+        while tile < parts + owned:
+            ticket = begin_draw(work, NUM_WARPS)
+            mine_to_sum = rank + (tile - parts) // slices * WORLD_SIZE
+            columns = mine_to_sum * slices + (tile - parts) % slices
+            at, inside = tile_words(columns, M, N, BLOCK_M, SUM_N, VALUES)
+            total = receive_sum(
+                half, at, inside, slot_words, epoch, 0, deadline, status, memory,
+                dtype, WORLD_SIZE, VALUES,
+            )  # fmt: skip  # wait [W]
+            words = pack_words(total.to(dtype), epoch, VALUES)
+            at += parity * half_words + WORLD_SIZE * slot_words
+            send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
+            tile = settle(end_draw(ticket), work)
+    everything = parts + owned + sums
+    while tile < everything:
         ticket = begin_draw(work, NUM_WARPS)
-        mine_to_sum = rank + (tile - parts) * WORLD_SIZE
-        at, inside = tile_words(mine_to_sum, M, N, BLOCK_M, BLOCK_N, VALUES)
-        total = receive_sum(
-            half, at, inside, slot_words, epoch, 0, deadline, status, memory,
-            dtype, WORLD_SIZE, VALUES,
-        )  # fmt: skip  # wait [W]
-        words = pack_words(total.to(dtype), epoch, VALUES)
-        at += parity * half_words + WORLD_SIZE * slot_words
-        send_to_all(word_pointers, rank, at, words, inside, WORLD_SIZE)
-        tile = settle(end_draw(ticket), work)
-    while tile < parts + owned + tiles:
-        ticket = begin_draw(work, NUM_WARPS)
-        last = tile - parts - owned
-        at, inside = tile_words(last, y_rows, N, BLOCK_Y, BLOCK_N, VALUES)
+        columns = tile - parts - owned
+        at, inside = tile_words(columns, y_rows, N, BLOCK_Y, SUM_N, VALUES)
         if TWO_PHASE:
             total = receive_sum(
-                half + WORLD_SIZE * slot_words, at, inside, slot_words, epoch, last % WORLD_SIZE,
-                deadline, status, memory, dtype, 1, VALUES,
+                half + WORLD_SIZE * slot_words, at, inside, slot_words, epoch,
+                columns // slices % WORLD_SIZE, deadline, status, memory, dtype, 1, VALUES,
             )  # fmt: skip  # wait [W]
         else:
             total = receive_sum(
                 half, at, inside, slot_words, epoch, 0, deadline, status, memory,
                 dtype, WORLD_SIZE, VALUES,
             )  # fmt: skip  # wait [W]
-        store_tile(y, total, 0, last * BLOCK_N, y_rows, N, BLOCK_Y, BLOCK_N, False)
+        store_tile(y, total, 0, columns * SUM_N, y_rows, N, BLOCK_Y, SUM_N, False)
         tile = settle(end_draw(ticket), work)
-    everything = parts + owned + tiles
     close_draws(tile, everything, work)
     if tile == everything + tl.num_programs(0) - 1:
         tl.store(epochs, epoch)  # the last draw in vain: every CTA has read it
@@ -175,6 +192,7 @@ def _launcher(
     tile = replace(tile, block_m=rows_of(M))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
+    values = values_in_word(dtype.itemsize)
     work_tiles = cdiv(N, tile.block_n) * parts
     if device.type == "cpu":
         grid = launch.persistent_grid(device, work_tiles)
@@ -182,8 +200,9 @@ def _launcher(
         grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
     return Launcher(
         gemv_ar_kernel, grid, tile, (M, N, K),
-        WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y, LAYOUT_NN=layout == "nn",
-        SCATTERS=scatters, PARTS=parts, VALUES=values_in_word(dtype.itemsize),
+        WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y,
+        SUM_N=sum_columns(tile, block_y * world_size, values), LAYOUT_NN=layout == "nn",
+        SCATTERS=scatters, PARTS=parts, VALUES=values,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from flux_megatron.kernels import ag_gemv
 from flux_megatron.kernels.ag_gemv import ag_gemv_kernel
-from flux_megatron.kernels.gemv_ar import gemv_ar_kernel
+from flux_megatron.kernels.gemv_ar import gemv_ar_kernel, sum_columns
 from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Problem
 
@@ -50,10 +50,19 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
         reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
         yield (
             f"gemv_ar {name}",
-            partial(reduces, TWO_PHASE=two_phase, BLOCK_Y=block_m, SCATTERS=False),
-        )
+            partial(
+                reduces, TWO_PHASE=two_phase, BLOCK_Y=block_m, SCATTERS=False,
+                SUM_N=sum_columns(tile, 2 * block_m, common["VALUES"]),
+            ),
+        )  # fmt: skip
         shard = max(1, M // 2)
-        yield f"gemv_rs {name}", partial(reduces, TWO_PHASE=False, BLOCK_Y=shard, SCATTERS=True)
+        yield (
+            f"gemv_rs {name}",
+            partial(
+                reduces, TWO_PHASE=False, BLOCK_Y=shard, SCATTERS=True,
+                SUM_N=sum_columns(tile, 2 * shard, common["VALUES"]),
+            ),
+        )  # fmt: skip
         gathers = partial(compiled, ag_gemv_kernel, 90, dtype, tile, **common)
         yield (
             f"ag_gemv {name}",

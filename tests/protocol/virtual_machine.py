@@ -248,6 +248,8 @@ class Machine:
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
+            # so that tiles are summed in slices
+            mock.patch.multiple(p.gemv_ar, WORDS_A_THREAD=1, LEAST_COLUMNS=4),
             # so that small problems have tiles to split
             # which tiles of 16 x 24 leave two slices of three
             mock.patch.multiple(p.hopper_config, SHARED_BYTES=5400),
