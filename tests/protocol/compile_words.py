@@ -48,21 +48,13 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
         }  # fmt: skip
         name = f"{dtype} {layout} M={M} N={N}{' tma' * tile.tma}{' parts' * (parts > 1)}"
         reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
-        yield (
-            f"gemv_ar {name}",
-            partial(
-                reduces, TWO_PHASE=two_phase, BLOCK_Y=block_m, SCATTERS=False,
-                SUM_N=sum_columns(tile, 2 * block_m, common["VALUES"]),
-            ),
-        )  # fmt: skip
         shard = max(1, M // 2)
-        yield (
-            f"gemv_rs {name}",
-            partial(
-                reduces, TWO_PHASE=False, BLOCK_Y=shard, SCATTERS=True,
-                SUM_N=sum_columns(tile, 2 * shard, common["VALUES"]),
-            ),
-        )  # fmt: skip
+        whole, half = (
+            {"BLOCK_Y": rows, "SUM_N": sum_columns(tile, 2 * rows, common["VALUES"])}
+            for rows in (block_m, shard)
+        )
+        yield f"gemv_ar {name}", partial(reduces, TWO_PHASE=two_phase, SCATTERS=False, **whole)
+        yield f"gemv_rs {name}", partial(reduces, TWO_PHASE=False, SCATTERS=True, **half)
         gathers = partial(compiled, ag_gemv_kernel, 90, dtype, tile, **common)
         yield (
             f"ag_gemv {name}",
