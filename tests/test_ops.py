@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, Operands, call, check, expected, hopper_cases
 from closeness import assert_as_close_as
-from ranks import DEVICE, FUSED, be_late, on_device
+from ranks import DEVICE, FUSED, SHARED, be_late, on_device
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -117,6 +117,8 @@ def default_plans(rank: int) -> dict[tuple[str, str], int]:
     [("auto", "fused" if DEVICE == "cpu" else "sequential"), *[(s, s) for s in STRATEGIES]],
 )
 def test_the_strategy_setting_decides(setting, strategy):
+    if SHARED and setting == "auto":
+        pytest.skip("one GPU has no link to itself: nothing is predicted")
     for calls in on_device(default_plans, 2, environment={"FLUX_MEGATRON_STRATEGY": setting}):
         assert calls == {("ag_gemm", strategy): 6, ("gemm_rs", strategy): 6}
 

@@ -5,7 +5,7 @@ gemv_ar_kernel  one list of work tiles a rank, drawn in order:
                    to all ranks as words; GEMM+RS: to each rank its rows
                 2. two phases only: the owner of a tile sums its partials, and sends the sum to all
                 3. every tile of y: the fp32 sum of its partials in rank order, or the owner's sum
-                Sums have as many columns as a CTA can hold words of all ranks in registers.
+                A sum has as many columns as a CTA can hold words of all ranks in registers.
 
 Words have their epoch with them (`word_primitives`), so there are no signals and no barriers. A
 section waits only for earlier sections, of any rank, and a CTA comes to a section when all of
@@ -100,9 +100,8 @@ def gemv_ar_kernel(
     half_words: tl.int64, timeout_ns: tl.int64, M, N, K,
     WORLD_SIZE: tl.constexpr, TWO_PHASE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_N: tl.constexpr, SUM_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    LAYOUT_NN: tl.constexpr,
-    SCATTERS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr, TMA: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, SCATTERS: tl.constexpr, PARTS: tl.constexpr, VALUES: tl.constexpr,
+    TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     epoch = tl.load(epochs) + 1
