@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
-from flux_megatron.kernels.k_parts import sum_of_parts
+from flux_megatron.kernels.gemm_tile import store_tile, w_operand
+from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     begin_draw,
@@ -121,22 +121,17 @@ def ag_gemv_kernel(
     everything = pieces + arriving + tiles * PARTS
     while tile < everything:
         ticket = begin_draw(work, NUM_WARPS)
-        made, part = (tile - pieces - arriving) // PARTS, (tile - pieces - arriving) % PARTS
-        col = made * BLOCK_N
+        part = tile - pieces - arriving
+        col = part // PARTS * BLOCK_N
         # a later deadline: rows that lack are rows whose words lack, and that wait names the rank
         wait_acquire_sys(arrivals, _ARRIVED, arriving, deadline + timeout_ns, status)  # wait [H]
         if TMA:
             acquire_for_tma_loads()
         M = WORLD_SIZE * M_shard
-        acc = gemm_tile_part(
-            gathered, right, 0, col, part, PARTS, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+        acc, whole = product(
+            gathered, right, part, partials, counters, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA, PARTS,
         )  # fmt: skip
-        whole = True
-        if PARTS > 1:
-            acc, whole = sum_of_parts(
-                acc, made, part, partials, counters, M, BLOCK_M, BLOCK_N, PARTS
-            )
         if whole:
             if HAS_BIAS:
                 cols = col + tl.arange(0, BLOCK_N)

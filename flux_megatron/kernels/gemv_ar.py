@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.gemm_tile import gemm_tile_part, store_tile, w_operand
-from flux_megatron.kernels.k_parts import sum_of_parts
+from flux_megatron.kernels.gemm_tile import store_tile, w_operand
+from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import (
     begin_draw,
     close_draws,
@@ -122,16 +122,11 @@ def gemv_ar_kernel(
     tile = first_tile(work)
     while tile < parts:
         ticket = begin_draw(work, NUM_WARPS)
-        made, part = tile // PARTS, tile % PARTS
-        acc = gemm_tile_part(
-            x, right, 0, made * BLOCK_N, part, PARTS, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA,
+        made = tile // PARTS
+        acc, whole = product(
+            x, right, tile, partials, counters, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA, PARTS,
         )  # fmt: skip
-        whole = True
-        if PARTS > 1:
-            acc, whole = sum_of_parts(
-                acc, made, part, partials, counters, M, BLOCK_M, BLOCK_N, PARTS
-            )
         if whole:
             words = pack_words(acc.to(dtype), epoch, VALUES)
             at, inside = tile_words(made, M, N, BLOCK_M, BLOCK_N, VALUES)

@@ -9,7 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flux_megatron.kernels.gemm_tile import gemm_tile_part
 from flux_megatron.kernels.primitives import count_acq_rel_gpu
+
+
+@triton.jit
+def product(
+    x, w, work_tile, partials, counters, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of all rows, fp32 [BLOCK_M, BLOCK_N], and True; for a part whose tile still lacks
+    others anything and False. The tile is `work_tile` // PARTS.
+    """
+    tile, part = work_tile // PARTS, work_tile % PARTS
+    acc = gemm_tile_part(
+        x, w, 0, tile * BLOCK_N, part, PARTS, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
+    )
+    whole = part >= 0
+    if PARTS > 1:
+        acc, whole = sum_of_parts(acc, tile, part, partials, counters, M, BLOCK_M, BLOCK_N, PARTS)
+    return acc, whole
 
 
 @triton.jit
