@@ -214,7 +214,7 @@ def test_a_default_tile_is_resident_in_full(monkeypatch):
         stage_bytes = 2 * tile.block_k * (next_power_of_2(max(16, rows)) + tile.block_n)
         resident = (227 << 10) // (tile.num_stages * stage_bytes)
         assert parts * cdiv(N, tile.block_n) <= resident * low_latency_plans.SMS, problem
-        assert default.splits == 0 or 8192 // parts >= low_latency_plans.LEAST_K
+        assert parts == 1 or problem.K_local // parts >= low_latency_plans.LEAST_K
         tried = [plan.tile for plan in low_latency.candidates(replace(problem, M=2 * rows))]
         for other in tried:
             padded = next_power_of_2(max(16, 2 * rows))

@@ -16,6 +16,7 @@ from ranks import DEVICE, RankFailure, run_ranks
 
 import flux_megatron
 from flux_megatron import settings
+from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import choice, tuner
 
@@ -52,6 +53,7 @@ def disturbs(rank: int) -> None:
     settings.reload()
     check(Case("ag_gemm", 5, 4, 3, seed=1))
     tuner.race, choice._spent_s = None, 7.0
+    copy_engine(torch.device("cpu"))
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(5)
 
@@ -61,7 +63,7 @@ def state(rank: int) -> tuple:
     return (
         settings.get().strategy, os.environ.get("FLUX_MEGATRON_STRATEGY"), report.total,
         report.workspace_bytes, len(workspaces()), tuner.race is None, choice._spent_s,
-        torch.get_default_dtype(), torch.initial_seed(),
+        torch.get_default_dtype(), torch.initial_seed(), copy_engine.cache_info().currsize,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 
 MOST_ROWS = 128
-WORDS_A_THREAD = 32  # of all ranks, in flight; with 64 registers spill (R = 4, 64 rows)
+WORDS_A_THREAD = 32  # of all ranks, in flight; 64 do not fit in registers (decision 49)
 LEAST_COLUMNS = 16  # of a sum: 64 bytes of words side by side
 
 
