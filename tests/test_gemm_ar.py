@@ -155,7 +155,7 @@ def test_the_tuner_measures_it(layout):
 @pytest.mark.parametrize("layout", ["nt", "nn"])
 def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(launch, "_sms", lambda device: H200.sms)
+    monkeypatch.setattr(launch, "sms", lambda device: H200.sms)
     names = ["hopper", "fused", "pipelined", "signalled"]
     asked = Problem(Pattern.GEMM_AR, 8192, 12288, 49152, "bfloat16", 2, layout)
     found = [plan.strategy for plan in tuner.candidates(asked, names, H200)]

@@ -32,6 +32,7 @@ from flux_megatron.kernels.primitives import (
     end_draw,
     wait_acquire_sys,
 )
+from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -51,13 +52,20 @@ from flux_megatron.kernels.word_tiles import (
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 
-PIECE = 2048  # values of x: 8 words a thread
+PIECE = 2048  # values of x: 8 words a thread; of more rows than that twice as many (decision 50)
+PIECE_ROWS = 64
 _ARRIVED, _LEFT = tl.constexpr(0), tl.constexpr(1)
 
 
 def half_bytes(M: int, K: int, dtype: torch.dtype) -> int:
     """What one call stores on each rank: the words of all rows."""
     return M * cdiv(K, values_in_word(dtype.itemsize)) * 8
+
+
+def piece_columns(M_shard: int, world_size: int, K: int, values: int) -> int:
+    """Columns of a piece, which has all rows of a shard; `values` are in a word."""
+    piece = PIECE if world_size * M_shard <= PIECE_ROWS else 2 * PIECE
+    return max(values, min(piece // next_power_of_2(M_shard), next_power_of_2(K)))
 
 
 @triton.jit
@@ -120,7 +128,6 @@ def ag_gemv_kernel(
         tile = end_draw(ticket)
     everything = pieces + arriving + tiles * PARTS
     while tile < everything:
-        ticket = begin_draw(work, NUM_WARPS)
         part = tile - pieces - arriving
         col = part // PARTS * BLOCK_N
         # a later deadline: rows that lack are rows whose words lack, and that wait names the rank
@@ -132,6 +139,8 @@ def ag_gemv_kernel(
             gathered, right, part, partials, counters, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA, PARTS,
         )  # fmt: skip
+        # only now: a CTA that waits must not keep the next tile from others
+        ticket = begin_draw(work, NUM_WARPS)
         if whole:
             if HAS_BIAS:
                 cols = col + tl.arange(0, BLOCK_N)
@@ -151,19 +160,21 @@ def _launcher(
     layout: str, tile: Tile, parts: int, whole: bool,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
-    rows = next_power_of_2(M_shard)
-    columns = max(values_in_word(dtype.itemsize), min(PIECE // rows, next_power_of_2(K)))
+    values = values_in_word(dtype.itemsize)
+    columns = piece_columns(M_shard, world_size, K, values)
     tile = replace(tile, block_m=rows_of(world_size * M_shard))
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    tiles = max(cdiv(N, tile.block_n) * parts, world_size * cdiv(K, columns))
-    if device.type == "cpu":
-        grid = launch.persistent_grid(device, tiles)
-    else:  # more than one CTA fits on an SM
-        grid = (min(tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
+    work_tiles = cdiv(N, tile.block_n) * parts
+    # As many CTAs as GEMM tiles, or one an SM for the pieces: with more, an SM would make two tiles
+    # where another makes none.
+    (grid,) = launch.persistent_grid(device, world_size * cdiv(K, columns))
+    if device.type != "cpu":
+        grid = min(max(grid, work_tiles), signals.WORK_WORDS - signals.WORK_CLAIMS)
     return Launcher(
-        ag_gemv_kernel, grid, tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, SHARD_ROWS=rows, PIECE_COLUMNS=columns, HAS_BIAS=bias,
-        LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values_in_word(dtype.itemsize),
+        ag_gemv_kernel, (grid,), tile, (M_shard, N, K),
+        registers_of(tile, work_tiles, layout, dtype, device),
+        WORLD_SIZE=world_size, SHARD_ROWS=next_power_of_2(M_shard), PIECE_COLUMNS=columns,
+        HAS_BIAS=bias, LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values,
     )  # fmt: skip
 
 

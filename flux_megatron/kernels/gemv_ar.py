@@ -33,6 +33,7 @@ from flux_megatron.kernels.primitives import (
     first_tile,
     settle,
 )
+from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -194,6 +195,7 @@ def _launcher(
         grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
     return Launcher(
         gemv_ar_kernel, grid, tile, (M, N, K),
+        registers_of(tile, work_tiles, layout, dtype, device),
         WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y,
         SUM_N=sum_columns(tile, block_y * world_size, values), LAYOUT_NN=layout == "nn",
         SCATTERS=scatters, PARTS=parts, VALUES=values,

@@ -33,7 +33,7 @@ def supports_tensors(dtype: str, device: str) -> str | None:
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -43,7 +43,7 @@ def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tup
     """
     if device.type == "cpu":
         return (1,)
-    return (max(1, min(_sms(device) - spare_sms, tiles)),)
+    return (max(1, min(sms(device) - spare_sms, tiles)),)
 
 
 def has_whole_units(x: torch.Tensor, w: torch.Tensor) -> bool:

@@ -59,6 +59,7 @@ class Launcher:
 
     The kernel's parameters are, in this order: tensors, descriptors first, numbers that Triton does
     not specialise, sizes, constexprs. The tile's sizes go to the constexprs of the same names.
+    A thread has at most `registers`, or as many as the compiler wants.
 
     Triton's own launch looks anew at every argument. Here nothing can have changed that the code
     depends on but the alignment of addresses, so after the first launch with whole 16-byte
@@ -68,7 +69,8 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel, grid: tuple[int, ...], tile: Tile, sizes: tuple[int, ...] = (), **constexprs
+        self, kernel, grid: tuple[int, ...], tile: Tile, sizes: tuple[int, ...] = (),
+        registers: int = 0, **constexprs,
     ) -> None:  # fmt: skip
         values = {
             "BLOCK_M": tile.block_m,
@@ -83,6 +85,9 @@ class Launcher:
         assert kernel.arg_names[-len(named) :] == named or not named, "constexprs come last"
         self._fixed = (*sizes, *(values[name] for name in named))
         self._kernel, self._grid, self._tile = kernel, grid, tile
+        self._options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if registers:
+            self._options["maxnreg"] = registers
         self._name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
@@ -92,8 +97,7 @@ class Launcher:
         """Launch on the current stream; `tensors` may hold host tensor descriptors."""
         if _compiling:
             self._kernel.warmup(
-                *tensors, *numbers, *self._fixed, grid=self._grid,
-                num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
+                *tensors, *numbers, *self._fixed, grid=self._grid, **self._options
             )  # fmt: skip
             return
         launches[self._name] += 1
@@ -115,10 +119,7 @@ class Launcher:
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
-        compiled = self._kernel[self._grid](
-            *tensors, *numbers, *self._fixed,
-            num_warps=self._tile.num_warps, num_stages=self._tile.num_stages,
-        )  # fmt: skip
+        compiled = self._kernel[self._grid](*tensors, *numbers, *self._fixed, **self._options)
         if (recording := this_thread.recording) is not None:
             recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:

@@ -42,5 +42,5 @@ def shipped() -> Iterator[tuple[str, dict]]:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(launch, "_sms", return_value=132):
+    with mock.patch.object(launch, "sms", return_value=132):
         Path(sys.argv[1]).write_text(json.dumps(dict(shipped())))

@@ -82,7 +82,7 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 if __name__ == "__main__":
     with (
-        mock.patch.object(launch, "_sms", return_value=132),
+        mock.patch.object(launch, "sms", return_value=132),
         mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
     ):
         write_results(dict(shipped()), sys.argv[1])

@@ -259,7 +259,7 @@ def main(path: str) -> None:
     hopper_gpu = {"get_device_capability": lambda: (9, 0)}
     with (
         mock.patch.multiple(torch.cuda, **hopper_gpu),
-        mock.patch.object(launch, "_sms", return_value=SMS),
+        mock.patch.object(launch, "sms", return_value=SMS),
     ):
         found = shipped()
         work = {name: partial(compiled, made) for name, made in found.items()}

@@ -37,7 +37,7 @@ def hopper() -> Iterator[tuple[str, Callable[[], dict]]]:
     hopper_gpu = {"get_device_capability": lambda: (9, 0)}
     with (
         mock.patch.multiple(torch.cuda, **hopper_gpu),
-        mock.patch.object(launch, "_sms", return_value=compile_hopper.SMS),
+        mock.patch.object(launch, "sms", return_value=compile_hopper.SMS),
     ):
         for name, configuration in compile_hopper.shipped().items():
             kind = name.split()[0]

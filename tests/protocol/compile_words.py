@@ -59,8 +59,8 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
         yield (
             f"ag_gemv {name}",
             partial(
-                gathers, SHARD_ROWS=shard, PIECE_COLUMNS=ag_gemv.PIECE // shard,
-                HAS_BIAS=layout == "nn",
+                gathers, SHARD_ROWS=shard, HAS_BIAS=layout == "nn",
+                PIECE_COLUMNS=ag_gemv.piece_columns(shard, 2, 8192, common["VALUES"]),
             ),
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # 
 workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
 workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
 launch.supports = lambda problem: None
-launch._sms = lambda device: SMS
+launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
 hopper_gemm._refused = lambda *given: None
 

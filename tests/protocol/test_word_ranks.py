@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
-from virtual_machine import Machine, PackageCopy
+from virtual_machine import Machine, Mutation, PackageCopy, mutated
 from virtual_ranks import STANDARD, Schedule
 
 pytestmark = needs_interpreter
@@ -83,3 +83,37 @@ def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
         for region in channel._regions[:2]:
             words = region.view(channel._rank, (region.size_bytes // 8,), torch.int64)
             assert not (words >> 32 == old).any()
+
+
+PART, DRAW = "        part = tile - pieces", "        ticket = begin_draw(work, NUM_WARPS)\n"
+ONLY_NOW = "        # only now: a CTA that waits must not keep the next tile from others\n"
+DRAWN_EARLY = Mutation("kernels/ag_gemv.py", ((PART, DRAW + PART), (ONLY_NOW + DRAW, "")))
+
+
+def drawn_at_waits(package: PackageCopy) -> list[int]:
+    """How many tiles are drawn when the only CTA of rank 0 comes to wait for the gathered rows."""
+    machine, drawn = Machine(package, 2, ctas=1), []
+    plan = package.problem.Plan("low_latency", tile=package.problem.Tile(16, 16, 16))
+    wait = machine._host_wait
+
+    def noted(*given) -> None:
+        if machine.scheduler.rank == 0:
+            drawn.append(int(machine.workspaces[0].channels["words"].work.max()))
+        wait(*given)
+
+    def host(rank: int) -> None:
+        x, w = torch.ones(2, 8), torch.ones(40, 8)
+        package.low_latency.ag_gemm(x, w, None, "nt", plan, machine.workspaces[rank], None)
+
+    machine._host_wait = noted
+    machine.run(STANDARD[0], host)
+    return drawn
+
+
+def test_a_cta_that_waits_for_rows_keeps_no_tile_from_others(package, tmp_path):
+    """One piece to send, two to receive, three GEMM tiles: each is drawn when the one before it is
+    made, and not while a CTA waits.
+    """
+    assert drawn_at_waits(package) == [4, 5, 6]
+    with mutated(DRAWN_EARLY, tmp_path) as keeps_one:
+        assert drawn_at_waits(keeps_one) == [5, 6, 7]
