@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trees
 import triton
 
 import flux_megatron
@@ -32,8 +33,8 @@ def test_trees_race_after_every_case_is_exact(tmp_path):
     own = Path(triton.__file__).parents[1]
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "flux_megatron").symlink_to(PACKAGE)
-    trees = {"installed": "installed", "again": f"again={own}", "copy": f"copy={tmp_path}/checkout"}
-    given = [word for tree in trees.values() for word in ("--tree", tree)]
+    named = {"installed": "installed", "again": f"again={own}", "copy": f"copy={tmp_path}/checkout"}
+    given = [word for tree in named.values() for word in ("--tree", tree)]
     done = race(tmp_path / "rows.jsonl", *given, "--shapes", "32x16x16 nt,32x16x16 nn")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -41,7 +42,7 @@ def test_trees_race_after_every_case_is_exact(tmp_path):
         (case, "32x16x16", layout, tree)
         for layout in ("nt", "nn")
         for case in ("library gemm", "ag_gemm fused", "gemm_rs fused")
-        for tree in trees
+        for tree in named
     }
     for row in rows:
         assert (row["triton"], row["commit"]) == (triton.__version__, "abc")
@@ -55,8 +56,8 @@ def test_a_wrong_tree_is_named_and_takes_no_part(tmp_path):
         file.write("_right = all_gather_gemm\n")
         file.write("def all_gather_gemm(*args, **options): return _right(*args, **options) + 1\n")
     rows = tmp_path / "rows.jsonl"
-    trees = ("--tree", "installed", "--tree", f"broken={tmp_path}")
-    done = race(rows, *trees, "--shapes", "32x16x16 nt")
+    given = ("--tree", "installed", "--tree", f"broken={tmp_path}")
+    done = race(rows, *given, "--shapes", "32x16x16 nt")
     assert done.returncode == 1
     assert "ag_gemm fused 32x16x16 nt: WRONG in broken\n" in done.stdout
     assert "ag_gemm" not in rows.read_text()
@@ -65,10 +66,18 @@ def test_a_wrong_tree_is_named_and_takes_no_part(tmp_path):
 
 def test_a_rank_that_ends_is_named(tmp_path):
     """The folder has neither package."""
-    trees = ("--tree", "installed", "--tree", f"none={tmp_path}")
-    done = race(tmp_path / "rows.jsonl", *trees, "--ranks", "1")
+    given = ("--tree", "installed", "--tree", f"none={tmp_path}")
+    done = race(tmp_path / "rows.jsonl", *given, "--ranks", "1")
     assert done.returncode == 1
     assert "none: a rank ended with status 1" in done.stderr
+
+
+def test_a_rank_that_has_ended_before_it_is_asked_is_named():
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rank.wait()
+    with pytest.raises(SystemExit, match="none: a rank ended with status 3"):
+        trees.Tree("none", [rank]).ask("check")
 
 
 pytestmark = pytest.mark.timeout(200)

@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,9 @@ class Tree:
 
     def ask(self, case: str) -> list[dict]:
         for rank in self.ranks:
-            rank.stdin.write(case + "\n")
-            rank.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended: `_answer` says so
+                rank.stdin.write(case + "\n")
+                rank.stdin.flush()
         return [self._answer(rank) for rank in self.ranks]
 
     def _answer(self, rank: subprocess.Popen) -> dict:
