@@ -172,7 +172,7 @@ def _launcher(
         grid = min(max(grid, work_tiles), signals.WORK_WORDS - signals.WORK_CLAIMS)
     return Launcher(
         ag_gemv_kernel, (grid,), tile, (M_shard, N, K),
-        registers_of(tile, work_tiles, layout, dtype, device),
+        registers=registers_of(tile, work_tiles, layout, dtype, device),
         WORLD_SIZE=world_size, SHARD_ROWS=next_power_of_2(M_shard), PIECE_COLUMNS=columns,
         HAS_BIAS=bias, LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values,
     )  # fmt: skip

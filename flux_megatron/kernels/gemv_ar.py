@@ -195,7 +195,7 @@ def _launcher(
         grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
     return Launcher(
         gemv_ar_kernel, grid, tile, (M, N, K),
-        registers_of(tile, work_tiles, layout, dtype, device),
+        registers=registers_of(tile, work_tiles, layout, dtype, device),
         WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y,
         SUM_N=sum_columns(tile, block_y * world_size, values), LAYOUT_NN=layout == "nn",
         SCATTERS=scatters, PARTS=parts, VALUES=values,
