@@ -29,7 +29,6 @@ import triton.language as tl
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,
-    close_draws,
     complete_tma_stores,
     count_acq_rel_gpu,
     count_relaxed_gpu,
@@ -37,6 +36,7 @@ from flux_megatron.kernels.primitives import (
     signal_release_sys,
     wait_acquire_sys,
 )
+from flux_megatron.kernels.tile_draws import close_draws
 
 __all__ = [
     "acquire_for_tma_loads",

@@ -47,12 +47,11 @@ from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,
-    begin_draw,
     deadline_after,
-    end_draw,
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.tile_draws import begin_draw, end_draw
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 

@@ -24,12 +24,9 @@ from flux_megatron.kernels.gemm_tile import store_tile, w_operand
 from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
-    begin_draw,
-    close_draws,
     count_acq_rel_gpu,
     count_release_sys,
     deadline_after,
-    end_draw,
     wait_acquire_sys,
 )
 from flux_megatron.kernels.registers import registers_of
@@ -40,6 +37,7 @@ from flux_megatron.kernels.sizes import (
     rows_of,
     values_in_word,
 )
+from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (

@@ -22,17 +22,13 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
-    begin_draw,
-    close_draws,
     count_acq_rel_gpu,
     deadline_after,
-    end_draw,
-    first_tile,
-    settle,
     signal_release_sys,
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS

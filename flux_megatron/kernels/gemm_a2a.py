@@ -45,13 +45,12 @@ from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
-    begin_draw,
     complete_tma_stores,
     deadline_after,
-    end_draw,
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.tile_draws import begin_draw, end_draw
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 

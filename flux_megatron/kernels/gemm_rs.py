@@ -20,16 +20,12 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
-    begin_draw,
-    close_draws,
     complete_tma_stores,
     count_acq_rel_gpu,
-    end_draw,
-    first_tile,
-    settle,
     signal_release_sys,
 )
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 

@@ -25,14 +25,7 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
 from flux_megatron.kernels.k_parts import product
-from flux_megatron.kernels.primitives import (
-    begin_draw,
-    close_draws,
-    deadline_after,
-    end_draw,
-    first_tile,
-    settle,
-)
+from flux_megatron.kernels.primitives import deadline_after
 from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
@@ -41,6 +34,7 @@ from flux_megatron.kernels.sizes import (
     rows_of,
     values_in_word,
 )
+from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum, send_words
 from flux_megatron.kernels.word_tiles import (

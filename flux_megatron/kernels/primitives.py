@@ -1,5 +1,6 @@
-"""All memory order between ranks and between CTAs; no other Triton file spells `sem=`, `scope=` or
-PTX.
+"""All memory order between ranks and between CTAs of Triton kernels, but that of words, which is in
+`word_primitives`. No other Triton file spells an order, a scope or PTX, but for `tile_draws`, whose
+draws order nothing.
 
 | primitive | order |
 | --- | --- |
@@ -9,7 +10,6 @@ PTX.
 | `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
 | `count_release_sys` | all earlier stores of this CTA, then the count, for a stream's wait |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
-| `first_tile`, `begin_draw`, `end_draw`, `settle`, `close_draws` | none: the tile scheduler |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a later release |
 | `acquire_for_tma_loads` | later TMA loads see what an acquire has made visible |
 
@@ -39,8 +39,6 @@ _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
 _REFUSED = tl.constexpr(signals.STATUS_REFUSED)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
-_CLAIMS = tl.constexpr(signals.WORK_CLAIMS)
-_WORDS = tl.constexpr(signals.WORK_WORDS)
 
 
 @triton.jit
@@ -77,84 +75,6 @@ def count_release_sys(counter):
 def count_relaxed_gpu(counter):
     """Count one and return the new number, the same in all threads; orders nothing else."""
     return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
-
-
-@triton.jit
-def _begin_draw_device(work_counter, NUM_WARPS: tl.constexpr):
-    # One element a thread, so that threads wait for the number where they use it: Triton's own
-    # atomic broadcasts it at once, and all threads wait there.
-    threads = tl.arange(0, 32 * NUM_WARPS)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        mov.u32 $0, 0;
-        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-        }""",
-        "=&r,l,r",
-        [work_counter.to(tl.int64), threads],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _end_draw_device(ticket):
-    return tl.max(ticket, 0)
-
-
-@triton.jit
-def _begin_draw_interpreted(work_counter, NUM_WARPS: tl.constexpr):
-    return tl.atomic_add(work_counter, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _end_draw_interpreted(ticket):
-    return ticket
-
-
-@triton.jit
-def _claim(work, tile):
-    return tl.atomic_xchg(work + _CLAIMS + tile, 1, sem="relaxed", scope="gpu") == 0
-
-
-@triton.jit
-def settle(tile, work):
-    """The drawn tile. The first tile of a CTA counts only if that CTA has not claimed it; else draw
-    the next one.
-    """
-    searching = tile < tl.num_programs(0)
-    while searching:
-        searching = not _claim(work, tile)
-        if searching:
-            tile = tl.atomic_add(work, 1, sem="relaxed", scope="gpu")
-            searching = tile < tl.num_programs(0)
-    return tile
-
-
-@triton.jit
-def first_tile(work):
-    """The first tile of a CTA: that of its own number if no other CTA has claimed it, else the next
-    one. A CTA owns no other tile, so a CTA without an SM, because another kernel holds it, delays
-    no tile. `hopper_scheduler.TileScheduler.begin` says why the first tile goes by number.
-    """
-    tile = tl.program_id(0)
-    if not _claim(work, tile):
-        tile = settle(tl.atomic_add(work, 1, sem="relaxed", scope="gpu"), work)
-    return tile
-
-
-@triton.jit
-def close_draws(tile, tiles, work):
-    """Every CTA draws once in vain. The last of these draws clears counter and claims for the next
-    launch: no CTA draws or claims after it, and the end of the kernel orders it.
-    """
-    if tile == tiles + tl.num_programs(0) - 1:
-        words = tl.arange(0, _WORDS)
-        tl.store(work + words, 0, mask=words < tl.num_programs(0) + _CLAIMS)
 
 
 @triton.jit
@@ -288,8 +208,6 @@ def _refuse_release_sys_host(pad, number, expected, seen, status) -> None:
 def _no_fence_needed() -> None: ...
 
 
-begin_draw = _begin_draw_interpreted if INTERPRETED else _begin_draw_device
-end_draw = _end_draw_interpreted if INTERPRETED else _end_draw_device
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device

@@ -26,16 +26,9 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
-from flux_megatron.kernels.primitives import (
-    begin_draw,
-    close_draws,
-    complete_tma_stores,
-    count_release_sys,
-    end_draw,
-    first_tile,
-    settle,
-)
+from flux_megatron.kernels.primitives import complete_tma_stores, count_release_sys
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import MAX_GROUPS, Problem, Tile
 
