@@ -73,15 +73,23 @@ class Job:
     def end(self, timeout_s: float = 60) -> None:
         """Wait for all tasks. Slurm would let two minutes pass before a requeued one starts.
 
-        A job that queues itself again may have failed for a moment: it is asked twice.
+        A job that queues itself again has ended for a moment, and may have failed for seconds where
+        cores are busy: it is asked again.
         """
         try:
-            self.slurm.wait_for(
-                lambda: self._ended() and not time.sleep(1) and self._ended(), timeout_s,
-                "the end of all tasks",
-            )  # fmt: skip
+            self.slurm.wait_for(self._stays_ended, timeout_s, "the end of all tasks")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from error
+
+    def _stays_ended(self) -> bool:
+        asked = 0
+        while self._ended():
+            states = {fields["JobState"] for fields in self.slurm.jobs(self.id).values()}
+            if asked >= (6 if "FAILED" in states else 1):
+                return True
+            time.sleep(1)
+            asked += 1
+        return False
 
     def _ended(self) -> bool:
         tasks = self.slurm.jobs(self.id)
