@@ -34,6 +34,7 @@ def supports_tensors(dtype: str, device: str) -> str | None:
 
 @cache
 def sms(device: torch.device) -> int:
+    """How many SMs the GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

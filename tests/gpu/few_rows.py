@@ -91,12 +91,12 @@ def calls_of(
         belong["world_size"] = 1
 
     def with_plan(plan: Plan) -> Multiply:
-        plans = {"tile": plan.tile, "parts": parts_of(plan.splits, shape.N, plan.tile)}
+        made = {"tile": plan.tile, "parts": parts_of(plan.splits, shape.N, plan.tile)}
 
         def call(w: Tensor, kept: Tensor = words) -> Tensor:  # a pointer keeps nothing alive
             if gathers:
-                return ag_gemv.ag_gemv(x, gathered, w, None, **plans, **belong)
-            return gemv_ar.gemv_ar(x, w, **plans, **belong)
+                return ag_gemv.ag_gemv(x, gathered, w, None, **made, **belong)
+            return gemv_ar.gemv_ar(x, w, **made, **belong)
 
         return call
 
@@ -121,8 +121,8 @@ def measure(
     operands = Operands(shape, device, dtype)
     default = name_of(low_latency.default_plan(problem_of(shape, device, dtype, pattern)))
     for row in raced(operands, calls_of(operands, device, dtype, pattern), device, rounds):
-        where = {"table": "few_rows", "pattern": pattern}
-        yield {**where, **row, "default": row["tile"] == default}
+        row["default"] = row["tile"] == default
+        yield {"table": "few_rows", "pattern": pattern, **row}
 
 
 def main(

@@ -16,8 +16,6 @@ from flux_megatron.problem import Pattern
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # On GPUs the weights of a shape are more than L2 holds: large ones are fewer.
 SMALL = "3x2048x2048 nn" if DEVICE == "cuda" else "3x40x32 nn"
-
-
 PATTERNS = (Pattern.GEMM_AR, Pattern.AG_GEMM)
 
 
