@@ -61,13 +61,12 @@ class Driver:
     """What the copy engine of `cuda_backend` calls, and what has been done."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1)
     CUstreamBatchMemOpType = SimpleNamespace(
         CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2
     )
     CUstreamBatchMemOpParams = _Written
-    CUstream = staticmethod(int)
+    CUevent = CUstream = staticmethod(int)
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -108,9 +107,6 @@ class Driver:
         """The operation of this number is refused; -1 for none."""
         self.word("fake_refuse_at", ctypes.c_int64).value = number
         self.word("fake_code").value = code
-
-    def cuEventCreate(self, flags: int) -> tuple[int, int]:
-        return 0, EVENT
 
     def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
         return self._call("cuEventRecord", event, stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +46,8 @@ def driver(library, monkeypatch, tmp_path_factory) -> Driver:
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     stream = SimpleNamespace(cuda_stream=STREAM)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    event = SimpleNamespace(record=lambda stream: None, cuda_event=fake_driver.EVENT)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)

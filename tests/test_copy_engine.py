@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from ranks import on_device
 
 from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
-STREAM, CALLERS = 7, 5
+STREAM, CALLERS, EVENT = 7, 5, 77
 GATED_PUSHES = tuple(
     GatedPush(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
     for n in range(3)
@@ -24,7 +25,6 @@ class Driver:
     """CUDA's driver, as far as the engine calls it; `done` is what came to the streams."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamBatchMemOpType = SimpleNamespace(
         CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
     )
@@ -35,16 +35,16 @@ class Driver:
     def CUstream(self, handle: int) -> int:
         return handle
 
-    def cuEventCreate(self, flags: int) -> tuple[int, str]:
-        return 0, "event"
+    def CUevent(self, handle: int) -> int:
+        return handle
 
     def CUstreamBatchMemOpParams(self) -> SimpleNamespace:
         return SimpleNamespace(writeValue=SimpleNamespace(), waitValue=SimpleNamespace())
 
-    def cuEventRecord(self, event: str, stream: int) -> tuple[int]:
+    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
         return self._note("record", stream)
 
-    def cuStreamWaitEvent(self, stream: int, event: str, flags: int) -> tuple[int]:
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
         return self._note("follow", stream)
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
@@ -76,7 +76,8 @@ def engine(monkeypatch) -> CudaCopyEngine:
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     stream = SimpleNamespace(cuda_stream=STREAM)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    event = SimpleNamespace(record=lambda stream: None, cuda_event=EVENT)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
     return CudaCopyEngine(torch.device("cuda", 0))
 
@@ -123,3 +124,22 @@ def test_a_refusal_of_the_driver_is_an_error(engine):
         pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"),
     ):
         engine.push_gated(GATED_PUSHES, 50, 1)
+
+
+def in_a_new_thread(rank: int) -> int:
+    """An engine is made where the process has a context and the thread has none, as in backward."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.Stream(device, priority=-1)  # torch keeps a pool, from which the engine's comes
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(CudaCopyEngine, device).result()
+    engine.fork()
+    engine.join()
+    torch.cuda.synchronize(device)
+    return engine.capture(engine.current())
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine():
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    assert on_device(in_a_new_thread, 1) == [0]

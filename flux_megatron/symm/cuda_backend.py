@@ -51,9 +51,11 @@ class CudaCopyEngine(CopyEngine):
         self._index = device.index
         self._owner = torch.cuda.Stream(device, priority=-1)
         self._stream = driver.CUstream(self._owner.cuda_stream)
-        with torch.cuda.device(device):
-            error, self._event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._check("cuEventCreate", error)
+        # torch makes the event: the driver would refuse a thread that has not used a GPU yet,
+        # as the one of a backward whose first call this is
+        self._marker = torch.cuda.Event()
+        self._marker.record(self._owner)
+        self._event = driver.CUevent(self._marker.cuda_event)
         self._lock = threading.Lock()  # an event is recorded and awaited by one thread at a time
 
     def current(self) -> int:
