@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from flux_megatron.perf.all_reduce import all_reduce_us, exposed_share
+from flux_megatron.perf.all_reduce import Protocol, all_reduce_us, exposed_share
 from flux_megatron.perf.band_plans import gather_model
 from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
@@ -26,6 +26,9 @@ from flux_megatron.problem import Plan, Problem
 TILE_M, TILE_N = 128, 256
 # A copy engine takes as long for smaller copies with their signal (13.7 us on H200, with latency).
 SMALLEST_COPY_BYTES = 2**20
+# NCCL's all-gather and reduce-scatter of few bytes, like `all_reduce.PROTOCOLS`: 9 % off in the
+# median, of .03 to 2 MB that a rank receives (2 x H200, 2026-11-24, few_rows_bench.jsonl).
+FEW_BYTES = Protocol(latency_us=7.0, share=0.37)
 # Assumed: the SMs that NCCL's kernels hold while a call runs beside them. GEMMs of M = 8192 took
 # 12 % longer beside an all-reduce (2 x H200, 2026-11-22), as without 14 of 132 SMs.
 NCCL_SMS = 16
@@ -35,12 +38,18 @@ NCCL_SMS = 16
 # are 8 % off on average, for a layer at most 10 %; at M = 64, where the kernel's own GEMM is slower
 # than the library's, up to 22 % too short.
 WORDS_TRIP_US = 1.9
+# The rate at which AG+GEMM's words become rows in this GPU's memory, as a share of a copy engine's.
+# The prediction of what they take beyond the library's GEMM is 3.9 us off at most for M = 4 to 64,
+# but up to 9.5 us too short where N is 28672 (2 x H200, 2026-11-24, few_rows_bench.jsonl).
+STAGED = 0.25
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
     """NCCL's all-gather to, or reduce-scatter of, `size_bytes` on each rank."""
     received = size_bytes * (world_size - 1) / world_size
-    return hardware.nccl_latency_us + received / hardware.nccl_gbps * 1e-3
+    many_us = hardware.nccl_latency_us + received / hardware.nccl_gbps * 1e-3
+    few_gbps = FEW_BYTES.share * hardware.nccl_gbps
+    return min(many_us, FEW_BYTES.latency_us + received / few_gbps * 1e-3)
 
 
 def moved_bytes(problem: Problem) -> int:
@@ -174,7 +183,7 @@ class _Prediction(NamedTuple):
 
     def _words_us(self) -> float:
         """Partials from all ranks to all, or to their owners, and back; or rows to all, and through
-        this GPU's memory, assumed to take as long as a trip. Half of each word is data.
+        this GPU's memory, which takes a trip and `STAGED`. Half of each word is data.
         """
         spec, trips = self.problem.spec, 1
         others = self.problem.world_size - 1.0
@@ -183,7 +192,8 @@ class _Prediction(NamedTuple):
         elif spec.scatters or spec.gathers:
             others, trips = others / self.problem.world_size, 2 if spec.gathers else 1
         words = 2 * moved_bytes(self.problem) * others
-        return trips * WORDS_TRIP_US + words / self.hardware.copy_gbps * 1e-3
+        rate = self.hardware.copy_gbps * (STAGED if spec.gathers else 1.0)
+        return trips * WORDS_TRIP_US + words / rate * 1e-3
 
     def _stores_us(self) -> float:
         """How much a GEMM slows down when its SMs write into peers' memory."""

@@ -31,6 +31,11 @@ MARGIN = 0.08
 # 2048 was not (2 x H200, 2026-11-22: GEMMs of N = 24 and K = 16 got plans that overlap).
 FARTHEST = 5
 FOR_FEW = "low_latency"  # the strategy that is made for such shards
+# What it must promise against `sequential` where nothing near by was measured: its GEMM is up to
+# 10 % slower than the library's where N is large, which the model does not know. 13 of 20 cases of
+# M = 4 to 64 get it, and it is faster in all of them; of the 7 others in 3 (2 x H200, 2026-11-24,
+# few_rows_bench.jsonl).
+FEW_MARGIN = 0.03
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -52,17 +57,29 @@ def best(
 ) -> Plan:  # fmt: skip
     """The plan with the least estimate, the first of equals; `plans` begin with `sequential`.
 
-    For shards of few rows it is `low_latency`, where that can run, else `sequential`, unless others
-    were measured near by and promise enough.
+    For shards of few rows it is `low_latency` or `sequential`, unless others were measured near by
+    and promise enough.
     """
+    fewest = min((entry.problem.M for entry in entries), default=math.inf)
+    few = problem.M_shard < FEWEST_ROWS
+    if few and fewest > FARTHEST * problem.M:
+        return _of_few(problem, plans, connections, facts)
     estimates = estimates_us(problem, plans, entries, connections, facts)
-    if problem.M_shard < FEWEST_ROWS:
-        fewest = min((entry.problem.M for entry in entries), default=math.inf)
-        if fewest > FARTHEST * problem.M:
-            return next((plan for plan in plans if plan.strategy == FOR_FEW), plans[0])
-        if fewest > problem.M:
-            estimates[plans[0]] *= 1 - MARGIN
+    if few and fewest > problem.M:
+        estimates[plans[0]] *= 1 - MARGIN
     return min(plans, key=estimates.__getitem__)
+
+
+def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Hardware) -> Plan:
+    """`low_latency` if its prediction is less than that of `sequential` by the margin."""
+    plain, *others = plans
+    wanted = [plan for plan in others if plan.strategy == FOR_FEW]
+    if not wanted:
+        return plain
+    promised, serial = (
+        plan_us(problem, plan, facts, connections=connections) for plan in (wanted[0], plain)
+    )
+    return wanted[0] if promised < (1 - FEW_MARGIN) * serial else plain
 
 
 def estimates_us(

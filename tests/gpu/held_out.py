@@ -12,6 +12,7 @@ and plan: us, and E.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import typer
 from gpu_run import Run
 from torch import Tensor
 
-from flux_megatron import ops
+from flux_megatron import ops, settings
 from flux_megatron.overlap import registry
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -124,6 +125,8 @@ def main(
 ) -> None:  # fmt: skip
     """Be one of the ranks. One case after the other, until `seconds` are over."""
     small = device == "cpu"
+    os.environ["FLUX_MEGATRON_BESIDE"] = str(int(beside))  # by which `auto` chooses
+    settings.reload()
     run = gpu_run.start_on(device, out, commit, seconds)
     for case in (SMALL if small else cases).split(","):
         if not run.time_left():

@@ -77,7 +77,7 @@ if "cuda.bindings" not in sys.modules:
 torch.cuda.current_device = lambda: 0
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.Stream = lambda device, priority=0: SimpleNamespace(cuda_stream=COPY)  # type: ignore[misc]
-torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc]
+torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, cuda_event=fake_driver.EVENT)  # type: ignore[misc]
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
 from flux_megatron import ops, settings
