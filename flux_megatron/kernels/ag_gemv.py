@@ -39,7 +39,7 @@ from flux_megatron.kernels.sizes import (
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw
 from flux_megatron.kernels.triton_launch import Launcher, empty
-from flux_megatron.kernels.word_primitives import pack_words, receive_sum
+from flux_megatron.kernels.word_primitives import pack_pairs, pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
     WORK_WORDS,
@@ -67,11 +67,26 @@ def piece_columns(M_shard: int, world_size: int, K: int, values: int) -> int:
 
 
 @triton.jit
-def load_piece(x, piece, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows = tl.arange(0, ROWS)
-    cols = piece * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows[:, None] < M) & (cols[None, :] < K)
-    return tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0)
+def load_words(
+    x, piece, M, K, epoch, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VALUES: tl.constexpr
+):
+    """A piece of x as words, where they lie among the shard's, and which of them there are.
+
+    A thread loads what one word holds, and a warp neighbouring words: with 16 bytes a thread would
+    have several, and each store of a warp write a part of every 32 bytes (decision 51).
+    """
+    row_words: tl.constexpr = COLUMNS // VALUES
+    number = tl.arange(0, ROWS * row_words)
+    row, word = number // row_words, piece * row_words + number % row_words
+    cols = word[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+    inside = (row[:, None] < M) & (cols < K)
+    values = tl.load(x + row[:, None] * K + cols, mask=inside, other=0.0)
+    if VALUES == 2:
+        words = pack_pairs(values, epoch)
+    else:
+        words = tl.reshape(pack_words(values, epoch, VALUES), (ROWS * row_words,))
+    at = row * tl.cdiv(K, VALUES) + word
+    return words, at, (row < M) & (word < tl.cdiv(K, VALUES))
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -101,9 +116,9 @@ def ag_gemv_kernel(
     tile = end_draw(begin_draw(work, NUM_WARPS))
     while tile < pieces:
         ticket = begin_draw(work, NUM_WARPS)
-        values = load_piece(x, tile, M_shard, K, SHARD_ROWS, PIECE_COLUMNS)
-        words = pack_words(values, epoch, VALUES)
-        at, inside = tile_words(tile, M_shard, K, SHARD_ROWS, PIECE_COLUMNS, VALUES)
+        words, at, inside = load_words(
+            x, tile, M_shard, K, epoch, SHARD_ROWS, PIECE_COLUMNS, VALUES
+        )
         if (tile == 0) & ((epoch & (RENEW_EVERY - 1)) < 2):
             renew(mine + (1 - parity) * half_words, half_words, epoch - 1, 1024)
         at += parity * half_words + rank * slot_words

@@ -40,11 +40,21 @@ _LEAST = tl.constexpr(-(2**31))
 def pack_words(values, epoch, VALUES: tl.constexpr):
     """[M, N] of a 16-bit dtype (VALUES = 2) or fp32 (1)  ->  words [M, N / VALUES]."""
     if VALUES == 2:
-        pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2))
-        low, high = tl.split(pairs.to(tl.uint16, bitcast=True))
-        data = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        words = pack_pairs(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)), epoch)
     else:
-        data = values.to(tl.uint32, bitcast=True)
+        words = _with_epoch(values.to(tl.uint32, bitcast=True), epoch)
+    return words
+
+
+@triton.jit
+def pack_pairs(pairs, epoch):
+    """[..., 2] of a 16-bit dtype  ->  words [...]."""
+    low, high = tl.split(pairs.to(tl.uint16, bitcast=True))
+    return _with_epoch(low.to(tl.uint32) | (high.to(tl.uint32) << 16), epoch)
+
+
+@triton.jit
+def _with_epoch(data, epoch):
     return data.to(tl.int64) | (epoch.to(tl.int64) << 32)
 
 

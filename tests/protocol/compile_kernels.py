@@ -9,6 +9,7 @@ the checks read PTX.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -69,13 +70,28 @@ def compiled(
     return code_of(source, architecture, options)
 
 
+def layouts_of(instruction: str, ttgir: str) -> list[str]:
+    """The layout of each piece of inline assembly that has the instruction, as Triton writes it:
+    which elements a thread and a warp have.
+    """
+    called = (
+        rf'elementwise_inline_asm "[^"]*{re.escape(instruction)}[^"]*".*-> tensor<[^,]*, (#\w+)>'
+    )
+    defined = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    return sorted(defined[name] for name in re.findall(called, ttgir))
+
+
 def code_of(source: ASTSource, architecture: int, options: dict) -> dict:
     """The PTX, compiled or kept, and the shared memory that it needs."""
     target = GPUTarget("cuda", architecture, 32)
 
     def make() -> dict:
         result = triton.compile(source, target=target, options=options)
-        return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}
+        return {
+            "ptx": result.asm["ptx"],
+            "shared_bytes": result.metadata.shared,
+            "word_stores": layouts_of("st.relaxed.sys", result.asm["ttgir"]),
+        }
 
     return compiled_or_kept(source, target, options, make)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -33,13 +34,17 @@ SHIPPED = (
     ("float32", "nt", 1, 8192, False),
 )
 
+ROWS_AS_THREADS = (128, 8192)
+
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Default plans for sm_90."""
+    """Default plans for sm_90, and a tile with as many rows as threads."""
     for dtype, layout, M, N, two_phase in SHIPPED:
         problem = Problem(Pattern.GEMM_AR, M, N, 8192, dtype, 2, layout)
         plan = low_latency.default_plan(problem)
         tile, block_m, parts = plan.tile, max(16, M), plan.splits or 1
+        if (M, N) == ROWS_AS_THREADS:
+            tile = replace(tile, num_warps=M // 32)
         common = {
             "WORLD_SIZE": 2, "LAYOUT_NN": layout == "nn", "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,

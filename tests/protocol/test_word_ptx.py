@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -184,3 +185,47 @@ def test_copies_are_asynchronous_and_fit(compiled):
         columns = int(name.split(" N=")[1].split()[0])
         several = columns > 64 * low_latency_plans.SMS
         assert (1 + several) * kernel["shared_bytes"] <= 227 * 1024, name
+
+
+def words_in_a_row(layout: str) -> int:
+    """Neighbouring words of a row that a warp stores at once; of words [N] or [M, N]."""
+    if found := re.search(r"lane = (\[\[.*?\]\])", layout):
+        lanes = json.loads(found[1])
+        steps = [lane[-1] == 2**bit and not any(lane[:-1]) for bit, lane in enumerate(lanes)]
+        return 2 ** [*steps, False].index(False)
+    each, lanes, order = (
+        json.loads(re.search(rf"{name} = (\[[\d, ]+\])", layout)[1])
+        for name in ("sizePerThread", "threadsPerWarp", "order")
+    )
+    return lanes[-1] if order[0] == len(order) - 1 and each[-1] == 1 else 1
+
+
+SECTOR_WORDS = 4  # 32 bytes, what memory and links move at least
+
+
+def test_a_warp_stores_whole_sectors_of_words(compiled):
+    """Of 16-bit values. A thread that adds up partial sums has several words."""
+    seen = set()
+    for name, kernel in compiled.items():
+        kind, dtype, *more = name.split()
+        assert kernel["word_stores"], name
+        if dtype == "float32" or (kind != "ag_gemv" and "parts" in more):
+            continue
+        seen.add(kind)
+        for layout in kernel["word_stores"]:
+            assert words_in_a_row(layout) >= SECTOR_WORDS, name
+    assert seen == {"gemv_ar", "gemv_rs", "ag_gemv"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("#ttg.linear<{register = [[8, 0]], lane = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]}>", 4),
+        ("#ttg.linear<{register = [[8, 0]], lane = [[1, 0], [0, 1], [0, 2], [2, 0], [4, 0]]}>", 1),
+        ("#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], order = [1, 0]}>", 32),
+        ("#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [32, 1], order = [0, 1]}>", 1),
+        ("#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], order = [1, 0]}>", 1),
+    ],
+)
+def test_words_of_a_row_are_counted(layout, words):
+    assert words_in_a_row(layout) == words
