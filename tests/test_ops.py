@@ -40,6 +40,8 @@ PLANS = {
         Plan("pipelined", comm_rows=1),
         Plan("pipelined", comm_rows=7),
         Plan("pipelined", comm_rows=1000),
+        Plan("pipelined", splits=1),
+        Plan("pipelined", splits=2),
     ],
     "sequential": [Plan("sequential")],
 }

@@ -358,6 +358,9 @@ def test_an_estimate_alone_is_careful():
     few, divided = [PLAIN, Plan("low_latency")], replace(LAYER, M=64)
     assert choice._safe(divided, few, known("hopper")) == [PLAIN]
     assert choice._safe(divided, few, known("low_latency")) == few
+    one = [PLAIN, Plan("pipelined", splits=1)]
+    assert choice._safe(LAYER, one, known("hopper")) == [PLAIN]
+    assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
     over_two = replace(divided, world_size=2)
     assert choice._safe(over_two, few, known("hopper")) == few
     assert choice._safe(replace(over_two, layout="nn"), few, known("hopper")) == [PLAIN]

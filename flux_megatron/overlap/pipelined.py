@@ -3,8 +3,9 @@ and reduce.
 
 AG+GEMM computes the local shard first, then the remote shards as they arrive. GEMM+RS computes the
 remote shards first and the local shard last. With fewer splits the GEMMs are larger and the waits
-longer: two in AG+GEMM are the local shard and all remote shards, one in GEMM+RS hides the pushes
-behind later work, such as wgrad.
+longer: two in AG+GEMM are the local shard and all remote shards. One in GEMM+RS hides the pushes
+behind later work, such as wgrad; one in AG+GEMM hides nothing, but reads the weight once, and the
+copy engines gather without an SM.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring: one GEMM a shard, or as few as possible."""
-    fewest = 2 if problem.spec.gathers else 1
-    return [default_plan(problem), Plan("pipelined", splits=fewest)]
+    """Plans worth measuring: one GEMM a shard, as few as overlap, or one."""
+    fewer = [1]
+    if problem.spec.gathers and problem.world_size > 2:
+        fewer = [2, 1]
+    return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
@@ -61,22 +64,31 @@ def ag_gemm(
     consume: Callable[[Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    local_copy = "engine" if consume is not None else "nobody"
+    whole = plan.splits == 1
+    local_copy = "caller" if whole else "engine" if consume is not None else "nobody"
     gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
-    rank, world_size = gather.call.rank, gather.call.world_size
     right = w.t() if layout == "nt" else w
-    y = empty(x, world_size * x.shape[0], right.shape[1])
-    _multiply(x, right, out=y[rank * x.shape[0] : (rank + 1) * x.shape[0]])
-    for first, last in _runs(rank, world_size, plan.splits):
-        gather.wait_for(first, last - first)
-        rows = slice(first * x.shape[0], last * x.shape[0])
-        _multiply(gather.gathered[rows], right, out=y[rows])
+    y = empty(x, len(gather.gathered), right.shape[1])
+    if whole:
+        _multiply(gather.complete(), right, out=y)
+    else:
+        _multiply_shards(gather, right, y, plan.splits)
     if bias is not None:
         by_torch(Tensor.add_, y, bias)
     if consume is not None:
-        lend(consume, gather.complete())
+        lend(consume, gather.gathered if whole else gather.complete())
     gather.close()
     return y
+
+
+def _multiply_shards(gather: transfer.Gather, right: Tensor, y: Tensor, splits: int) -> None:
+    """The local shard at once, the others when they have arrived."""
+    rank, world_size, M_shard = gather.call.rank, gather.call.world_size, gather.x.shape[0]
+    _multiply(gather.x, right, out=y[rank * M_shard : (rank + 1) * M_shard])
+    for first, last in _runs(rank, world_size, splits):
+        gather.wait_for(first, last - first)
+        rows = slice(first * M_shard, last * M_shard)
+        _multiply(gather.gathered[rows], right, out=y[rows])
 
 
 def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:

@@ -218,7 +218,7 @@ class _Prediction(NamedTuple):
         """
         ranks, M = self.problem.world_size, self.problem.M
         if self.plan.strategy == "pipelined":
-            sizes = [1, ranks - 1] if self.plan.splits else [1] * ranks
+            sizes = {0: [1] * ranks, 1: [ranks]}.get(self.plan.splits, [1, ranks - 1])
             return [Stretch(n, self.gemm_us(n * self.problem.M_shard)) for n in sizes]
         tiles = math.ceil(M / TILE_M) * math.ceil(self.problem.N_local / TILE_N)
         waves = math.ceil(tiles / self.hardware.sms)

@@ -156,6 +156,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
+    - one GEMM of `pipelined` behind a gather;
     - `low_latency` of more than 64 rows, or of divided rows in a backward;
     - over more than two ranks `low_latency` of divided rows, and `hopper`'s AG+GEMM of shards that
       are no whole number of tiles, which two have run;
@@ -176,6 +177,8 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
     spec, kinds = problem.spec, set()
     if plan.strategy == "signalled":
         kinds.add("signalled")
+    if plan.strategy == "pipelined" and plan.splits == 1 and spec.gathers:
+        kinds.add("one GEMM behind a gather")
     divided = spec.gathers or spec.scatters
     if plan.strategy == "low_latency" and divided and problem.is_backward:
         kinds.add("few rows, divided, in a backward")

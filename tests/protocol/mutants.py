@@ -32,6 +32,7 @@ CASES = {
     "ag": Case("ag"),
     "ag, 3 ranks": Case("ag", **_THREE),
     "ag pipelined": Case("ag", "pipelined"),
+    "ag pipelined, one GEMM": Case("ag", "pipelined", parts=1),
     "rs": Case("rs", comm_rows=12),
     "rs, 3 ranks": Case("rs", **_THREE),
     "rs, one communication tile": Case("rs", comm_rows=20),

@@ -118,6 +118,7 @@ PLANS = {
     "fused ag_gemm": Plan("fused", comm_rows=512, tile=TILE),
     "fused gemm_rs": Plan("fused", tile=TILE),
     "pipelined ag_gemm": Plan("pipelined", comm_rows=512),
+    "pipelined ag_gemm, one GEMM": Plan("pipelined", splits=1),
     "pipelined gemm_rs": Plan("pipelined"),
     "pipelined gemm_rs, halves": Plan("pipelined", comm_rows=512),
     "pipelined gemm_rs, one GEMM": Plan("pipelined", splits=1),
