@@ -41,7 +41,6 @@ PLANS = {
         Plan("pipelined", comm_rows=7),
         Plan("pipelined", comm_rows=1000),
         Plan("pipelined", splits=1),
-        Plan("pipelined", splits=2),
     ],
     "sequential": [Plan("sequential")],
 }
