@@ -361,10 +361,6 @@ def test_an_estimate_alone_is_careful():
     one = [PLAIN, Plan("pipelined", splits=1)]
     assert choice._safe(LAYER, one, known("hopper")) == [PLAIN]
     assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
-    over_two = replace(divided, world_size=2)
-    assert choice._safe(over_two, few, known("hopper")) == few
-    assert choice._safe(replace(over_two, layout="nn"), few, known("hopper")) == [PLAIN]
-    assert choice._safe(replace(over_two, M=128), few, known("hopper")) == [PLAIN]
     ragged = replace(LAYER, M=4 * 248)
     assert choice._safe(ragged, plans[:2], known("hopper")) == [PLAIN]
     assert choice._safe(replace(ragged, world_size=2), plans[:2], known("hopper")) == plans[:2]
@@ -376,16 +372,6 @@ def test_an_estimate_alone_is_careful():
     assert choice._safe(more, few, known("low_latency")) == few, "LAYER has more rows"
     tried = replace(known("low_latency")[0], problem=whole)
     assert choice._safe(more, few, [tried]) == [PLAIN]
-
-
-def test_without_a_model_divided_rows_do_not_travel_as_words(tmp_path):
-    plans = [PLAIN, Plan("low_latency"), Plan("fused")]
-    cache = plan_cache.PlanCache([tmp_path], lambda strategy: H200)
-    few, names = replace(LAYER, M=64, world_size=2), {plan.strategy for plan in plans}
-    assert choice._nearest(few, plans, names, cache) == plans[2]
-    assert choice._nearest(few, plans[:2], names, cache) == PLAIN
-    whole = replace(few, pattern=Pattern.GEMM_AR)
-    assert choice._nearest(whole, plans, names, cache) == plans[1]
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

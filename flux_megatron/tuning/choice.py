@@ -157,9 +157,10 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
     - one GEMM of `pipelined` behind a gather;
-    - `low_latency` of more than 64 rows, or of divided rows in a backward;
-    - over more than two ranks `low_latency` of divided rows, and `hopper`'s AG+GEMM of shards that
-      are no whole number of tiles, which two have run;
+    - `low_latency` of more than 64 rows, or of divided rows, whose kernels have changed since two
+      GPUs timed them (decision 51);
+    - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
+      two have run;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
       backward, and 5 % in the step of an MLP (2 x H200, 2026-11-23, in docs/results/h200x2
       `all_reduced_connections-1.jsonl` and, against plain collectives, `compiled_layers.jsonl`).
@@ -179,11 +180,8 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         kinds.add("signalled")
     if plan.strategy == "pipelined" and plan.splits == 1 and spec.gathers:
         kinds.add("one GEMM behind a gather")
-    divided = spec.gathers or spec.scatters
-    if plan.strategy == "low_latency" and divided and problem.is_backward:
-        kinds.add("few rows, divided, in a backward")
-    if plan.strategy == "low_latency" and divided and problem.world_size > 2:
-        kinds.add("few rows, divided over more than two")
+    if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
+        kinds.add("few rows, divided")
     if plan.strategy == "low_latency" and problem.M > 64:
         kinds.add("more than 64 rows in words")
     if plan.strategy == "hopper":
@@ -204,7 +202,7 @@ def _chunks(problem: Problem, tile: Tile) -> int:
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:
     """Without a cost model: the fastest `possible` plan of the nearest entry, else the first plan
-    that overlaps. Only a model tells whether few rows that are divided gain by `low_latency`.
+    that overlaps.
     """
     near = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
     for entry in near:
@@ -212,12 +210,7 @@ def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCa
         known = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
         if known:
             return known[0]
-    divided = like.spec.gathers or like.spec.scatters
-    first, *others = plans
-    for plan in others:
-        if not divided or plan.strategy != estimate.FOR_FEW:
-            return plan
-    return first
+    return plans[1] if len(plans) > 1 else plans[0]
 
 
 def _measured(

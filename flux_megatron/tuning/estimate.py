@@ -33,8 +33,8 @@ FARTHEST = 5
 FOR_FEW = "low_latency"  # the strategy that is made for such shards
 # What it must promise against `sequential` where nothing near by was measured: its GEMM is up to
 # 10 % slower than the library's where N is large, which the model does not know. 13 of 20 cases of
-# M = 4 to 64 get it, and it is faster in all of them; of the 7 others in 3 (2 x H200, 2026-11-24,
-# few_rows_bench.jsonl).
+# M = 4 to 64 promise it, and it is faster in all of them; of the 7 others in 3 (2 x H200,
+# 2026-11-24, few_rows_bench.jsonl).
 FEW_MARGIN = 0.03
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
