@@ -48,11 +48,12 @@ echo "$STEPS" >"$out/checkpoints/latest"
 """
 
 HANGS = """
-import time
+import os, pathlib, time
 
 def waits_for_another_rank():
     time.sleep(600)
 
+pathlib.Path(os.environ["WORK"], "hangs").touch()
 waits_for_another_rank()
 """
 
