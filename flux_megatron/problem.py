@@ -113,10 +113,11 @@ class Plan:
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard; at most so
-    many bands of experts have the all-to-alls of `signalled`, and `low_latency` cuts K into so many
-    parts, 0 for one. `transport` names what moves the results of `hopper`: "copy_engine" or "sm",
-    the SMs. `split_k_shards` says of how many shards it splits tiles along K: in AG of the first,
-    in RS of the last remote ones. `two_phase` lets one owner add up each tile of GEMM+AR by
+    many bands of experts have the all-to-alls of `signalled`. Into so many parts `low_latency` cuts
+    K, and `hopper` the K of rows that it gathers, whose communication tiles are parts of all rows
+    of a shard then; 0 for one. `transport` names what moves the results of `hopper`: "copy_engine"
+    or "sm", the SMs. `split_k_shards` says of how many shards it splits tiles along K: in AG of the
+    first, in RS of the last remote ones. `two_phase` lets one owner add up each tile of GEMM+AR by
     `low_latency`, instead of every rank.
 
     `group_rows` are the rows of a shard, in GEMM+AR of y, in each wave group of `signalled`, one

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
-from flux_megatron.kernels.hopper_config import TILES
+from flux_megatron.kernels.hopper_config import LOW, MEDIUM, TILES
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 
@@ -67,11 +67,18 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
 
 
 def _other_tiles(K: int) -> list[Case]:
-    """AG+GEMM with each tile of few rows or odd columns, and of ragged shards; in one layout each,
-    because each is a kernel to compile.
+    """AG+GEMM with each tile of few rows or odd columns, of ragged shards, and of rows that come in
+    parts of K; in one layout each, because each is a kernel to compile.
     """
     rows = itertools.cycle([64, 200, 333, 70])
-    return [
+    in_parts = [
+        Case(
+            "ag_gemm", M_shard, 520, K + 1024, dtype=torch.bfloat16, kept=0.15, layout=layout,
+            plan=Plan("hopper", tile=tile, splits=splits),
+        )
+        for tile, M_shard, layout, splits in ((MEDIUM, 200, "nt", 4), (LOW[1], 64, "nn", 3))
+    ]  # fmt: skip
+    return in_parts + [
         Case(
             "ag_gemm", max(tile.block_m, M_shard), 520, K + 1024, dtype=torch.bfloat16, kept=0.15,
             layout=layout, bias=layout == "nn", plan=Plan("hopper", comm_rows, tile),

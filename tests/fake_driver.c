@@ -6,7 +6,7 @@
 #include <dlfcn.h>
 
 #define FAKE __attribute__((visibility("default")))
-enum { RECORD = 1, FOLLOW, COPY, WRITE, WAIT, LAUNCH, TORCH };
+enum { RECORD = 1, FOLLOW, COPY, WRITE, WAIT, LAUNCH, TORCH, COPY_ROWS };
 typedef struct { uint64_t what, stream, a, b, c; } Done;
 
 #define MOST 4096
@@ -44,6 +44,16 @@ FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) 
 FAKE CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
     CUresult code = note(COPY, stream, to, from, size);
     if (!code && fake_moves) memmove((void *)to, (void *)from, size);
+    return code;
+}
+FAKE CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *box, CUstream stream) {
+    CUresult code = note(COPY_ROWS, stream, box->dstDevice, box->srcDevice, box->WidthInBytes);
+    if (box->srcMemoryType != CU_MEMORYTYPE_UNIFIED || box->dstMemoryType != CU_MEMORYTYPE_UNIFIED)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!code) code = note(COPY_ROWS, stream, box->Height, box->srcPitch, box->dstPitch);
+    for (size_t row = 0; !code && fake_moves && row < box->Height; row++)
+        memmove((char *)box->dstDevice + row * box->dstPitch,
+                (char *)box->srcDevice + row * box->srcPitch, box->WidthInBytes);
     return code;
 }
 FAKE CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr at, cuuint32_t word, unsigned f) {

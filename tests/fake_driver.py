@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 HERE = Path(__file__).parent
-NAMES = ("", "record", "follow", "copy", "write", "wait", "launch", "torch")
+NAMES = ("", "record", "follow", "copy", "write", "wait", "launch", "torch", "copy rows")
 EVENT = 77
 MOST = 4096
 _PARAMETERS = 4096  # bytes that are kept of a launch
@@ -57,6 +57,20 @@ class _Written(ctypes.Structure):
     waitValue = writeValue
 
 
+class _Box(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        (side + name, kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            ("XInBytes", ctypes.c_size_t), ("Y", ctypes.c_size_t), ("MemoryType", ctypes.c_int),
+            ("Host", ctypes.c_void_p), ("Device", ctypes.c_uint64), ("Array", ctypes.c_void_p),
+            ("Pitch", ctypes.c_size_t),
+        )
+    ] + [("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t)]  # fmt: skip
+
+
 class Driver:
     """What the copy engine of `cuda_backend` calls, and what has been done."""
 
@@ -66,6 +80,8 @@ class Driver:
         CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2
     )
     CUstreamBatchMemOpParams = _Written
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_UNIFIED=4)
+    CUDA_MEMCPY2D = _Box
     CUevent = CUstream = staticmethod(int)
 
     def __init__(self, library: Path) -> None:
@@ -116,6 +132,9 @@ class Driver:
 
     def cuMemcpyDtoDAsync(self, to: int, source: int, size: int, stream: int) -> tuple[int]:
         return self._call("cuMemcpyDtoDAsync_v2", to, source, size, stream)
+
+    def cuMemcpy2DAsync(self, box: _Box, stream: int) -> tuple[int]:
+        return self._call("cuMemcpy2DAsync_v2", ctypes.byref(box), stream)
 
     def cuStreamWriteValue32(self, stream: int, at: int, word: int, flags: int) -> tuple[int]:
         return self._call("cuStreamWriteValue32_v2", stream, at, word, flags)

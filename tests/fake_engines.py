@@ -26,6 +26,10 @@ NEEDS = [
 STREAM, CALLERS, OTHER = 7, 5, 9
 FUNCTION = 33  # the handle of the kernel that tests launch
 PUSHES = tuple(Push(1000 + 64 * n, 16 * n, 8 + n, signal=2000 + 4 * n) for n in range(3))
+BOXES = tuple(
+    Push(1000 + 64 * n, 16 * n, 8 + n, signal=2000 + 4 * n, rows=2 + n, pitch_bytes=32)
+    for n in range(3)
+)
 GATED_PUSHES = tuple(GatedPush(100 + 4 * n, 3 + n, push) for n, push in enumerate(PUSHES))
 EPOCHS = [1, 2**31, 2**32 + 5]
 

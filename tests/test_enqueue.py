@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_engines import CALLERS, EPOCHS, GATED_PUSHES, NEEDS, OTHER, PUSHES, STREAM, engines
+from fake_engines import BOXES, CALLERS, EPOCHS, GATED_PUSHES, NEEDS, OTHER, PUSHES, STREAM, engines
 
 from flux_megatron import settings
 from flux_megatron.symm import enqueue, native_engine
@@ -22,6 +22,8 @@ USES = {
     "fork and join": lambda engine, epoch: (engine.fork(), engine.join()),
     "order": lambda engine, epoch: engine.order(OTHER, CALLERS),
     "send": lambda engine, epoch: engine.send(PUSHES, 50, epoch),
+    "send parts of rows": lambda engine, epoch: engine.send((*BOXES, *PUSHES), 50, epoch),
+    "a part of rows": lambda engine, epoch: engine.copy_rows(1000, 50, 8, 3, 64),
     "a push and its signal": lambda engine, epoch: (
         engine.copy(1000, 50, 8), engine.write(2000, epoch), engine.copy_here(60, 70, 9)
     ),
@@ -93,6 +95,10 @@ BROKEN = {
         "address = value_of(first[i].a",
         "address = value_of(first[i].b",
     ),
+    "rows are copied without their pitch": (
+        "size_t pitch = value_of(one[1].b",
+        "size_t pitch = value_of(one->c",
+    ),
     "the first operation is left out": ("int at = 0,", "int at = 1,"),
     "an error is passed over": ("if ((code = run_one", "if (0 && (code = run_one"),
 }
@@ -109,6 +115,7 @@ def test_broken_c_would_be_noticed(driver, fault, monkeypatch, tmp_path):
 
     def noticing() -> None:
         test_c_enqueues_what_python_does(driver, "gated pushes", 1)
+        test_c_enqueues_what_python_does(driver, "send parts of rows", 1)
         test_a_refusal_names_call_code_and_operation(driver, 1, "cuMemcpyDtoDAsync", 2)
 
     with pytest.raises((AssertionError, pytest.fail.Exception)):

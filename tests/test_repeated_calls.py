@@ -45,6 +45,7 @@ FEW = {
 if ON_HOPPER:
     PLANS |= {
         "hopper": Plan("hopper", comm_rows=128, tile=WIDE, transport="copy_engine"),
+        "hopper, rows in parts of K": Plan("hopper", tile=WIDE, splits=4),
         "hopper by SM": Plan("hopper", comm_rows=128, tile=WIDE, transport="sm"),
         "hopper, split-K": Plan("hopper", tile=WIDE, split_k_shards=1),
     }

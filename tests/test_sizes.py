@@ -60,6 +60,20 @@ def test_pushes_of_a_large_shard():
     assert schedule.local_shard == (2 << 40) + shard_bytes
 
 
+def test_pushes_of_parts_of_large_rows():
+    """Each takes the next columns of every row, and its rows lie as far apart as those of x."""
+    M_shard, K = LARGE
+    schedule = transfer._push_schedule(Region(), torch.Size(LARGE), torch.bfloat16, 0, K // 3)
+    end = 0
+    for push in schedule.pushes:
+        assert (push.offset, push.rows, push.pitch_bytes) == (end, M_shard, 2 * K)
+        assert push.destination == (1 << 40) + M_shard * K * 2 + end
+        end += push.size_bytes
+    assert end == 2 * K
+    signals = [push.signal for push in schedule.pushes]
+    assert len({*signals}) == len(signals) == schedule.comm_tiles == 4
+
+
 @triton.jit
 def last_tile_kernel(x, w, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """The tile at the end of x [M, K] and of y [M, N]."""

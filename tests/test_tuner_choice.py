@@ -18,7 +18,7 @@ from races import FakeRace
 from ranks import DEVICE, on_device
 
 from flux_megatron import errors, ops, settings
-from flux_megatron.overlap import hopper
+from flux_megatron.kernels import hopper_config
 from flux_megatron.overlap.report import report
 from flux_megatron.perf import hardware
 from flux_megatron.perf.operator_cost import predict_us
@@ -345,7 +345,7 @@ def test_an_estimate_alone_is_careful():
         assert choice._safe(LAYER, plans, entries) == plans[:2]
         assert choice._safe(LAYER, between_nodes, entries) == between_nodes
     assert choice._safe(LAYER, plans, known("signalled")) == plans
-    medium = Plan("hopper", tile=hopper.MEDIUM)
+    medium = Plan("hopper", tile=hopper_config.MEDIUM)
     assert choice._safe(LAYER, [*plans, medium], known("hopper")) == plans[:2]
     measured = replace(known("hopper")[0], measured=(Measured(medium, 1.0),))
     assert choice._safe(LAYER, [PLAIN, medium], [measured]) == [PLAIN, medium]
@@ -361,6 +361,10 @@ def test_an_estimate_alone_is_careful():
     one = [PLAIN, Plan("pipelined", splits=1)]
     assert choice._safe(LAYER, one, known("hopper")) == [PLAIN]
     assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
+    parts = [PLAIN, Plan("hopper"), Plan("hopper", splits=4)]
+    assert choice._safe(LAYER, parts, known("hopper")) == parts[:2]
+    tried = replace(known("hopper")[0], measured=(Measured(parts[2], 1.0),))
+    assert choice._safe(LAYER, parts, [tried]) == parts
     ragged = replace(LAYER, M=4 * 248)
     assert choice._safe(ragged, plans[:2], known("hopper")) == [PLAIN]
     assert choice._safe(replace(ragged, world_size=2), plans[:2], known("hopper")) == plans[:2]

@@ -4,6 +4,9 @@
     this kernel  takes the tiles of the local shard first, read from x itself, then those of
                  rank+1, rank+2, ...: waits [A] before the first load of a tile's rows
 
+Few rows come in parts of K: the kernel takes the tiles column by column, and waits [A] before the
+first load of a part (decision 0052).
+
 With one rank this is a plain GEMM.
 """
 
@@ -51,6 +54,7 @@ class AgConfig(Config):
     HAS_BIAS: bool
     COPY_LOCAL: bool
     RAGGED: bool  # the rows of a shard are no multiple of a tile's
+    K_PARTS: int  # in which the rows of other ranks come
     GROUPS: int  # partitions that multiply
     LEAD: int
 
@@ -85,7 +89,7 @@ def hopper_ag_gemm_kernel(
         w_descs = w_descs + (w_rest,)
     ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD)
     operands = GatheredRows(
-        x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED
+        x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED, CONFIG.K_PARTS
     )
     epilogue = StoredTiles(
         y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS, NUM_WARPS
@@ -122,7 +126,7 @@ def hopper_ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool,
+    bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool, k_parts: int = 1,
     recorded: bool = False,
 ) -> tuple[Launcher, int, tuple[int, int], int, int | None]:  # fmt: skip
     """The launch, how many numbers partial sums are, the rows and columns of a slice of a tile, the
@@ -145,7 +149,7 @@ def _launcher(
         CONFIG=AgConfig(
             **common_config(world_size, layout, partition, split), BLOCK_N=tile.block_n,
             Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
-            GROUPS=groups, LEAD=lead(tile),
+            K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
         ),
     )  # fmt: skip
     sums = split.partials * tile.block_m * tile.block_n
@@ -157,20 +161,22 @@ def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
     epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, split_k_shards: int,
-    copy_local: bool, waits: Tensor | None = None,
+    copy_local: bool, k_parts: int = 1, waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_local`: the kernel also copies x to the local shard of
     `gathered`. `split_k_shards`: how many shards' tiles are split along K, if a shard has fewer
-    than there are SMs. `waits` is a buffer of `wait_records`, or None.
+    than there are SMs. `k_parts`: the rows come in so many parts of K (`sizes.part_columns`), in
+    place of communication tiles of `comm_rows` rows. `waits` is a buffer of `wait_records`, or
+    None.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     run, sums, in_slice, columns, rest = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        split_k_shards, copy_local, waits is not None,
+        split_k_shards, copy_local, k_parts, waits is not None,
     )  # fmt: skip
     described = hopper_descriptors.described
     run(

@@ -9,12 +9,20 @@ from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Parts, aggregate
 from flux_megatron.kernels.hopper_signals import Signals
-from flux_megatron.kernels.hopper_tile_order import Sizes, ag_tile, row_in_shard, tile_in_groups
+from flux_megatron.kernels.hopper_tile_order import (
+    Sizes,
+    ag_tile,
+    row_in_shard,
+    tile_in_groups,
+    tile_of_all_rows,
+)
 
 
 @aggregate
 class GatheredRows:
-    """Operands of the producer warp: x of this rank, and of others when it has come."""
+    """Operands of the producer warp: x of this rank, and of others when it has come: in
+    communication tiles of `comm_rows` rows, or all rows of a shard in K_PARTS parts of K.
+    """
 
     x_desc: Descriptor
     gathered_desc: Descriptor
@@ -23,6 +31,7 @@ class GatheredRows:
     signals: Signals
     comm_rows: Number
     RAGGED: gl.constexpr
+    K_PARTS: gl.constexpr
 
     @gluon.jit
     def deadline(self):
@@ -35,19 +44,30 @@ class GatheredRows:
     @gluon.jit
     def load_ahead(self, ring, grid, work):
         """Of a local tile, which waits for nobody."""
-        sizes = self.sizes
         ahead = 0
-        if work.tile < grid.rows * grid.columns:
+        if self.K_PARTS > 1:
+            source, m, n = tile_of_all_rows(work.tile, grid)
+            if source == self.sizes.rank:
+                ahead = self._load_ahead(ring, m, n, work)
+        elif work.tile < grid.rows * grid.columns:
             m, n = tile_in_groups(work.tile, grid.rows, grid.columns, grid.GROUP_M)
-            row = row_in_shard(m, sizes, self.RAGGED)
-            ahead = ring.load_ahead(self.x_desc, self.w_descs, row, n * sizes.BLOCK_N, work)
+            ahead = self._load_ahead(ring, m, n, work)
         return ahead
+
+    @gluon.jit
+    def _load_ahead(self, ring, m, n, work):
+        sizes = self.sizes
+        row = row_in_shard(m, sizes, self.RAGGED)
+        return ring.load_ahead(self.x_desc, self.w_descs, row, n * sizes.BLOCK_N, work)
 
     @gluon.jit
     def locate(self, tile, grid, tiles):
         """Whose rows a tile has, and its first row and column in y."""
         sizes = self.sizes
-        source, m, n = ag_tile(tile, grid, tiles)
+        if self.K_PARTS > 1:
+            source, m, n = tile_of_all_rows(tile, grid)
+        else:
+            source, m, n = ag_tile(tile, grid, tiles)
         row = source * sizes.M_shard + row_in_shard(m, sizes, self.RAGGED)
         return source, row, n * sizes.BLOCK_N
 
@@ -59,6 +79,10 @@ class GatheredRows:
             loaded, ticket = ring.load_tile(
                 self.x_desc, self.w_descs, in_shard, col, work, loaded, scheduler.words
             )
+        elif self.K_PARTS > 1:
+            loaded, ticket, arrived = self._load_parts(
+                ring, scheduler, work, source, row, col, loaded, arrived, deadline
+            )
         else:
             # communication tiles of one source arrive in their order: the last one tells for all
             comm_tile = (min(in_shard + sizes.BLOCK_M, sizes.M_shard) - 1) // self.comm_rows
@@ -69,6 +93,30 @@ class GatheredRows:
             loaded, ticket = ring.load_tile(
                 self.gathered_desc, self.w_descs, row, col, work, loaded, scheduler.words
             )
+        return loaded, ticket, arrived
+
+    @gluon.jit
+    def _load_parts(self, ring, scheduler, work, source, row, col, loaded, arrived, deadline):
+        """The k-tiles of each part of K when it has come."""
+        part_k_tiles = gl.cdiv(gl.cdiv(self.sizes.K, self.sizes.BLOCK_K), self.K_PARTS)
+        last_part = (work.last - 1) // part_k_tiles
+        first = work.first
+        for part in range(work.first // part_k_tiles, last_part):
+            arrived = self.signals.await_once(
+                arrived, source, part, self.K_PARTS, work.tile, deadline
+            )  # wait [A]
+            last = (part + 1) * part_k_tiles
+            loaded = ring.load_k_tiles(
+                self.gathered_desc, self.w_descs, row, col, first, last, loaded
+            )
+            first = last
+        arrived = self.signals.await_once(
+            arrived, source, last_part, self.K_PARTS, work.tile, deadline
+        )  # wait [A]
+        loaded, ticket = ring.load_tile(
+            self.gathered_desc, self.w_descs, row, col, work.behind(first - work.first), loaded,
+            scheduler.words,
+        )  # fmt: skip
         return loaded, ticket, arrived
 
 

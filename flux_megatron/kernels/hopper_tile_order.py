@@ -121,6 +121,16 @@ def ag_tile(tile, grid, tiles):
 
 
 @gluon.jit
+def tile_of_all_rows(tile, grid):
+    """Source rank, and row and column in its shard, where rows come in parts of K: columns go down
+    through all shards, local rows first, so that they share what they read of w.
+    """
+    rows = grid.rows * grid.WORLD_SIZE
+    m, n = tile_in_groups(tile, rows, grid.columns, grid.GROUP_M)
+    return (grid.rank + m // grid.rows) % grid.WORLD_SIZE, m % grid.rows, n
+
+
+@gluon.jit
 def rs_tile(tile, grid):
     """Owner rank, row and column in its shard, number in its shard, and how many ranks lie between
     this one and it.

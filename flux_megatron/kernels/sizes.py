@@ -31,6 +31,11 @@ def parts_of(wanted: int, N: int, tile: Tile) -> int:
     return wanted if wanted and cdiv(N, tile.block_n) <= SPLIT_TILES else 1
 
 
+def part_columns(K: int, parts: int, block_k: int) -> int:
+    """Columns of x in each of so many parts of K, whole k-tiles; the last part may have fewer."""
+    return cdiv(cdiv(K, block_k), parts) * block_k
+
+
 def partial_sums(M: int, N: int, tile: Tile, parts: int) -> tuple[int, ...]:
     """The shape of what the parts of K leave: as many sums of each tile."""
     return cdiv(N, tile.block_n), parts, rows_of(M), tile.block_n

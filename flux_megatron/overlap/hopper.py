@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import (
-    LOW,
-    MEDIUM,
-    NARROW,
-    TILE,
-    TILES,
-    WIDE,
-    wide_tile,
-)
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
-from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
+from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap import hopper_plans, transfer, wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -45,13 +36,11 @@ from flux_megatron.symm.workspace import Workspace
 if TYPE_CHECKING:
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
-BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
-FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
-
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 RECORDABLE = (COLUMN, ROW)
+default_plan, candidates = hopper_plans.default_plan, hopper_plans.candidates
 
 
 def supports(problem: Problem) -> str | None:
@@ -61,64 +50,6 @@ def supports(problem: Problem) -> str | None:
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1: the kernel would wait for pushes that come after its launch"
     return transfer.unequal_shards(problem) or hopper_gemm.supports(problem)
-
-
-def default_plan(problem: Problem) -> Plan:
-    """Large communication tiles, and groups of 16 rows of tiles."""
-    if problem.spec.gathers:
-        low = problem.M_shard < TILE.block_m
-        wide = wide_tile(problem.M, problem.N_local, problem.K_local)
-        return Plan("hopper", tile=LOW[0] if low else wide)
-    small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
-    # the SMs signal for nothing, a copy engine takes 10 us to begin each
-    comm_tiles = COMM_TILES_MAX if small else 2
-    return Plan(
-        "hopper",
-        comm_rows=cdiv(problem.M_shard, comm_tiles),
-        tile=replace(TILE, group_m=16),
-        transport="sm" if small else "copy_engine",
-    )
-
-
-def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring."""
-    default = default_plan(problem)
-    wide = replace(default.tile, group_m=8)
-    plans = [replace(default, tile=tile) for tile in (wide, NARROW)]
-    if problem.spec.gathers:
-        if problem.M_shard < TILE.block_m:
-            return [replace(default, tile=tile) for tile in LOW]
-        plans += [replace(default, tile=tile) for tile in (MEDIUM, WIDE)]
-        # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
-        # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
-        # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
-        halves = cdiv(problem.M_shard, 2)
-        plans += [replace(plan, comm_rows=halves) for plan in (default, *plans)]
-        if problem.M <= FEW_ROWS:
-            plans += [replace(default, tile=tile) for tile in TILES]
-    elif problem.M_shard <= 512:
-        plans += [
-            replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
-            for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", 2))
-            for plan in (default, *plans)
-        ]
-    return [*dict.fromkeys(plans + _with_split_k(problem, default))]
-
-
-def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
-    """Plans with early tiles split along K, where there are any to split."""
-    if not hopper_gemm.split_k_of(problem, TILE, 1, torch.device("cuda")).early:
-        return []
-    if not problem.spec.gathers:
-        plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
-        pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
-        return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
-    # groups within a shard: what comes from one rank never waits for another
-    alone = replace(default.tile, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
-    plans = [
-        replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)
-    ]
-    return [*plans, replace(default, tile=alone, split_k_shards=problem.world_size)]
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
@@ -134,7 +65,11 @@ def ag_gemm(
     from flux_megatron.kernels import hopper_ag_gemm
 
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
-    gather = transfer.start_gather(x, workspace, comm_rows, local_copy="nobody")
+    k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
+    columns = part_columns(x.shape[1], k_parts, plan.tile.block_k) if k_parts > 1 else 0
+    gather = transfer.start_gather(
+        x, workspace, comm_rows, local_copy="nobody", part_columns=columns
+    )
     call = gather.call
     with phase("ag_gemm kernel"):
         y = hopper_ag_gemm.ag_gemm(
@@ -144,7 +79,7 @@ def ag_gemm(
             work_words=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
-            split_k_shards=plan.split_k_shards, copy_local=consume is not None,
+            split_k_shards=plan.split_k_shards, copy_local=consume is not None, k_parts=k_parts,
             waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:

@@ -66,39 +66,58 @@ def begin(
 class PushSchedule(NamedTuple):
     """The pushes of a gather, the same for every call of a shape through one region.
 
-    `gathered` is this rank's buffer [M, K], `local_shard` the address of its own rows there.
+    `gathered` is this rank's buffer [M, K], `local_shard` the address of its own rows there. A
+    shard has `comm_tiles` communication tiles.
     """
 
     pushes: tuple[Push, ...]
     gathered: Tensor
     local_shard: int
     comm_rows: int
+    comm_tiles: int
 
 
 def _push_schedule(
-    region: Region, shape: torch.Size, dtype: torch.dtype, comm_rows: int
+    region: Region, shape: torch.Size, dtype: torch.dtype, comm_rows: int, part_columns: int = 0
 ) -> PushSchedule:
-    """For x [M_shard, K] in communication tiles of `comm_rows` rows.
+    """For x [M_shard, K] in communication tiles of `comm_rows` rows, or, if not 0, of
+    `part_columns` columns of all rows.
 
     Rank r+1 pushes to rank r first, which needs these rows first. So the ranks never all write to
-    one rank at once.
+    one rank at once. Of parts of K every rank gets the first before any gets the second.
     """
-    M_shard, K = shape
+    rank, (M_shard, K) = region.rank, shape
     row_bytes = K * dtype.itemsize
     comm_rows = comm_rows_at_least(M_shard, comm_rows)
+    tiles = _comm_tiles(M_shard, row_bytes, comm_rows, part_columns * dtype.itemsize)
     all_rows = (region.world_size, M_shard, K)
     pushes = []
     for step in range(1, region.world_size):
-        peer = (region.rank - step) % region.world_size
-        rows = region.view(peer, all_rows, dtype)[region.rank].data_ptr()
-        for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
-            count = min(comm_rows, M_shard - first)
-            signal = region.pads[peer][slot(region.rank, comm_tile) :].data_ptr()  # signal [A]
-            offset = first * row_bytes
-            pushes.append(Push(rows + offset, offset, count * row_bytes, signal))
-    gathered = region.view(region.rank, all_rows, dtype)
-    local_shard = gathered[region.rank].data_ptr()
-    return PushSchedule(tuple(pushes), gathered.flatten(0, 1), local_shard, comm_rows)
+        peer = (rank - step) % region.world_size
+        shard = region.view(peer, all_rows, dtype)[rank].data_ptr()
+        for comm_tile, (offset, size_bytes, *rows) in enumerate(tiles):
+            signal = region.pads[peer][slot(rank, comm_tile) :].data_ptr()  # signal [A]
+            pushes.append(Push(shard + offset, offset, size_bytes, signal, *rows))
+    if part_columns:
+        pushes.sort(key=lambda push: push.offset)
+    gathered = region.view(rank, all_rows, dtype)
+    local_shard = gathered[rank].data_ptr()
+    return PushSchedule(tuple(pushes), gathered.flatten(0, 1), local_shard, comm_rows, len(tiles))
+
+
+def _comm_tiles(
+    M_shard: int, row_bytes: int, comm_rows: int, part_bytes: int
+) -> list[tuple[int, int, int, int]]:
+    """As a push has them: the offset, the bytes, of how many rows each, and the pitch of those."""
+    if part_bytes:
+        return [
+            (first, min(part_bytes, row_bytes - first), M_shard, row_bytes)
+            for first in range(0, row_bytes, part_bytes)
+        ]
+    return [
+        (first * row_bytes, min(comm_rows, M_shard - first) * row_bytes, 1, 0)
+        for first in range(0, M_shard, comm_rows)
+    ]
 
 
 @dataclass
@@ -110,6 +129,7 @@ class Gather:
     x: Tensor
     gathered: Tensor
     comm_rows: int
+    comm_tiles: int
     engine: CopyEngine
     local_shard: int = 0  # the address that `complete` copies x to, 0 if it copies nothing
     behind_pushes: bool = False  # the copy engine copies, not the caller's stream
@@ -129,8 +149,8 @@ class Gather:
                 world_size=self.call.world_size,
                 epoch=as_int32(self.call.epoch),
                 timeout_ns=timeout_ns(),
-                M_shard=self.x.shape[0],
-                comm_rows=self.comm_rows,
+                M_shard=self.comm_tiles,
+                comm_rows=1,
             )
 
     def complete(self) -> Tensor:
@@ -159,10 +179,11 @@ class Gather:
 
 
 def start_gather(
-    x: Tensor, workspace: Workspace, comm_rows: int, *, local_copy: str = "caller"
-) -> Gather:
+    x: Tensor, workspace: Workspace, comm_rows: int, *, local_copy: str = "caller",
+    part_columns: int = 0,
+) -> Gather:  # fmt: skip
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
-    [A].
+    [A]; or all rows in parts of so many columns.
 
     `local_copy` names who copies x to the local shard of the gathered rows in `complete`: "engine",
     behind the pushes; "caller", the caller's stream; or "nobody". A copy within one GPU needs SMs,
@@ -173,12 +194,14 @@ def start_gather(
     """
     engine = workspace.engine
     call = begin(workspace, GATHER, workspace.world_size * x.nbytes)
-    schedule: PushSchedule = call.region.prepared(_push_schedule, x.shape, x.dtype, comm_rows)
+    schedule: PushSchedule = call.region.prepared(
+        _push_schedule, x.shape, x.dtype, comm_rows, part_columns
+    )
     with phase("gather push"):
         engine.fork()
         engine.send(schedule.pushes, x.data_ptr(), call.epoch)
     return Gather(
-        workspace, call, x, schedule.gathered, schedule.comm_rows, engine,
+        workspace, call, x, schedule.gathered, schedule.comm_rows, schedule.comm_tiles, engine,
         local_shard=0 if local_copy == "nobody" else schedule.local_shard,
         behind_pushes=local_copy == "engine",
     )  # fmt: skip

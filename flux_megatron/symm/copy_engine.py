@@ -24,12 +24,18 @@ from flux_megatron.symm.signals import as_int32
 
 
 class Push(NamedTuple):
-    """Bytes from `offset` of a source on to an address, and the address of their signal."""
+    """Bytes from `offset` of a source on to an address, and the address of their signal.
+
+    With more `rows` than one each has `size_bytes`, `pitch_bytes` behind the one before, on both
+    sides.
+    """
 
     destination: int
     offset: int
     size_bytes: int
     signal: int
+    rows: int = 1
+    pitch_bytes: int = 0
 
 
 class GatedPush(NamedTuple):
@@ -100,6 +106,12 @@ class CopyEngine(ABC):
         """Bytes from one address to another. The memory must live until the join."""
 
     @abstractmethod
+    def copy_rows(
+        self, destination: int, source: int, size_bytes: int, rows: int, pitch_bytes: int
+    ) -> None:
+        """The same of so many rows, which begin `pitch_bytes` apart on both sides."""
+
+    @abstractmethod
     def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
         """The same in the caller's stream."""
 
@@ -125,7 +137,11 @@ class CopyEngine(ABC):
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
         """Enqueue all `pushes` from the address `source`, each followed by its signal."""
         for push in pushes:
-            self.copy(push.destination, source + push.offset, push.size_bytes)
+            given = push.destination, source + push.offset, push.size_bytes
+            if push.rows == 1:
+                self.copy(*given)
+            else:
+                self.copy_rows(*given, push.rows, push.pitch_bytes)
             self.signal(push.signal, epoch)
 
     def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:

@@ -76,6 +76,12 @@ class CpuCopyEngine(CopyEngine):
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         ctypes.memmove(destination, source, size_bytes)
 
+    def copy_rows(
+        self, destination: int, source: int, size_bytes: int, rows: int, pitch_bytes: int
+    ) -> None:
+        for behind in range(0, rows * pitch_bytes, pitch_bytes):
+            self.copy(destination + behind, source + behind, size_bytes)
+
     def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
         self.copy(destination, source, size_bytes)
 

@@ -89,6 +89,18 @@ class CudaCopyEngine(CopyEngine):
         (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self._stream)
         self._check("cuMemcpyDtoDAsync", error)
 
+    def copy_rows(
+        self, destination: int, source: int, size_bytes: int, rows: int, pitch_bytes: int
+    ) -> None:
+        box = self._driver.CUDA_MEMCPY2D()
+        memory = self._driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED  # of any GPU
+        box.srcMemoryType = box.dstMemoryType = memory
+        box.srcDevice, box.dstDevice = source, destination
+        box.srcPitch = box.dstPitch = pitch_bytes
+        box.WidthInBytes, box.Height = size_bytes, rows
+        (error,) = self._driver.cuMemcpy2DAsync(box, self._stream)
+        self._check("cuMemcpy2DAsync", error)
+
     def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
         (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self.current())
         self._check("cuMemcpyDtoDAsync", error)

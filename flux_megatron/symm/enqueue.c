@@ -9,7 +9,7 @@
 
 #define REGISTERS 16
 #define PARAMETERS 96
-enum { RECORD, FOLLOW, COPY, WRITE, WAIT, BATCH, LAUNCH, KINDS };
+enum { RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH, LAUNCH, KINDS };
 enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a register goes into a kernel's parameters
 
 typedef struct { int from; uint64_t add; } Value;  // registers[from] + add
@@ -34,14 +34,14 @@ typedef struct {
 #define TEXT(name) #name
 #define NAME(name) TEXT(name)
 #define FUNCTIONS(use) \
-    use(cuEventRecord) use(cuStreamWaitEvent) use(cuMemcpyDtoDAsync) use(cuStreamWriteValue32) \
-    use(cuStreamWaitValue32) use(cuStreamBatchMemOp) use(cuLaunchKernelEx) \
+    use(cuEventRecord) use(cuStreamWaitEvent) use(cuMemcpyDtoDAsync) use(cuMemcpy2DAsync) \
+    use(cuStreamWriteValue32) use(cuStreamWaitValue32) use(cuStreamBatchMemOp) use(cuLaunchKernelEx) \
     use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) use(cuFuncGetParamInfo)
 #define DECLARE(name) static __typeof__(&name) p_##name;
 FUNCTIONS(DECLARE)
 static const char *const NAMES[KINDS] = {
-    "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync", "cuStreamWriteValue32",
-    "cuStreamWaitValue32", "cuStreamBatchMemOp", "cuLaunchKernelEx"};
+    "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync", "cuMemcpy2DAsync",
+    "cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp", "cuLaunchKernelEx"};
 
 // Lists share an event and the memory of parameters: one thread at a time runs one.
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
@@ -74,6 +74,17 @@ static CUresult batch(const Operation *first, int count, const uint64_t *registe
     return p_cuStreamBatchMemOp(stream, count, given, 0);
 }
 
+static CUresult copy_rows(const Operation *one, const uint64_t *registers, CUstream stream) {
+    size_t pitch = value_of(one[1].b, registers);
+    CUDA_MEMCPY2D box = {.srcMemoryType = CU_MEMORYTYPE_UNIFIED, .srcPitch = pitch,
+                         .srcDevice = value_of(one->b, registers),
+                         .dstMemoryType = CU_MEMORYTYPE_UNIFIED, .dstPitch = pitch,
+                         .dstDevice = value_of(one->a, registers),
+                         .WidthInBytes = value_of(one->c, registers),
+                         .Height = value_of(one[1].a, registers)};
+    return p_cuMemcpy2DAsync(&box, stream);
+}
+
 static CUresult run_one(const Operation *one, const uint64_t *registers) {
     CUstream stream = (CUstream)(uintptr_t)value_of(one->stream, registers);
     uint64_t a = value_of(one->a, registers), b = value_of(one->b, registers);
@@ -81,6 +92,7 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
     case RECORD: return p_cuEventRecord((CUevent)(uintptr_t)a, stream);
     case FOLLOW: return p_cuStreamWaitEvent(stream, (CUevent)(uintptr_t)a, 0);
     case COPY: return p_cuMemcpyDtoDAsync(a, b, value_of(one->c, registers), stream);
+    case COPY_ROWS: return copy_rows(one, registers, stream);
     // flags 0: the write is ordered after all earlier writes of the stream
     case WRITE: return p_cuStreamWriteValue32(stream, a, (cuuint32_t)b, 0);
     // flags 0: until the difference of the two, as a signed number, is at least 0

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORD, FOLLOW, COPY, WRITE, WAIT, BATCH = range(6)  # as in enqueue.c
+RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH = range(7)  # as in enqueue.c
 DRIVER = "libcuda.so.1"
 
 
@@ -37,14 +37,14 @@ STREAM = Word(1)  # the caller's, in every list
 
 class Operation(NamedTuple):
     """A driver call but a launch. A BATCH stands before the `size` operations that it makes one
-    call of.
+    call of; COPY_ROWS before one of the same kind that has the number of rows and their pitch.
     """
 
     kind: int
     stream: Word
     a: Word = NOTHING  # the event; the address that is written, or awaited
     b: Word = NOTHING  # the source of a copy; the word
-    c: Word = NOTHING  # the size of a copy
+    c: Word = NOTHING  # the size of a copy, or of each row
     size: int = 0
 
 

@@ -19,6 +19,7 @@ from flux_megatron.symm.cuda_backend import CudaCopyEngine
 from flux_megatron.symm.enqueue import (
     BATCH,
     COPY,
+    COPY_ROWS,
     FOLLOW,
     RECORD,
     STREAM,
@@ -38,9 +39,10 @@ class NativeCopyEngine(CudaCopyEngine):
         super().__init__(device)
         self._own = always(int(self._stream))
         self._recorded = always(int(self._event))
-        a, b, c = (Word(register) for register in (2, 3, 4))
+        a, b, c, d, e = (Word(register) for register in range(2, 7))
         self._order = enqueue.listed(self._ordered(a, STREAM))
         self._copy = enqueue.listed([Operation(COPY, STREAM, a, b, c)])
+        self._copy_rows = enqueue.listed(self._rows(a, b, c, d, e))
         self._write = enqueue.listed([Operation(WRITE, STREAM, a, b)])
         self._wait = enqueue.listed([Operation(WAIT, STREAM, a, b)])
 
@@ -74,9 +76,21 @@ class NativeCopyEngine(CudaCopyEngine):
         self._copy.run(self._own.add, destination, source, size_bytes)
         self._note(self._copied(self._own, destination, source, size_bytes))
 
+    def copy_rows(
+        self, destination: int, source: int, size_bytes: int, rows: int, pitch_bytes: int
+    ) -> None:
+        self._copy_rows.run(self._own.add, destination, source, size_bytes, rows, pitch_bytes)
+        known = always if (recording := this_thread.recording) is None else recording.address
+        box = known(destination), known(source), always(size_bytes)
+        self._note(*self._rows(*box, always(rows), always(pitch_bytes)))
+
     def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
         self._copy.run(self.current(), destination, source, size_bytes)
         self._note(self._copied(STREAM, destination, source, size_bytes))
+
+    def _rows(self, to: Word, source: Word, size: Word, rows: Word, pitch: Word) -> list[Operation]:
+        first = Operation(COPY_ROWS, self._own, to, source, size, size=1)
+        return [first, Operation(COPY_ROWS, self._own, rows, pitch)]
 
     def _copied(self, stream: Word, destination: int, source: int, size_bytes: int) -> Operation:
         recording = this_thread.recording
@@ -118,12 +132,14 @@ class NativeCopyEngine(CudaCopyEngine):
     def _sent(self, pushes: tuple[Push, ...], source: Word, epoch: Word) -> list[Operation]:
         operations = []
         for push in pushes:
-            operations += [self._pushed(push, source), self._signalled(push, epoch)]
+            operations += [*self._pushed(push, source), self._signalled(push, epoch)]
         return operations
 
-    def _pushed(self, push: Push, source: Word) -> Operation:
-        size = always(push.size_bytes)
-        return Operation(COPY, self._own, always(push.destination), source.plus(push.offset), size)
+    def _pushed(self, push: Push, source: Word) -> list[Operation]:
+        given = always(push.destination), source.plus(push.offset), always(push.size_bytes)
+        if push.rows == 1:
+            return [Operation(COPY, self._own, *given)]
+        return self._rows(*given, always(push.rows), always(push.pitch_bytes))
 
     def _signalled(self, push: Push, epoch: Word) -> Operation:
         return Operation(WRITE, self._own, always(push.signal), epoch)
@@ -150,7 +166,7 @@ class NativeCopyEngine(CudaCopyEngine):
         for number, gated in enumerate(gated_pushes, 1):
             after = waits[number : number + 1] or zeros
             operations += [
-                self._pushed(gated.push, source),
+                *self._pushed(gated.push, source),
                 Operation(BATCH, self._own, size=1 + len(after)),
                 self._signalled(gated.push, epoch),
                 *after,

@@ -157,6 +157,7 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
     - one GEMM of `pipelined` behind a gather;
+    - `hopper`'s AG+GEMM of rows that come in parts of K;
     - `low_latency` of more than 64 rows, or of divided rows, whose kernels have changed since two
       GPUs timed them (decision 51);
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
@@ -191,6 +192,8 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         ragged = spec.gathers and is_ragged(problem.M_shard, problem.world_size, plan.tile)
         if ragged and problem.world_size > 2:
             kinds.add("ragged shards of more than two")
+        if spec.gathers and plan.splits > 1:
+            kinds.add("rows in parts of K")
         if not spec.gathers and _chunks(problem, plan.tile) < problem.world_size - 1:
             kinds.add("short sums")
     return kinds

@@ -1,5 +1,5 @@
-"""The tiles of `hopper`'s AG+GEMM, one after another: what the tile, the communication tile and the
-split along K of a plan are worth.
+"""The tiles of `hopper`'s AG+GEMM, one after another: what the tile, the communication tile, the
+parts of K and the split along K of a plan are worth.
 
 `operator_cost` knows waves of one tile and shards that arrive whole. Here each CTA takes the next
 tile or part of one, waits for its rows, and multiplies.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flux_megatron.kernels.split_k import SplitK, is_low, is_ragged, split_k_of_gather
-from flux_megatron.overlap import hopper
+from flux_megatron.overlap import hopper_plans
 from flux_megatron.patterns import COLUMN
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.gemm import ELEMENT_BYTES
@@ -47,8 +47,9 @@ class _Machine(NamedTuple):
 def tile_alone(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Tile:
     """The tile with which a GEMM alone, x [M, K] times w of N columns, ends soonest."""
     problem = Problem(COLUMN, M, N, K, str(dtype).removeprefix("torch."), 1, layout)
-    tile = min(hopper.TILES, key=lambda tile: tiles_us(problem, Plan("hopper", tile=tile), H200))
-    return hopper.wide_tile(M, N, K) if tile.block_n == 256 else tile
+    plans = [Plan("hopper", tile=tile) for tile in hopper_plans.TILES]
+    tile = min(plans, key=lambda plan: tiles_us(problem, plan, H200)).tile
+    return hopper_plans.wide_tile(M, N, K) if tile.block_n == 256 else tile
 
 
 def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
@@ -58,13 +59,14 @@ def tiles_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
         hardware.memory_gbps,
     )  # fmt: skip
     comm_rows = plan.comm_rows or problem.M_shard
-    return _tiles_us(problem, plan.tile, comm_rows, plan.split_k_shards, machine)
+    return _tiles_us(problem, plan.tile, comm_rows, plan.split_k_shards, machine, plan.splits or 1)
 
 
 @lru_cache(maxsize=4096)  # known plans are asked for with each new kind of call
 def _tiles_us(
-    problem: Problem, tile: Tile, comm_rows: int, split_k_shards: int, machine: _Machine
-) -> float:
+    problem: Problem, tile: Tile, comm_rows: int, split_k_shards: int, machine: _Machine,
+    k_parts: int,
+) -> float:  # fmt: skip
     rows = math.ceil(problem.M_shard / tile.block_m)
     columns = math.ceil(problem.N_local / tile.block_n)
     k_tiles = math.ceil(problem.K_local / tile.block_k)
@@ -74,24 +76,30 @@ def _tiles_us(
         is_low(tile),
     )  # fmt: skip
     arrivals = [
-        _arrival_us(problem, (row + 1) * tile.block_m, comm_rows, machine, hops)
+        _arrivals_us(problem, (row + 1) * tile.block_m, comm_rows, machine, hops, k_parts)
         for hops in range(problem.world_size)
         for row in range(rows)
     ]
     loop_us = main_loop_us(problem, tile, machine.sms, machine.tflops)
     part_us = loop_us, loop_us * (LOW_PARTS if is_low(tile) else 1)
     around_us, fix_up_us = area(tile) * FITTED.tile_us, area(tile) * FIX_UP_US
-    head = _head(rows, columns, problem.world_size, split)
-    order = _order(rows, columns, tile.group_m, problem.world_size, head)
+    if k_parts > 1:
+        order = _order_of_all_rows(rows * problem.world_size, columns, tile.group_m)
+    else:
+        head = _head(rows, columns, problem.world_size, split)
+        order = _order(rows, columns, tile.group_m, problem.world_size, head)
     free = [0.0] * split.ctas  # a heap
     for place, (row, parts) in enumerate(zip(order, _parts(split), strict=True)):
+        first_us, last_us = arrivals[row]
         for _ in range(parts):
-            end = max(free[0], arrivals[row]) + part_us[parts > 1] / parts + around_us
+            multiplied_us = part_us[parts > 1] / parts
+            end = max(free[0], first_us) + multiplied_us
+            end = max(end, last_us + multiplied_us / k_parts) + around_us
             heapq.heapreplace(free, end)
         if parts > 1:  # one CTA adds them up when the last is done
             free.remove(end)
-            last_us = LAST_WAVE_US * (place >= split.tiles - split.last_wave)
-            free.append(end + (parts - 1) * fix_up_us + last_us)
+            counted_us = LAST_WAVE_US * (place >= split.tiles - split.last_wave)
+            free.append(end + (parts - 1) * fix_up_us + counted_us)
             heapq.heapify(free)
     # of few rows a GEMM is bound by its weight's way from memory; near both bounds it is slower
     M, N, K = problem.M, problem.N_local, problem.K_local
@@ -130,6 +138,30 @@ def _order(rows: int, columns: int, group_m: int, world_size: int, head: int) ->
     behind = [2 * rows + row for _ in range(head) for row in range(remote - rows)]
     others = [rows + row for row, _ in in_groups(remote, columns - head, group_m)]
     return local + next_rank + behind + others
+
+
+@lru_cache(maxsize=256)
+def _order_of_all_rows(rows: int, columns: int, group_m: int) -> list[int]:
+    """The same where rows come in parts of K: down through all shards."""
+    return [row for row, _ in in_groups(rows, columns, group_m)]
+
+
+def _arrivals_us(
+    problem: Problem, last: int, comm_rows: int, machine: _Machine, hops: int, k_parts: int
+) -> tuple[float, float]:
+    """When the first of a peer's rows before `last` have come that a tile can begin with, and the
+    last: of parts of K every rank gets the first before any gets the second.
+    """
+    if k_parts == 1 or hops == 0:
+        all_us = _arrival_us(problem, last, comm_rows, machine, hops)
+        return all_us, all_us
+    part_bytes = problem.M_shard * problem.columns_moved * ELEMENT_BYTES[problem.dtype] / k_parts
+    first, others = hops, (k_parts - 1) * (problem.world_size - 1)
+    first_us, last_us = (
+        pushed_us(pushes, machine.copy_latency_us) + pushes * part_bytes / machine.copy_gbps * 1e-3
+        for pushes in (first, first + others)
+    )
+    return first_us, last_us
 
 
 def _arrival_us(problem: Problem, last: int, comm_rows: int, machine: _Machine, hops: int) -> float:

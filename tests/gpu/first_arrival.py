@@ -23,6 +23,7 @@ from gpu_run import Run
 from torch import Tensor
 
 from flux_megatron import ops
+from flux_megatron.kernels import hopper_config
 from flux_megatron.overlap import hopper, registry
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -36,10 +37,10 @@ SHAPES = (
 )
 SMALL = "4x6x8 nt,4x6x8 nn"
 TILES = {
-    "wide, groups of 16": replace(hopper.TILE, group_m=16),
-    "wide, groups of 8": replace(hopper.TILE, group_m=8),
+    "wide, groups of 16": replace(hopper_config.TILE, group_m=16),
+    "wide, groups of 8": replace(hopper_config.TILE, group_m=8),
     "medium": hopper.MEDIUM,
-    "narrow": hopper.NARROW,
+    "narrow": hopper_config.NARROW,
 }
 PARTS = (1, 2, 4)  # of a shard, each with its push
 

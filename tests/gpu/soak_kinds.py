@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
 from flux_megatron.dispatch import decide
+from flux_megatron.kernels import hopper_config
 from flux_megatron.kernels.split_k import K_TILES_MIN
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
@@ -116,7 +117,7 @@ def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
 
 def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool) -> Kind:
     gathers = common["piece"] in ("ag_gemm", "row backward")
-    a_chunk_each = K_TILES_MIN * (world_size - 1) * hopper.TILE.block_k
+    a_chunk_each = K_TILES_MIN * (world_size - 1) * hopper_config.TILE.block_k
     Ks = [64, 72, 520, 2056] if gathers else [64, 520, *range(a_chunk_each, a_chunk_each + 24, 8)]
     most = 1 if small else draw.choice([1, 1, 1, 3])
     kind = Kind(

@@ -14,7 +14,6 @@ import torch
 
 from flux_megatron.kernels import hopper_config
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
-from flux_megatron.overlap import hopper
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import predict_us
@@ -22,12 +21,12 @@ from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import gather_tiles, plan_cost, tiles
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "h200x2"
-WIDE = replace(hopper.TILE, group_m=16)
+WIDE = replace(hopper_config.TILE, group_m=16)
 # as the rows name them
 NAMED = {
     "wide, groups of 16": WIDE,
-    "wide, groups of 8": replace(hopper.TILE, group_m=8),
-    "narrow": hopper.NARROW,
+    "wide, groups of 8": replace(hopper_config.TILE, group_m=8),
+    "narrow": hopper_config.NARROW,
 }
 # 192 tiles of the local shard, whose GEMM is shorter than the gather of the other
 LONG_GATHER = Problem(Pattern.AG_GEMM, 8192, 2 * 1536, 4096, "bfloat16", 2)
@@ -71,6 +70,24 @@ def test_pushes_to_other_peers_come_before(by_hand):
     four = replace(SMALL, M=4 * 256, N=4 * 256, world_size=4)
     last = 3 * 2 + 1 + 2 * tiles.PUSH_SHARE
     assert by_hand(Plan("hopper", 0, WIDE), 8, four) == pytest.approx(last + 1)
+
+
+def test_a_tile_of_rows_in_parts_begins_with_the_first_part(by_hand):
+    """The row of two tiles takes 4 us to come, in four pushes. Two SMs make the local tiles at
+    once; the remote ones, of 1 us, end a part's share after the last part.
+    """
+    whole, parts = (Plan("hopper", 0, WIDE, splits=splits) for splits in (0, 4))
+    sent = 1 + 3 * tiles.PUSH_SHARE + 4
+    assert by_hand(whole, 4, rows_us=2.0) == pytest.approx(1 + 4 + 1)
+    assert by_hand(parts, 4, rows_us=2.0) == pytest.approx(sent + 1 / 4)
+    assert by_hand(parts, 4, rows_us=0.0) == pytest.approx(1 + 3 * tiles.PUSH_SHARE + 1 / 4)
+
+
+def test_parts_of_k_come_to_all_peers_in_turn(by_hand):
+    """Of four ranks: the last part of the last peer is the twelfth push of a rank."""
+    four = replace(SMALL, M=4 * 256, N=4 * 256, world_size=4)
+    last = 1 + 11 * tiles.PUSH_SHARE + 3 * 2
+    assert by_hand(Plan("hopper", 0, WIDE, splits=4), 8, four) == pytest.approx(last + 1 / 4)
 
 
 def test_parts_of_a_tile_are_added_by_one_cta(by_hand, monkeypatch):

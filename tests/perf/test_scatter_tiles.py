@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import hopper
 from flux_megatron.perf.constants import FITTED
@@ -20,7 +20,7 @@ from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import plan_cache, plan_cost, scatter_tiles, tiles, tuner
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
-WIDE = replace(hopper.TILE, group_m=16)
+WIDE = replace(hopper_config.TILE, group_m=16)
 SMALL = Problem(Pattern.GEMM_RS, 512, 512, 2 * 64, "bfloat16", 2)  # a shard of 2 x 2 tiles
 TILE_GBPS = 128 * 256 * 2 / 1e3  # one tile a microsecond
 WHOLE = Plan("hopper", 256, WIDE)
@@ -77,7 +77,7 @@ def test_by_stores_of_the_sms(by_hand):
     assert by_hand(plan, 4) == pytest.approx(2 + 1 + 0.5 + scatter_tiles.FETCH_US)
 
 
-@pytest.mark.parametrize("tile", [hopper.TILE, WIDE, hopper.NARROW])
+@pytest.mark.parametrize("tile", [hopper_config.TILE, WIDE, hopper_config.NARROW])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize(("M_shard", "N"), [(256, 3072), (1000, 2560), (2048, 12288)])
 @pytest.mark.parametrize("comm_tiles", [1, 2, 8, 100])

@@ -86,12 +86,13 @@ def _problems(pattern: Pattern) -> Iterator[Problem]:
     """Shards of one tile of rows, of some, and of many, and ragged ones; a last wave of tiles that
     is worth a split, and one that is not.
     """
-    sizes_of = [*itertools.product((128, 512, 4096), (4096, 5120)), (200, 4096)]
+    sizes_of = [*itertools.product((128, 512, 4096), (4096, 5120)), (200, 4096), (64, 4096)]
     for (rows, N), (layout, dtype) in itertools.product(sizes_of, _VARIANTS):
-        ragged = rows == 200 and (pattern is Pattern.GEMM_RS or layout == "nn")  # as others
-        if not ragged and (dtype == "bfloat16" or (rows, N) == (512, 4096)):
+        scatters = pattern is Pattern.GEMM_RS
+        same = rows in (64, 200) and (scatters or (rows == 200 and layout == "nn"))  # as others
+        if not same and (dtype == "bfloat16" or (rows, N) == (512, 4096)):
             sizes = {"M": WORLD_SIZE * rows, "N": WORLD_SIZE * N, "K": WORLD_SIZE * 4096}
-            if pattern is Pattern.GEMM_RS:
+            if scatters:
                 sizes["N"] = N
             yield Problem(pattern, dtype=dtype, world_size=WORLD_SIZE, layout=layout, **sizes)
     if pattern is Pattern.GEMM_RS:  # K too short for a fetch of each rank's tile
@@ -111,8 +112,13 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
-        launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options)
-        ragged = " ragged" * _constexprs(launcher)["CONFIG"].RAGGED
+        # so with rows in parts of K, which touch the producer warp only
+        high, ragged = plan.tile.block_m == 128, problem.M_shard == 200
+        as_others = high == (problem.layout == "nn") or problem.dtype == "float16" or ragged
+        if plan.splits and as_others:
+            return
+        launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options, k_parts=max(1, plan.splits))
+        ragged = " parts" * (plan.splits > 1) + " ragged" * _constexprs(launcher)["CONFIG"].RAGGED
         yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}{ragged}", launcher
         return
     x = torch.Size((problem.M, problem.K_local))
@@ -150,7 +156,7 @@ def gathering() -> dict[str, Configuration]:
     found = {}
     for layout, by_sm, tile in (
         ("nt", False, hopper_config.TILE), ("nt", True, hopper_config.TILE),
-        ("nn", False, hopper.NARROW), ("nn", True, hopper.NARROW),
+        ("nn", False, hopper_config.NARROW), ("nn", True, hopper_config.NARROW),
     ):  # fmt: skip
         launcher, _ = hopper_gemm_rs._launcher(
             torch.Size((WORLD_SIZE * 4096, 4096)), 5120, WORLD_SIZE, torch.bfloat16,

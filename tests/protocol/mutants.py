@@ -65,6 +65,7 @@ CASES = {
         ctas=6,
         split_k_shards=1,
     ),
+    "hopper ag in parts of K": Case("ag", "hopper", rows=(16, 32, 32), K=112, parts=3),
     "hopper ag, ragged shards": Case("ag", "hopper", rows=(20, 33, 47), bias=True, comm_rows=7),
     "hopper rs": Case("rs", "hopper"),
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),

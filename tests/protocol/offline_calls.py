@@ -81,9 +81,15 @@ torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, cuda_even
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
 from flux_megatron import ops, settings
-from flux_megatron.kernels import hopper_gemm, launch, native_launch, triton_launch
+from flux_megatron.kernels import (
+    hopper_config,
+    hopper_gemm,
+    launch,
+    native_launch,
+    triton_launch,
+)
 from flux_megatron.nn import functions as layers
-from flux_megatron.overlap import fused, hopper, low_latency
+from flux_megatron.overlap import fused, low_latency
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import agreement, native_engine, objects, workspace
@@ -108,11 +114,12 @@ def scratch(size: int) -> torch.Tensor:
 
 triton_launch._descriptor_memory = lambda size, alignment, stream: scratch(size)
 
-TILE = replace(hopper.TILE, group_m=16)
+TILE = replace(hopper_config.TILE, group_m=16)
 fused._interpreted_tile = lambda problem: TILE  # of calls without a plan
 PLANS = {
     "hopper ag_gemm": Plan("hopper", tile=TILE),
     "hopper ag_gemm, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
+    "hopper ag_gemm, rows in parts of K": Plan("hopper", tile=TILE, splits=4),
     "hopper gemm_rs": Plan("hopper", comm_rows=512, tile=TILE, transport="copy_engine"),
     "hopper gemm_rs, by SM": Plan("hopper", comm_rows=128, tile=TILE, transport="sm"),
     "fused ag_gemm": Plan("fused", comm_rows=512, tile=TILE),

@@ -68,6 +68,11 @@ def test_tiles_of_two_parts_are_compiled(compiled):
         assert named(compiled, "ag_gemm", *way.split(), "128x192")
 
 
+def test_rows_in_parts_of_k_are_compiled(compiled):
+    for tile in ("128x256", "128x192", "128x128", "64x192", "64x160", "64x128", "64x64"):
+        assert named(compiled, "ag_gemm", "parts", tile)
+
+
 def test_waits_can_be_recorded(compiled):
     """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
     recorded = named(compiled, "recorded")

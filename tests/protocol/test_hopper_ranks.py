@@ -24,6 +24,11 @@ CASES = [
     Case(*AG, rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1),
     Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5),
     Case(*AG, 3, rows=(16, 32, 32), N=16, comm_rows=5),
+    # rows that come in parts of K, the last of them shorter, which a last wave cut along K splits
+    Case(*AG, rows=(16, 32, 32), K=112, parts=3, bias=True),
+    Case(*AG, 3, rows=(17, 31, 40), K=60, N=40, layout="nn", parts=2, block_n=24),
+    Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5, parts=4),
+    Case(*AG, rows=(32, 16, 48), layout="nn", K=96, parts=8, ctas=1_000),
     # the last tiles of ragged shards end with them
     Case(*AG, 3, rows=(17, 31, 40), N=40, layout="nn", block_n=24, comm_rows=0),
     Case(*AG, rows=(16, 32, 32), N=40, bias=True, block_n=24),  # columns in parts of 16 and 8
@@ -41,6 +46,7 @@ CASES = [
     Case("ar", "hopper", 3, rows=(16, 48, 33), K=64, N=16, transport="sm", ctas=1_000),
     Case("ar", "hopper", rows=SIX, N=16, captured=True),
     Case(*AG, rows=SIX, N=16, captured=True),
+    Case(*AG, rows=SIX, N=16, K=64, parts=2, captured=True),
     Case(*RS, rows=SIX, N=16, captured=True),
     Case(*RS, rows=SIX, N=16, transport="sm", captured=True),
     Case(*AG, rows=SIX, N=16, two_streams=True),

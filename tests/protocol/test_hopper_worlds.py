@@ -26,7 +26,9 @@ def package() -> PackageCopy:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_ag_gemm(package, world_size):
     for layout in ("nt", "nn"):
-        Case("ag", "hopper", world_size, (16, 32), N=16, layout=layout, ctas=2).run(package, LATE)
+        for given in ({}, {"K": 48, "parts": 3}):
+            case = Case("ag", "hopper", world_size, (16, 32), N=16, layout=layout, ctas=2, **given)
+            case.run(package, LATE)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

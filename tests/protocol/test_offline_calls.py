@@ -25,6 +25,9 @@ GATHER = [*FORK, *PUSH]
 CALLS = {
     "hopper ag_gemm": [*GATHER, "launch", *JOIN],
     "hopper ag_gemm, split-K": [*GATHER, "launch", *JOIN],
+    "hopper ag_gemm, rows in parts of K": [
+        *FORK, *["copy rows", "copy rows", "write"] * 4, "launch", *JOIN,
+    ],
     "hopper gemm_rs": [*FORK, "launch", *["wait", *PUSH] * 2, "write", "write", *JOIN],
     "hopper gemm_rs, by SM": ["launch"],
     "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],

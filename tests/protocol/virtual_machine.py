@@ -169,6 +169,9 @@ def _copy_stream(package: PackageCopy, machine: Machine):
                 "copy", "push", lambda: engine.copy(destination, source, size_bytes)
             )
 
+        def copy_rows(self, *given: int) -> None:
+            machine.scheduler.enqueue("copy", "push", lambda: engine.copy_rows(*given))
+
         def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
             machine.scheduler.enqueue(
                 machine.scheduler.current_stream, "copy",
