@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flux_megatron import ops
 from flux_megatron.kernels import hopper_config
-from flux_megatron.overlap import hopper, registry
+from flux_megatron.overlap import registry
 from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning.gather_tiles import tiles_us
@@ -39,7 +39,7 @@ SMALL = "4x6x8 nt,4x6x8 nn"
 TILES = {
     "wide, groups of 16": replace(hopper_config.TILE, group_m=16),
     "wide, groups of 8": replace(hopper_config.TILE, group_m=8),
-    "medium": hopper.MEDIUM,
+    "medium": hopper_config.MEDIUM,
     "narrow": hopper_config.NARROW,
 }
 PARTS = (1, 2, 4)  # of a shard, each with its push

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux_megatron.kernels import hopper_config
+from flux_megatron.kernels import hopper_config, launch
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather
+from flux_megatron.overlap import hopper
 from flux_megatron.perf.constants import FITTED
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import predict_us
@@ -81,6 +82,20 @@ def test_a_tile_of_rows_in_parts_begins_with_the_first_part(by_hand):
     assert by_hand(whole, 4, rows_us=2.0) == pytest.approx(1 + 4 + 1)
     assert by_hand(parts, 4, rows_us=2.0) == pytest.approx(sent + 1 / 4)
     assert by_hand(parts, 4, rows_us=0.0) == pytest.approx(1 + 3 * tiles.PUSH_SHARE + 1 / 4)
+
+
+def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k(monkeypatch):
+    monkeypatch.setattr(launch, "sms", lambda device: 132)
+
+    def tried(M: int, K: int) -> set[tuple[int, int]]:
+        problem = Problem(Pattern.AG_GEMM, M, 2 * 5120, K, "bfloat16", 2)
+        plans = [plan for plan in hopper.candidates(problem) if plan.splits]
+        assert {plan.splits for plan in plans} <= {4}
+        return {(plan.tile.block_m, plan.tile.block_n) for plan in plans}
+
+    assert tried(256, 2048) == tried(1024, 8192) == {(128, 256), (128, 192), (128, 128)}
+    assert tried(112, 2048) == {(64, 192), (64, 160), (64, 128), (64, 64)}
+    assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
 
 
 def test_parts_of_k_come_to_all_peers_in_turn(by_hand):
