@@ -17,6 +17,8 @@ from flux_megatron.kernels.hopper_tile_order import (
     tile_of_all_rows,
 )
 
+AHEAD = gl.constexpr(0)
+
 
 @aggregate
 class GatheredRows:
@@ -76,6 +78,13 @@ class GatheredRows:
         sizes = self.sizes
         in_shard = row - source * sizes.M_shard
         if source == sizes.rank:
+            if self.K_PARTS > 1:
+                first = min(work.last, work.first + AHEAD)
+                loaded = ring.load_k_tiles(
+                    self.x_desc, self.w_descs, in_shard, col, work.first, first, loaded
+                )
+                work = work.behind(first - work.first)
+                arrived = self._await_others(work, arrived, deadline)
             loaded, ticket = ring.load_tile(
                 self.x_desc, self.w_descs, in_shard, col, work, loaded, scheduler.words
             )
@@ -94,6 +103,21 @@ class GatheredRows:
                 self.gathered_desc, self.w_descs, row, col, work, loaded, scheduler.words
             )
         return loaded, ticket, arrived
+
+    @gluon.jit
+    def _await_others(self, work, arrived, deadline):
+        """Wait until the other tiles of the column can begin, whose w a local tile would else have
+        read so long before that L2 has lost it.
+        """
+        sizes = self.sizes
+        k_tiles = gl.cdiv(sizes.K, sizes.BLOCK_K)
+        part = min(work.first, k_tiles - 1) // gl.cdiv(k_tiles, self.K_PARTS)
+        for distance in range(1, sizes.WORLD_SIZE):
+            source = (sizes.rank + distance) % sizes.WORLD_SIZE
+            arrived = self.signals.await_once(
+                arrived, source, part, self.K_PARTS, work.tile, deadline
+            )
+        return arrived
 
     @gluon.jit
     def _load_parts(self, ring, scheduler, work, source, row, col, loaded, arrived, deadline):

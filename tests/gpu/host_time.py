@@ -117,13 +117,13 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
 
 def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
-    M: Annotated[str, typer.Option("--M")] = "2048",
+    M: Annotated[str, typer.Option("--M")] = "2048", layers: int = 0,
 ) -> None:  # fmt: skip
-    """Time the host's part of every model's layers at every M."""
+    """Time the host's part of every model's layers at every M, of `layers` if given."""
     machine = iterations.machine_of(checkout, commit)
     for rows in map(int, M.split(",")):
         for experiment in iterations.EXPERIMENTS:
-            job = next(iterations.jobs(experiment, rows, tp, ()))
+            job = next(iterations.jobs(experiment, rows, tp, (), layers=layers))
             steps = replace(job.workload.training, steps=BLOCKS * iterations.BLOCK)
             job = replace(job, workload=replace(job.workload, training=steps))
             known = {"model": job.workload.model.name, "M": job.M, "tp": tp}

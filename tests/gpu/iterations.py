@@ -6,7 +6,7 @@
         --arms flux --timed 990                                           # does it hang?
 
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
-one: the optimizer's share is largest then. `--layout` says what tensor parallelism is beside:
+one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says what tensor parallelism is beside:
 nothing, two replicas whose gradients and parameters travel meanwhile, or two stages of an
 interleaved pipeline. For each model and M two processes a rank run (`--arms`), one after the other
 on the same GPUs:
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -102,10 +103,12 @@ class Job:
 
 def jobs(
     experiment: str, M: int, tp: int, more: Sequence[str], micro_batches: int = 1,
-    arms: Sequence[str] = ARMS, layout: str = "tp", length: Length = Length(),
+    arms: Sequence[str] = ARMS, layout: str = "tp", length: Length = Length(), layers: int = 0,
 ) -> Iterator[Job]:  # fmt: skip
-    """The processes of the arms, in their order."""
+    """The processes of the arms, in their order. `layers`: so many in place of the model's."""
     found = _workloads(experiment, M, tp, micro_batches, layout, length)
+    if layers:
+        found = {arm: with_layers(workload, layers) for arm, workload in found.items()}
     arguments = [*more, *UNFUSED]
     compared = replace(found["flux"].training, steps=length.compared)
     flux = replace(found["flux"], training=compared)
@@ -141,6 +144,12 @@ def _workloads(
         "model.seq_length": min(M, sequence), **beside,
     }  # fmt: skip
     return load(experiment, overrides).arms
+
+
+def with_layers(workload: Workload, layers: int) -> Workload:
+    """The same with so many layers, for GPUs of less memory: in its model's name, too."""
+    name = re.sub(r"\d+-layers", f"{layers}-layers", workload.model.name)
+    return replace(workload, model=replace(workload.model, name=name, layers=layers))
 
 
 class Process:
@@ -264,7 +273,7 @@ def main(
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
     seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
     micro_batches: int = 1, models: str = "", block: int = BLOCK, pairs: int = PAIRS,
-    timed: int = TIMED, limit_s: float = 150,
+    timed: int = TIMED, limit_s: float = 150, layers: int = 0,
 ) -> None:  # fmt: skip
     """Measure the models with `models` in their names at every M, as long as `seconds` allow to
     begin another process; one that takes longer than `limit_s` is stopped.
@@ -274,7 +283,7 @@ def main(
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS if models in experiment
         for job in jobs(experiment, rows, tp, more.split(), micro_batches, arms.split(","),
-                        layout, length)
+                        layout, length, layers)
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         processes = _one_ahead(wanted, checkout, Path(folder))

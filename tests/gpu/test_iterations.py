@@ -128,3 +128,9 @@ def test_a_failed_process_is_reported_and_the_others_still_run(ranks, tmp_path, 
     said = capsys.readouterr().err
     for M in (4096, 2048):  # by one rank at least: torchrun may end the other before it has spoken
         assert re.search(rf"tp_comm_overlap, M {M}: 1\n\s*no such thing\n", said)
+
+
+def test_models_of_fewer_layers_have_another_name():
+    for job in iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], layers=2):
+        assert job.workload.model.name == "gpt3-175b-2-layers"
+        assert job.words[job.words.index("--num-layers") + 1] == "2"
