@@ -6,10 +6,10 @@
         --arms flux --timed 990                                           # does it hang?
 
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
-one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says what tensor parallelism is beside:
-nothing, two replicas whose gradients and parameters travel meanwhile, or two stages of an
-interleaved pipeline. For each model and M two processes a rank run (`--arms`), one after the other
-on the same GPUs:
+one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says
+what tensor parallelism is beside: nothing, two replicas whose gradients and parameters travel
+meanwhile, or two stages of an interleaved pipeline. For each model and M two processes a rank run
+(`--arms`), one after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations and ours in turn, blocks of `--block`. The first pair
   of blocks and the first iteration of every block warm up; times of the others are compared pair by
   pair, `--pairs` of them.
