@@ -107,9 +107,9 @@ class GatheredRows:
         k_tiles = gl.cdiv(sizes.K, sizes.BLOCK_K)
         part = min(work.first, k_tiles - 1) // gl.cdiv(k_tiles, self.K_PARTS)
         for distance in range(1, sizes.WORLD_SIZE):
-            source = (sizes.rank + distance) % sizes.WORLD_SIZE
+            other = (sizes.rank + distance) % sizes.WORLD_SIZE
             arrived = self.signals.await_once(
-                arrived, source, part, self.K_PARTS, work.tile, deadline
+                arrived, other, part, self.K_PARTS, work.tile, deadline
             )
         return arrived
 

@@ -43,6 +43,9 @@ WORDS_TRIP_US = 1.9
 # The prediction of what they take beyond the library's GEMM is 3.9 us off at most for M = 4 to 64,
 # but up to 9.5 us too short where N is 28672 (2 x H200, 2026-11-24, few_rows_bench.jsonl).
 STAGED = 0.25
+# What one library GEMM behind a gather by copy engines takes beside both: -0.3 to 3 us in 8 cases
+# of M = 4 to 496, N = 5120 to 28672 (2 x H100, 2026-11-25, docs/results/h100x2/held_out.jsonl).
+ONE_GEMM_US = 1.0
 
 
 def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float:
@@ -81,6 +84,11 @@ def gemms_us(
     left = left_by_others(problem, hardware)
     one = _Prediction(problem, Plan("sequential"), left, constants)
     return one.gemm_us(problem.M), one.wgrad_us()
+
+
+def is_one_gemm(problem: Problem, plan: Plan) -> bool:
+    """Whether copy engines gather, then one library GEMM multiplies."""
+    return plan.strategy == "pipelined" and plan.splits == 1 and problem.spec.gathers
 
 
 def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
@@ -127,6 +135,8 @@ class _Prediction(NamedTuple):
         if self.plan.strategy == "low_latency":
             return self.gemm_us(self.problem.M) + self._words_us() + self.wgrad_us()
         call_overhead_us = self.constants.call_overhead_us[self.plan.strategy]
+        if is_one_gemm(self.problem, self.plan):
+            call_overhead_us = ONE_GEMM_US
         if self.problem.spec.gathers:
             return call_overhead_us + self._gathered_us() + self.wgrad_us()
         if self.problem.spec.scatters:

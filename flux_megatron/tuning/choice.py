@@ -23,10 +23,12 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import chunk_count, is_ragged
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
+from flux_megatron.perf.operator_cost import is_one_gemm
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import environment, estimate, plan_cache, tuner
 from flux_megatron.tuning.plan_cache import PlanCache
+from flux_megatron.tuning.plan_cost import in_parts
 from flux_megatron.tuning.plan_entry import Entry
 
 # What may run beside other kernels without a measurement of that. On 2 x H200 (2026-11-22, N = K =
@@ -156,8 +158,8 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
-    - one GEMM of `pipelined` behind a gather;
-    - `hopper`'s AG+GEMM of rows that come in parts of K;
+    - one GEMM of `pipelined` behind a gather, and `hopper`'s AG+GEMM of rows that come in parts of
+      K, in a backward, over more than two ranks or beside others (decision 52);
     - `low_latency` of more than 64 rows, or of divided rows, whose kernels have changed since two
       GPUs timed them (decision 51);
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
@@ -179,12 +181,15 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
     spec, kinds = problem.spec, set()
     if plan.strategy == "signalled":
         kinds.add("signalled")
-    if plan.strategy == "pipelined" and plan.splits == 1 and spec.gathers:
+    untried = problem.world_size > 2 or problem.beside or problem.is_backward
+    if is_one_gemm(problem, plan) and untried:
         kinds.add("one GEMM behind a gather")
     if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
         kinds.add("few rows, divided")
     if plan.strategy == "low_latency" and problem.M > 64:
         kinds.add("more than 64 rows in words")
+    if in_parts(problem, plan):
+        return {"rows in parts of K"} if untried else set()
     if plan.strategy == "hopper":
         sides = plan.tile.block_m, plan.tile.block_n
         if sides not in ((128, 256), (128, 128)):
@@ -192,8 +197,6 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         ragged = spec.gathers and is_ragged(problem.M_shard, problem.world_size, plan.tile)
         if ragged and problem.world_size > 2:
             kinds.add("ragged shards of more than two")
-        if spec.gathers and plan.splits > 1:
-            kinds.add("rows in parts of K")
         if not spec.gathers and _chunks(problem, plan.tile) < problem.world_size - 1:
             kinds.add("short sums")
     return kinds

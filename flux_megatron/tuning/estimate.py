@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.perf.hardware import Hardware
+from flux_megatron.perf.operator_cost import is_one_gemm
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.tuning.plan_cost import plan_us
+from flux_megatron.tuning.plan_cost import in_parts, plan_us
 from flux_megatron.tuning.plan_entry import Entry
 
 # Of a shard: below, latencies decide that the model does not know. Some plans win there, and most
@@ -71,15 +72,18 @@ def best(
 
 
 def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Hardware) -> Plan:
-    """`low_latency` if its prediction is less than that of `sequential` by the margin."""
+    """The best of the plans made for few rows if its prediction is less than that of `sequential`
+    by the margin: `low_latency`, rows in parts of K, and one GEMM behind a gather.
+    """
     plain, *others = plans
-    wanted = [plan for plan in others if plan.strategy == FOR_FEW]
-    if not wanted:
-        return plain
-    promised, serial = (
-        plan_us(problem, plan, facts, connections=connections) for plan in (wanted[0], plain)
-    )
-    return wanted[0] if promised < (1 - FEW_MARGIN) * serial else plain
+    words = [plan for plan in others if plan.strategy == FOR_FEW][:1]
+    gathered = [plan for plan in others if is_one_gemm(problem, plan) or in_parts(problem, plan)]
+    promised = {
+        plan: plan_us(problem, plan, facts, connections=connections)
+        for plan in (plain, *words, *gathered)
+    }
+    promised[plain] *= 1 - FEW_MARGIN
+    return min(promised, key=promised.__getitem__)
 
 
 def estimates_us(

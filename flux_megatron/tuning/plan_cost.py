@@ -22,6 +22,11 @@ def plan_us(problem: Problem, plan: Plan, hardware: Hardware, connections: str =
     return FITTED.call_overhead_us["hopper"] + tiles(problem, plan, left) + wgrad
 
 
+def in_parts(problem: Problem, plan: Plan) -> bool:
+    """Whether rows come to `hopper`'s AG+GEMM in parts of K."""
+    return plan.strategy == "hopper" and plan.splits > 1 and problem.spec.gathers
+
+
 def _gathered_us(problem: Problem, plan: Plan, left: Hardware) -> float:
     return gather_tiles.tiles_us(problem, plan, left)
 
