@@ -258,6 +258,26 @@ def test_the_tuner_measures_it():
     assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
 
 
+def long_waits(rank: int) -> None:
+    """Sums of 4 rows: fewer words than a CTA has threads, which hundreds of CTAs wait for."""
+    group, made = dist.group.WORLD, torch.Generator().manual_seed(8)
+    plan = Plan("low_latency", tile=Tile(16, 32, 64, num_warps=4, num_stages=3))
+    for turn in range(60):
+        xs = [small_integers((4, 64), torch.bfloat16, made) for _ in range(group.size())]
+        ws = [small_integers((8192, 64), torch.bfloat16, made) for _ in range(group.size())]
+        x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+        if turn % 2 == rank:
+            be_late(0.002)
+        y = ops.gemm_reduce_scatter(x, w, group, plan=plan)
+        assert_exact(y, reference.gemm_reduce_scatter(xs, ws, "nt")[rank], f"turn {turn}")
+    flux_megatron.synchronize()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")
+def test_warps_do_not_part_while_they_wait():
+    on_device(long_waits, 2, limit_s=40)
+
+
 def replayed(rank: int, plan: Plan) -> None:
     """Replays and eager calls in turn, in the same two halves; a rank is late now and then."""
     group, (M, N, K_local) = dist.group.WORLD, (3, 200, 64)

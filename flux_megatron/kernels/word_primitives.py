@@ -34,6 +34,7 @@ _PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 _LEAST = tl.constexpr(-(2**31))
+_MOST_THREADS = tl.constexpr(1024)  # of a CTA
 
 
 @triton.jit
@@ -110,21 +111,40 @@ def _look(
 
 
 @triton.jit
+def _agreed(number, flag):
+    """The largest `number` of all warps, and whether one that has it has the `flag`.
+
+    Of fewer words than threads, warps look at the same words, and Triton takes what each sees as
+    what all see. But one warp can look before a word comes, and another after that: they part, wait
+    at barriers for each other, and the kernel never ends (GEMM+RS of 4 rows, 2 x H100, 2026-11-25,
+    triton 3.6). So this asks every thread of a CTA, in a way that hides that they should agree.
+    """
+    both = tl.zeros((_MOST_THREADS,), dtype=tl.int32) + (2 * number + flag.to(tl.int32))
+    seen = tl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [both], dtype=tl.int32, is_pure=False, pack=1
+    )
+    largest = tl.max(seen)
+    return largest >> 1, (largest & 1) != 0
+
+
+@triton.jit
 def _receive_sum_device(
     slots, at, inside, slot_words, epoch, first_source, deadline, status, memory,
     dtype: tl.constexpr, SOURCES: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+    missing, in_time = _agreed(missing, time_ns() < deadline)
     turns = 0
-    while (missing != 0) & (time_ns() < deadline):
+    while (missing != 0) & in_time:
         total, missing = _look(slots, at, inside, slot_words, epoch, dtype, SOURCES, VALUES)
+        missing, in_time = _agreed(missing, time_ns() < deadline)
         turns += 1
         if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
             if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
                 deadline = deadline * 0  # a wait has run out of time: all give up
     late = missing != 0
     if late:  # the first to be late is reported, not those that follow from it
-        late = tl.load(status + _TRIPPED, volatile=True) == 0
+        _, late = _agreed(missing, tl.load(status + _TRIPPED, volatile=True) == 0)
     if late:
         words = tl.load(slots + (missing - 1) * slot_words + at, mask=inside, volatile=True)
         seen = tl.where(inside & ((words >> 32).to(tl.int32) != epoch), words >> 32, _LEAST)

@@ -22,9 +22,11 @@ from flux_megatron.kernels.gemv_ar import gemv_ar_kernel, sum_columns
 from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Problem
 
-# dtype, layout, M, N, two phases: tiles of each kind, each number of values in a word, of phases
+# dtype, layout, M, N, two phases: tiles of each kind, each number of values in a word, of phases;
+# 4 rows: two ranks add up fewer words than a CTA has threads
 SHIPPED = (
     ("bfloat16", "nt", 1, 4096, False),
+    ("bfloat16", "nt", 4, 8192, False),
     ("bfloat16", "nt", 128, 2560, True),
     ("bfloat16", "nn", 64, 8192, True),
     ("bfloat16", "nn", 32, 16384, False),

@@ -63,6 +63,13 @@ def check_spins(ptx: Ptx) -> None:
         raise Misordered("a spin that never gives up")
 
 
+def check_warps_agree(ptx: Ptx) -> None:
+    """Warps ask each other, after the clock, whether a spin goes on: else one could leave it, and
+    the others wait at a barrier for ever.
+    """
+    ptx.require(CLOCK, RECEIVE, BARRIER, "warps go on without asking each other")
+
+
 def check_renewal(ptx: Ptx) -> None:
     """No word is sent before all threads' renewed words are where any rank sees them."""
     ptx.require_some(RENEW, "no word is renewed")
@@ -70,7 +77,7 @@ def check_renewal(ptx: Ptx) -> None:
     ptx.require(FENCE, SEND, BARRIER, "not all threads have fenced: no CTA barrier")
 
 
-CHECKS = [check_words, check_spins, check_renewal]
+CHECKS = [check_words, check_spins, check_warps_agree, check_renewal]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -86,6 +93,7 @@ def test_the_order_of_words(compiled, check):
         (check_words, RECEIVE, "ld.global.b64", "no word is received"),
         (check_spins, r"mov\.u64 %rd\d+, %globaltimer", "", "without a clock"),
         (check_spins, LOOK, "nothing", "never gives up"),
+        (check_warps_agree, BARRIER, "nothing", "without asking"),
         (check_renewal, FENCE, "fence.acq_rel.gpu", "not fenced"),
         (check_renewal, BARRIER, "nothing", "no CTA barrier"),
     ],
