@@ -86,6 +86,23 @@ def test_shards_of_few_rows_take_sequential_unless_others_were_measured():
     assert sequential_worse_by(1.12, 4096) == PLAIN
 
 
+def test_few_gathered_rows_take_the_plan_that_promises_most(monkeypatch):
+    """Of those made for few rows, and by the margin; others wait for a measurement."""
+    few = Problem(Pattern.AG_GEMM, 256, 24576, 12288, "bfloat16", 2)
+    parts, one = Plan("hopper", splits=4), Plan("pipelined", splits=1)
+    promised = {PLAIN: 100.0, parts: 95.0, one: 94.0, Plan("hopper"): 50.0, PIPELINED: 50.0}
+    monkeypatch.setattr(estimate, "plan_us", lambda problem, plan, *_, **__: promised[plan])
+    plans = [*promised]
+    assert estimate.best(few, plans, [], "1", H200) == one
+    promised[parts] = 90.0
+    assert estimate.best(few, plans, [], "1", H200) == parts
+    promised[parts] = promised[one] = 97.5
+    assert estimate.best(few, plans, [], "1", H200) == PLAIN
+    scattered = replace(few, pattern=Pattern.GEMM_RS)
+    promised[one] = 50.0
+    assert estimate.best(scattered, plans, [], "1", H200) == PLAIN, "its waits overlap nothing"
+
+
 def test_the_first_of_equals_is_taken():
     wide = replace(FUSED, tile=Tile(group_m=16))
     assert estimate.best(PROBLEM, [FUSED, wide], [], "1", H200) == FUSED

@@ -7,13 +7,20 @@ come in the order of arrival, and host and kernel agree on what a communication 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_split_k, hopper_tile_order
+from flux_megatron.kernels import (
+    hopper_config,
+    hopper_gathered_rows,
+    hopper_gemm,
+    hopper_split_k,
+    hopper_tile_order,
+)
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
 from flux_megatron.symm.signals import SPLIT_TILES
@@ -30,7 +37,7 @@ GROUPS = [1, 2, 8, 11, 16]
 @pytest.fixture(autouse=True)
 def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
-    for module in (hopper_tile_order, hopper_split_k):
+    for module in (hopper_tile_order, hopper_split_k, hopper_gathered_rows):
         monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
         for name in ("tile_in_groups", "number_in_groups", "k_tiles_of_part"):
             if hasattr(module, name):
@@ -97,6 +104,45 @@ def test_ctas_without_a_local_tile_need_only_the_first_to_arrive():
         full = cdiv(local, SMS) * SMS
         assert set(sources[local:full]) == {2}
         assert set(sources[full:]) == {0, 2, 3}
+
+
+def _waits_and_loads(source: int, rank: int, world_size: int, k_parts: int) -> list[str]:
+    """Of a work tile of `source` that begins in the second of `k_parts` parts, in order."""
+    done: list[str] = []
+
+    def await_once(arrived, waited, part, parts, tile, deadline):
+        done.append(f"wait {waited} {part}")
+        return arrived
+
+    def load_tile(x, *_):
+        done.append(f"load {x}")
+        return 0, 0
+
+    sizes = SimpleNamespace(
+        rank=rank, WORLD_SIZE=world_size, M_shard=64, BLOCK_M=64, K=64, BLOCK_K=8
+    )
+    rows = SimpleNamespace(
+        sizes=SimpleNamespace(**sizes, BLOCK_K=8), K_PARTS=k_parts, comm_rows=32,
+        signals=SimpleNamespace(await_once=await_once),
+        x_desc="own rows", gathered_desc="gathered rows", w_descs=(),
+    )  # fmt: skip
+    for name in ("_await_others", "_load_parts"):
+        setattr(rows, name, partial(getattr(hopper_gathered_rows.GatheredRows, name).fn, rows))
+    ring = SimpleNamespace(load_tile=load_tile, load_k_tiles=lambda *_: 0)
+    work = SimpleNamespace(tile=0, first=3, last=8, behind=lambda k_tiles: None)
+    load = hopper_gathered_rows.GatheredRows.load.fn
+    scheduler = SimpleNamespace(words=None)
+    load(rows, ring, scheduler, work, source, 64 * source, 0, 0, 0, 0)
+    return done
+
+
+def test_tiles_of_a_column_begin_together_where_rows_come_in_parts():
+    """Those of local rows wait too, else L2 loses what they have read of w: decision 0052."""
+    assert _waits_and_loads(1, 1, 3, 4) == ["wait 2 1", "wait 0 1", "load own rows"]
+    assert _waits_and_loads(1, 1, 3, 1) == ["load own rows"]
+    in_parts = _waits_and_loads(2, 1, 3, 4)
+    assert in_parts == ["wait 2 1", "wait 2 2", "wait 2 3", "load gathered rows"]
+    assert _waits_and_loads(2, 1, 3, 1) == ["wait 2 1", "load gathered rows"]
 
 
 def _splits() -> list[SplitK]:
