@@ -122,8 +122,7 @@ def _waits_and_loads(source: int, rank: int, world_size: int, k_parts: int) -> l
         rank=rank, WORLD_SIZE=world_size, M_shard=64, BLOCK_M=64, K=64, BLOCK_K=8
     )
     rows = SimpleNamespace(
-        sizes=SimpleNamespace(**sizes, BLOCK_K=8), K_PARTS=k_parts, comm_rows=32,
-        signals=SimpleNamespace(await_once=await_once),
+        sizes=sizes, K_PARTS=k_parts, comm_rows=32, signals=SimpleNamespace(await_once=await_once),
         x_desc="own rows", gathered_desc="gathered rows", w_descs=(),
     )  # fmt: skip
     for name in ("_await_others", "_load_parts"):
