@@ -24,7 +24,8 @@ from flux_megatron.problem import Plan, Problem
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
-# Reckoned, not timed: of 128 rows and K = 12288 a part of four has 0.8 MB, 2 us of a copy engine.
+# Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
+# KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
 K_PARTS = 4
 PART_COLUMNS_MIN = 512
 

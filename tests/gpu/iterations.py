@@ -29,9 +29,11 @@ Prints a line a row, and appends the rows to the file. Measure plans before: `fl
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -181,7 +183,7 @@ class Process:
             self.stop()
             code = f"stopped after {limit_s:g} s"
         if code != 0:
-            said = [file.read_text()[-3000:] for file in sorted(self.logs.rglob("stderr.log"))]
+            said = [_end_of(file) for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
         series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
@@ -191,12 +193,21 @@ class Process:
         self.process.wait(timeout=60)
 
 
+def _end_of(log: Path) -> str:
+    """What a rank said last, without the modules that a dump of its threads lists."""
+    said, _, _ = log.read_text().partition("\nExtension modules:")
+    return said[-3000:]
+
+
 def rank(
     gate: Path, script: str, arguments: list[str], prepare: Callable[[], None] = lambda: None
 ) -> None:
-    """One rank: everything that touches no GPU, and `prepare`, then the script."""
+    """One rank: everything that touches no GPU, and `prepare`, then the script. If it is stopped
+    it says where it was.
+    """
     from flux_megatron.integration import bootstrap
 
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     bootstrap.enter(script, arguments)
     import megatron.training  # noqa: F401  most of the time of a start
 

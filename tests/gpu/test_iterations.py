@@ -134,3 +134,11 @@ def test_models_of_fewer_layers_have_another_name():
     for job in iterations.jobs(iterations.EXPERIMENTS[0], 2048, 2, [], layers=2):
         assert job.workload.model.name == "gpt3-175b-2-layers"
         assert job.words[job.words.index("--num-layers") + 1] == "2"
+
+
+def test_the_end_of_a_log_is_what_a_rank_said(tmp_path):
+    """A dump of threads ends with a list of modules that is longer than all that was of use."""
+    log = tmp_path / "stderr.log"
+    log.write_text("first\n" + "a line\n" * 1000 + "stuck here\nExtension modules: " + "m, " * 2000)
+    assert iterations._end_of(log).endswith("a line\nstuck here")
+    assert len(iterations._end_of(log)) == 3000
