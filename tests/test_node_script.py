@@ -53,7 +53,9 @@ def options_of(script: str) -> set[str]:
     main = runpy.run_path(str(ROOT / script), run_name="not main")["main"]
     found = set()
     for name, parameter in inspect.signature(main, eval_str=True).parameters.items():
-        named = [one for one in getattr(parameter.annotation, "__metadata__", ()) if one.param_decls]
+        named = [
+            one for one in getattr(parameter.annotation, "__metadata__", ()) if one.param_decls
+        ]
         found |= {*(named[0].param_decls if named else ("--" + name.replace("_", "-"),))}
     return found
 

@@ -330,11 +330,21 @@ def test_beside_others_what_was_measured_alone_corrects_the_careful(tmp_path):
     assert modelled(tmp_path / "both", beside, *measured) == "sequential"
 
 
+def test_beside_others_few_rows_may_be_gathered_by_copy_engines(tmp_path):
+    """Then one GEMM reads w once: that has been measured there, but it takes a model to choose."""
+    few = Problem(Pattern.AG_GEMM, 256, 24576, 12288, "bfloat16", 2, beside=True)
+    plans = [PLAIN, Plan("pipelined"), Plan("pipelined", splits=1), Plan("fused")]
+    cache = plan_cache.PlanCache([tmp_path], lambda strategy: H200)
+    given = few, plans, {plan.strategy for plan in plans}, cache
+    assert choice._unmeasured(*given, hardware.H200) == plans[2]
+    assert choice._unmeasured(*given, None) == plans[3]
+
+
 def test_an_estimate_alone_is_careful():
     """No bands where kernels reach peers, no tiles of 192 columns, and no words of more than 64
-    rows, unless somebody has measured them. Over more than two ranks, beside others and in a
-    backward no rows in parts of K, no one GEMM behind a gather, and no words in place of a gather
-    or a reduce-scatter either.
+    rows, unless somebody has measured them. Over more than two ranks and in a backward no one GEMM
+    behind a gather either; there and beside others no rows in parts of K, and no words in place of
+    a gather or a reduce-scatter.
     """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
     between_nodes = [PLAIN, plans[2]]
@@ -363,12 +373,11 @@ def test_an_estimate_alone_is_careful():
     over_two = replace(divided, world_size=2)
     one = [PLAIN, Plan("pipelined", splits=1)]
     parts = [PLAIN, Plan("hopper", splits=4, tile=hopper_config.MEDIUM)]
-    for plans_of_few in (few, one, parts):
-        assert choice._safe(over_two, plans_of_few, known("hopper")) == plans_of_few
+    for kind in (few, one, parts):
+        assert choice._safe(over_two, kind, known("hopper")) == kind
         for other in ({"world_size": 4}, {"layout": "nn"}, {"beside": True}):
-            assert choice._safe(replace(over_two, **other), plans_of_few, known("hopper")) == [
-                PLAIN
-            ]
+            safe = choice._safe(replace(over_two, **other), kind, known("hopper"))
+            assert safe == (one if kind is one and "beside" in other else [PLAIN])
     assert choice._safe(replace(over_two, M=128), few, known("hopper")) == [PLAIN]
     assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
     tried = replace(known("hopper")[0], measured=(Measured(parts[1], 1.0),))

@@ -33,7 +33,9 @@ from flux_megatron.tuning.plan_entry import Entry
 
 # What may run beside other kernels without a measurement of that. On 2 x H200 (2026-11-22, N = K =
 # 12288, `docs/results/h200x2/beside.jsonl`) `hopper` and `fused` were ahead of NCCL + cuBLAS beside
-# an all-reduce at every M from 1024 to 8192; `pipelined` was up to 4 % behind it below 4096.
+# an all-reduce at every M from 1024 to 8192; `pipelined` was up to 4 % behind it below 4096. One
+# GEMM of it behind a gather was 5 to 12 % ahead in all four cases of M = 64 to 496 (2 x H100,
+# 2026-11-25, `docs/results/h100x2/held_out.jsonl`).
 UNMEASURED_BESIDE = ("hopper", "fused", "sequential")
 
 _spent_s = 0.0  # measuring, in this process
@@ -138,13 +140,15 @@ def _unmeasured(
     facts: hardware.Hardware | None,
 ) -> Plan:  # fmt: skip
     """The plan with the least estimate. Where no problem of the kind was measured beside others,
-    one of `UNMEASURED_BESIDE`, by what was measured alone.
+    one of `UNMEASURED_BESIDE` or, by the model, one GEMM behind a gather, by what was measured
+    alone.
     """
     like = problem
     if problem.beside and not cache.like(problem):
         like = replace(problem, beside=False)
         possible = possible & {*UNMEASURED_BESIDE}
-        plans = [plan for plan in plans if plan.strategy in possible]
+        one_gemm = partial(is_one_gemm, problem) if facts else lambda plan: False
+        plans = [plan for plan in plans if plan.strategy in possible or one_gemm(plan)]
     known = cache.like(like)
     plans = _safe(problem, plans, known)
     if facts is None:
@@ -158,9 +162,9 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
-    - in a backward, over more than two ranks, or beside others: one GEMM of `pipelined` behind a
-      gather, `hopper`'s AG+GEMM of rows that come in parts of K (decision 52), and `low_latency` of
-      divided rows (decision 51);
+    - in a backward or over more than two ranks: one GEMM of `pipelined` behind a gather; there and
+      beside others: `hopper`'s AG+GEMM of rows that come in parts of K (decision 52), and
+      `low_latency` of divided rows (decision 51);
     - `low_latency` of more than 64 rows;
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
       two have run;
@@ -179,11 +183,12 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 def _kinds(problem: Problem, plan: Plan) -> set[str]:
     """What an estimate needs a measurement of before it chooses the plan."""
     spec, kinds = problem.spec, set()
-    untried = problem.world_size > 2 or problem.beside or problem.is_backward
+    untried = problem.world_size > 2 or problem.is_backward
     if plan.strategy == "signalled":
         kinds.add("signalled")
     if is_one_gemm(problem, plan) and untried:
         kinds.add("one GEMM behind a gather")
+    untried |= problem.beside
     divided = spec.gathers or spec.scatters
     if plan.strategy == "low_latency" and divided and untried:
         kinds.add("few rows, divided")
