@@ -43,8 +43,8 @@ WORDS_TRIP_US = 1.9
 # The prediction of what they take beyond the library's GEMM is 3.9 us off at most for M = 4 to 64,
 # but up to 9.5 us too short where N is 28672 (2 x H200, 2026-11-24, few_rows_bench.jsonl).
 STAGED = 0.25
-# What one library GEMM behind a gather by copy engines takes beside both: -0.3 to 3 us in 8 cases
-# of M = 4 to 496, N = 5120 to 28672 (2 x H100, 2026-11-25, docs/results/h100x2/held_out.jsonl).
+# What one library GEMM behind a gather by copy engines takes beside both: -2.9 to 3 us in 12 shapes
+# of M = 4 to 496 (2 x H100, 2026-11-25, docs/results/h100x2/{held_out,k_parts}.jsonl).
 ONE_GEMM_US = 1.0
 
 
