@@ -6,14 +6,15 @@
 # RUN is one of
 #   shared      training iterations, TP 2 beside data parallelism and in a pipeline, and 1,000 of them in a row
 #   iterations  training iterations, all GPUs tensor parallel: stock, --tp-comm-overlap and ours
-#   operators   every operation, alone and beside an all-reduce, with both settings of CUDA_DEVICE_MAX_CONNECTIONS; held SMs
+#   launches    losses of Megatron launches with TransformerEngine beside stock's, with context parallelism
+#   operators   every operation with both settings of CUDA_DEVICE_MAX_CONNECTIONS; beside an all-reduce; with SMs held
 #   operations  decoding, embeddings and experts, beside their unfused baselines
 #   checks      doctor, 100,000 random calls, training beside stock layers, the whole suite
 #
-# FLUX_MEGATRON_LM=path/to/Megatron-LM for shared and iterations; SECONDS_EACH (600) ends a measurement; GPUS, by default
-# all of the node; PYTHON, by default that of .venv; PRINT=1 prints the commands alone.
+# FLUX_MEGATRON_LM=path/to/Megatron-LM for shared, iterations and launches; SECONDS_EACH (600) ends a measurement; GPUS, by
+# default all of the node; PYTHON, by default that of .venv; PRINT=1 prints the commands alone.
 set -uo pipefail
-run=${1:?RUN is missing: shared, iterations, operators, operations or checks}
+run=${1:?RUN is missing: shared, iterations, launches, operators, operations or checks}
 out=$(realpath -m "${2:?OUT is missing: a folder for rows}") checkout=$(realpath -m "${FLUX_MEGATRON_LM:-}")
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python} limit=${SECONDS_EACH:-600}
@@ -50,6 +51,10 @@ shared)
 iterations)
     iterations --tp "$gpus" --M 2048,4096,8192
     ;;
+launches)
+    : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
+    step "$python" tests/gpu/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit"
+    ;;
 operators)
     for connections in unset 1; do
         connected=(env -u CUDA_DEVICE_MAX_CONNECTIONS)
@@ -74,7 +79,7 @@ checks)
     step env TEST_PYTHON="${PYTHON:-}" scripts/test.sh
     ;;
 *)
-    echo "RUN $run given; shared, iterations, operators, operations or checks expected" >&2
+    echo "RUN $run given; shared, iterations, launches, operators, operations or checks expected" >&2
     exit 2
     ;;
 esac

@@ -22,7 +22,7 @@ from flux_megatron.doctor import parser
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts/node.sh"
-RUNS = ("shared", "iterations", "operators", "operations", "checks")
+RUNS = ("shared", "iterations", "launches", "operators", "operations", "checks")
 
 
 def commands(run: str, folder: Path) -> list[list[str]]:
@@ -83,4 +83,4 @@ def test_an_unknown_run_is_refused(tmp_path):
     ended = subprocess.run([SCRIPT, "all", tmp_path], env={**os.environ, "GPUS": "4"},
                            capture_output=True, text=True)  # fmt: skip
     assert ended.returncode == 2
-    assert "RUN all given; shared, iterations," in ended.stderr
+    assert "RUN all given; shared, iterations, launches," in ended.stderr

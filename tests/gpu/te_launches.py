@@ -6,6 +6,7 @@ its own train the same model?
 TP 2 with sequence parallelism, bf16, 20 iterations on mock data, of every case of `CASES`: stock,
 ours, and stock in fp32, which is the reference. `differential/comparison.py` says what counts as
 equal. A resumed case goes on in the one arm from what the other has saved after ten iterations.
+Cases of `OF_FOUR` take four ranks, but for their reference, and are left out where GPUs are fewer.
 
 A row a case: its outcome, losses and gradient norms of all arms, and what ours says about its
 layers and calls. Exits 1 if a case is neither equal nor refused by name.
@@ -72,6 +73,16 @@ CASES: Mapping[str, str] = {
     "no sequence parallelism": GPT.replace(SP, ""),
     "ours from stock's checkpoint": f"{LLAMA} {ZERO}",
     "stock from ours": f"{LLAMA} {ZERO}",
+    "context parallelism": LLAMA,
+    "overlapped replicas": f"{LLAMA} {ZERO}",
+    "interleaved pipeline": LLAMA,
+}  # fmt: skip
+# their other ranks' share of the work; TransformerEngine has no context parallelism in fp32
+OF_FOUR = {
+    "context parallelism": "--context-parallel-size 2",
+    "overlapped replicas": "--overlap-grad-reduce --overlap-param-gather",
+    "interleaved pipeline": "--pipeline-model-parallel-size 2 "
+                            "--num-layers-per-virtual-pipeline-stage 1",
 }  # fmt: skip
 OURS_ALONE = {"latent attention": "--flux-layers proj fc1 fc2"}  # qkv is refused there
 SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
@@ -90,7 +101,12 @@ REFUSED = "--flux-overlap cannot go with"
 def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
     """Of pretrain_gpt.py."""
     more = OURS_ALONE.get(case, "") if arm == "ours" else ""
+    more += OF_FOUR.get(case, "") if arm != "reference" else ""
     return f"{COMMON} {CASES[case]} {ARMS[arm]} {more} --train-iters {steps}".split()
+
+
+def ranks(case: str, arm: str) -> int:
+    return 2 * TP if case in OF_FOUR and arm != "reference" else TP
 
 
 def iterations(log: str) -> list[dict[str, float]]:
@@ -116,8 +132,8 @@ def launch(
 ) -> tuple[int, str]:  # fmt: skip
     """The exit status, and what all ranks printed."""
     bootstrap = ["-m", "flux_megatron.launch"] if arm == "ours" else []
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TP}"]
-    command = [sys.executable, *ranks, *bootstrap, "pretrain_gpt.py", *arguments(case, arm, steps)]
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks(case, arm)}"]
+    command = [sys.executable, *run, *bootstrap, "pretrain_gpt.py", *arguments(case, arm, steps)]
     with tempfile.TemporaryFile("w+") as file, tempfile.TemporaryDirectory() as cache:
         process = subprocess.Popen(
             [*command, *more, "--data-cache-path", cache], cwd=checkout, stdout=file,
@@ -199,8 +215,12 @@ def main(
     at_once: int = 4, seconds: float = 3600, keep: Path | None = None,
 ) -> None:  # fmt: skip
     """`at_once` cases share the GPUs; none begins after `seconds`."""
+    import torch
     from iterations import machine_of
 
+    wanted = cases.split(",")
+    if too_many := [case for case in wanted if ranks(case, "ours") > torch.cuda.device_count()]:
+        print(f"left out, for want of {2 * TP} GPUs: {', '.join(too_many)}")
     about, end, bad = machine_of(checkout, commit), time.monotonic() + seconds, 0
     with ThreadPoolExecutor(at_once) as pool:
 
@@ -209,7 +229,7 @@ def main(
                 return None
             return row(checkout, case, keep) | about
 
-        for each in pool.map(made, cases.split(",")):
+        for each in pool.map(made, [case for case in wanted if case not in too_many]):
             if each is None:
                 continue
             with out.open("a") as file:

@@ -71,3 +71,13 @@ def test_megatron_knows_every_option():
         for arm in te_launches.ARMS:
             words = [w for w in te_launches.arguments(case, arm) if w.startswith("--")]
             assert {w for w in words if w not in known} <= {"--flux-overlap", "--flux-layers"}
+
+
+def test_cases_of_four_ranks_share_the_reference_of_two():
+    for case, more in te_launches.OF_FOUR.items():
+        asked = {arm: te_launches.arguments(case, arm) for arm in te_launches.ARMS}
+        assert te_launches.ranks(case, "stock") == te_launches.ranks(case, "ours") == 4
+        assert te_launches.ranks(case, "reference") == te_launches.ranks("GPT", "ours") == 2
+        for arm in ("stock", "ours"):
+            assert " ".join(asked[arm]).count(more) == 1
+        assert not {*more.split()} & {*asked["reference"]} - {"2", "1"}
