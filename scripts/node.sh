@@ -73,7 +73,7 @@ operations)
     ;;
 checks)
     step "$python" -m flux_megatron doctor --gpus "$gpus"
-    ranks tests/gpu/soak.py --calls 100000 --seconds "$limit"
+    ranks tests/gpu/soak.py --calls 100000 --seconds "$limit" > >(tee -a "$out/soak.txt")
     sed 's/^strategy:.*/strategy: hopper/' configs/train/h200.yaml >"$out/hopper.yaml"
     step "$python" -m flux_megatron train --config "$out/hopper.yaml" --tp "$gpus" --compare --out "$out/train"
     step env TEST_PYTHON="${PYTHON:-}" scripts/test.sh

@@ -119,16 +119,6 @@ def test_an_estimate_alone_is_careful():
     assert choice._safe(more, few, [tried]) == [PLAIN]
 
 
-def test_without_a_model_divided_rows_do_not_travel_as_words(tmp_path):
-    plans = [PLAIN, Plan("low_latency"), Plan("fused")]
-    cache = plan_cache.PlanCache([tmp_path], lambda strategy: H200)
-    few, names = replace(LAYER, M=64, world_size=2), {plan.strategy for plan in plans}
-    assert choice._nearest(few, plans, names, cache) == plans[2]
-    assert choice._nearest(few, plans[:2], names, cache) == PLAIN
-    whole = replace(few, pattern=Pattern.GEMM_AR)
-    assert choice._nearest(whole, plans, names, cache) == plans[1]
-
-
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):
     """As in the rows of Llama-2 70B's qkv, dgrad and wgrad, over two ranks."""
     small = Problem(Pattern.GEMM_AR, 2048, 8192, 10240, "bfloat16", 2, "nn")

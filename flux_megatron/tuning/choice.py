@@ -147,8 +147,10 @@ def _unmeasured(
     if problem.beside and not cache.like(problem):
         like = replace(problem, beside=False)
         possible = possible & {*UNMEASURED_BESIDE}
-        one_gemm = partial(is_one_gemm, problem) if facts else lambda plan: False
-        plans = [plan for plan in plans if plan.strategy in possible or one_gemm(plan)]
+        plans = [
+            plan for plan in plans
+            if plan.strategy in possible or (facts and is_one_gemm(problem, plan))
+        ]  # fmt: skip
     known = cache.like(like)
     plans = _safe(problem, plans, known)
     if facts is None:
@@ -212,7 +214,7 @@ def _chunks(problem: Problem, tile: Tile) -> int:
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:
     """Without a cost model: the fastest `possible` plan of the nearest entry, else the first plan
-    that overlaps. Only a model tells whether few rows that are divided gain by `low_latency`.
+    that overlaps.
     """
     near = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
     for entry in near:
@@ -220,9 +222,7 @@ def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCa
         known = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
         if known:
             return known[0]
-    divided = like.spec.gathers or like.spec.scatters
-    others = [plan for plan in plans[1:] if not (divided and plan.strategy == estimate.FOR_FEW)]
-    return others[0] if others else plans[0]
+    return plans[1] if len(plans) > 1 else plans[0]
 
 
 def _measured(
