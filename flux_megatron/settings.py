@@ -12,14 +12,13 @@
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
-| FLUX_MEGATRON_NATIVE | 0: Python makes the driver calls; 1, `all`: C does; below | 0 |
+| FLUX_MEGATRON_NATIVE | 1, `all`: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
 all driver calls of a repeated call, if no function of torch and no turn of the caller is between
-them. `all` has several such calls for the others. It is 0 until two GPUs have run them
-(docs/decisions/0040-one-enqueue.md).
+them. `all` has several such calls for the others (docs/decisions/0040-one-enqueue.md).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pathlib import Path
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
-NATIVE = ("0", "1", "all")
+NATIVE = ("1", "0", "all")
 PREFIX = "FLUX_MEGATRON_"
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
@@ -54,7 +53,7 @@ class Settings:
     cache: Path = CACHE
     nvtx: bool = False
     record_waits: bool = False
-    native: str = "0"
+    native: str = "1"
     allow: tuple[str, ...] = ()
 
 

@@ -65,10 +65,10 @@ def test_beside_others_few_rows_may_be_gathered_by_copy_engines(tmp_path):
 
 
 def test_an_estimate_alone_is_careful():
-    """No bands where kernels reach peers, no tiles of 192 columns, and no words in place of a
-    gather or a reduce-scatter or of more than 64 rows, unless somebody has measured them. Over more
-    than two ranks and in a backward no one GEMM behind a gather either; there and beside others no
-    rows in parts of K.
+    """No bands where kernels reach peers, no tiles of 192 columns, and no words of more than 64
+    rows, unless somebody has measured them. Over more than two ranks and in a backward no one GEMM
+    behind a gather either; there and beside others no rows in parts of K, and no words in place of
+    a gather or a reduce-scatter.
     """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
     between_nodes = [PLAIN, plans[2]]
@@ -97,12 +97,12 @@ def test_an_estimate_alone_is_careful():
     over_two = replace(divided, world_size=2)
     one = [PLAIN, Plan("pipelined", splits=1)]
     parts = [PLAIN, Plan("hopper", splits=4, tile=hopper_config.MEDIUM)]
-    assert choice._safe(over_two, few, known("hopper")) == [PLAIN]
-    for kind in (one, parts):
+    for kind in (few, one, parts):
         assert choice._safe(over_two, kind, known("hopper")) == kind
         for other in ({"world_size": 4}, {"layout": "nn"}, {"beside": True}):
             safe = choice._safe(replace(over_two, **other), kind, known("hopper"))
             assert safe == (one if kind is one and "beside" in other else [PLAIN])
+    assert choice._safe(replace(over_two, M=128), few, known("hopper")) == [PLAIN]
     assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
     tried = replace(known("hopper")[0], measured=(Measured(parts[1], 1.0),))
     assert choice._safe(LAYER, parts, [tried]) == parts
@@ -117,6 +117,16 @@ def test_an_estimate_alone_is_careful():
     assert choice._safe(more, few, known("low_latency")) == few, "LAYER has more rows"
     tried = replace(known("low_latency")[0], problem=whole)
     assert choice._safe(more, few, [tried]) == [PLAIN]
+
+
+def test_without_a_model_divided_rows_do_not_travel_as_words(tmp_path):
+    plans = [PLAIN, Plan("low_latency"), Plan("fused")]
+    cache = plan_cache.PlanCache([tmp_path], lambda strategy: H200)
+    few, names = replace(LAYER, M=64, world_size=2), {plan.strategy for plan in plans}
+    assert choice._nearest(few, plans, names, cache) == plans[2]
+    assert choice._nearest(few, plans[:2], names, cache) == PLAIN
+    whole = replace(few, pattern=Pattern.GEMM_AR)
+    assert choice._nearest(whole, plans, names, cache) == plans[1]
 
 
 def test_kernels_take_an_all_reduce_where_nccl_does_not_hide_it_behind_wgrad(tmp_path):

@@ -23,6 +23,7 @@ from flux_megatron.kernels.hopper_primitives import (
     complete_tma_stores,
     count_acq_rel_gpu,
     count_release_sys,
+    here,
     signal_release_sys,
 )
 from flux_megatron.kernels.hopper_tile_order import rs_tile
@@ -206,7 +207,7 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
             owner, m, n, number, hops = rs_tile(work.tile, grid)
             if owner == sizes.rank:
                 for back in range(1, sizes.WORLD_SIZE):
-                    source = (sizes.rank + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
+                    source = (here(sizes.rank) + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
                     comm_tile = number // targets.tiles_comm
                     arrived = signals.await_once(
                         arrived, source, comm_tile, comm_tiles, work.tile, deadline

@@ -27,6 +27,7 @@ _EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = gl.constexpr(signals.STATUS_SEEN)
 _PAD_LOW = gl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = gl.constexpr(signals.STATUS_PAD_HIGH)
+_OVER = gl.constexpr(signals.STATUS_OVER)
 _LOOK_EVERY = gl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
 
@@ -60,23 +61,40 @@ def wait_acquire_gpu(counters, counter, count, deadline, status):
 @gluon.jit
 def _wait_acquire(pad, slot, epoch, deadline, status, SCOPE: gl.constexpr):
     """In one thread: until `slot` holds `epoch`, or the deadline has passed."""
-    seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
+    seen = epoch
+    going = True
     turns = 0
-    while (seen - epoch < 0) & (time_ns() < deadline):
+    while going:
         seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
+        going = seen - epoch < 0
         turns += 1
-        if turns % _LOOK_EVERY == 0:  # at host memory, so not in every turn
-            if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
-                deadline = deadline * 0  # a wait has run out of time: all give up
+        if (turns % _LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
+            going = _may_go_on(deadline, status)
     if seen - epoch < 0:
-        if gl.load(status + _TRIPPED, volatile=True) == 0:  # the first one is the reason of others
-            gl.store(status + _SLOT, slot)
-            gl.store(status + _EXPECTED, epoch)
-            gl.store(status + _SEEN, seen)
-            address = pad.to(gl.int64, bitcast=True)
-            gl.store(status + _PAD_LOW, address.to(gl.int32))
-            gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
-            gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+        _record_late(pad, slot, epoch, seen, status)
+
+
+@gluon.jit
+def _may_go_on(deadline, status):
+    """Whether a wait that has not ended may go on: its time is not over, nor is another's. Atomics
+    say so, as in `primitives._may_go_on`: a partition's warps must not part.
+    """
+    late = (time_ns() >= deadline).to(gl.int32)
+    gl.atomic_add(status + _OVER, late, sem="relaxed", scope="sys")
+    return gl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") == 0
+
+
+@gluon.jit
+def _record_late(pad, slot, epoch, seen, status):
+    """Say which wait was late, if it is the first: it is the reason of those that follow."""
+    if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") == 0:
+        gl.store(status + _SLOT, slot)
+        gl.store(status + _EXPECTED, epoch)
+        gl.store(status + _SEEN, seen)
+        address = pad.to(gl.int64, bitcast=True)
+        gl.store(status + _PAD_LOW, address.to(gl.int32))
+        gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
+        gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
 
 
 @gluon.jit

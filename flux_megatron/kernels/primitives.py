@@ -36,6 +36,8 @@ _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
 _PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_OVER = tl.constexpr(signals.STATUS_OVER)
+_LATE = tl.constexpr(signals.STATUS_LATE)
 _REFUSED = tl.constexpr(signals.STATUS_REFUSED)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
@@ -90,38 +92,51 @@ def _deadline_after_device(timeout_ns):
 
 
 @triton.jit
-def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
-    seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
-    turns = 0
-    while (seen - epoch < 0) & (_time_ns() < deadline):
-        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
-        turns += 1
-        if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
-            if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
-                deadline = deadline * 0  # another wait has run out of time: give up
-    late = seen - epoch < 0
-    if late:  # only the first late wait is recorded, not those that follow from it
-        late = tl.load(status + _TRIPPED, volatile=True) == 0
-    if late:
-        tl.store(status + _SLOT, slot)
-        tl.store(status + _EXPECTED, epoch)
-        tl.store(status + _SEEN, seen)
-        address = pad.to(tl.int64, bitcast=True)
-        tl.store(status + _PAD_LOW, address.to(tl.int32))
-        tl.store(status + _PAD_HIGH, (address >> 32).to(tl.int32))
-        tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+def _may_go_on(deadline, status):
+    """Whether a wait that has not ended may go on: its time is not over, nor is another's.
+
+    Its warps have clocks of their own. Warps that part wait for each other at barriers, and the
+    kernel never ends (decision 0053). An atomic is one thread's, and gives its answer to all. So
+    time that is over is counted, and the count is asked.
+    """
+    late = (_time_ns() >= deadline).to(tl.int32)
+    tl.atomic_add(status + _OVER, late, sem="relaxed", scope="sys")
+    return tl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") == 0
 
 
 @triton.jit
-def _refuse_release_sys_device(pad, number, expected, seen, status):
-    if tl.load(status + _TRIPPED, volatile=True) == 0:  # only the first failure is recorded
+def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
+    seen = epoch
+    going = True
+    turns = 0
+    while going:
+        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        going = seen - epoch < 0
+        turns += 1
+        if (turns % _LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
+            going = _may_go_on(deadline, status)
+    if seen - epoch < 0:
+        _record_first(pad, slot, epoch, seen, status, _LATE)
+
+
+@triton.jit
+def _record_first(pad, number, expected, seen, status, reason):
+    """Say what has failed and why, if it is the first failure: others follow from it."""
+    # an atomic gives all warps the same answer
+    if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") == 0:
         tl.store(status + _SLOT, number)
         tl.store(status + _EXPECTED, expected)
         tl.store(status + _SEEN, seen)
         address = pad.to(tl.int64, bitcast=True)
         tl.store(status + _PAD_LOW, address.to(tl.int32))
         tl.store(status + _PAD_HIGH, (address >> 32).to(tl.int32))
-        tl.atomic_xchg(status + _TRIPPED, _REFUSED, sem="release", scope="sys")
+        tl.atomic_xchg(status + _TRIPPED, reason, sem="release", scope="sys")
+
+
+@triton.jit
+def _refuse_release_sys_device(pad, number, expected, seen, status):
+    _record_first(pad, number, expected, seen, status, _REFUSED)
+    tl.atomic_add(status + _OVER, 1, sem="relaxed", scope="sys")
 
 
 @triton.jit

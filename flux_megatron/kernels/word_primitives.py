@@ -32,6 +32,7 @@ _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
 _PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
+_OVER = tl.constexpr(signals.STATUS_OVER)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 _LEAST = tl.constexpr(-(2**31))
 _MOST_THREADS = tl.constexpr(1024)  # of a CTA
@@ -140,7 +141,7 @@ def _receive_sum_device(
         missing, in_time = _agreed(missing, time_ns() < deadline)
         turns += 1
         if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
-            if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") != 0:
+            if tl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") != 0:
                 deadline = deadline * 0  # a wait has run out of time: all give up
     late = missing != 0
     if late:  # the first to be late is reported, not those that follow from it
@@ -154,6 +155,7 @@ def _receive_sum_device(
         tl.store(status + _PAD_LOW, memory.to(tl.int32))
         tl.store(status + _PAD_HIGH, (memory >> 32).to(tl.int32))
         tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+        tl.atomic_add(status + _OVER, 1, sem="relaxed", scope="sys")
     return total
 
 

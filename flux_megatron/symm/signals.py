@@ -17,16 +17,18 @@ WORK_CLAIMS = 4
 WORK_WORDS = 512
 CAPTURED_EPOCH = 1  # of every captured call, because a replay repeats it
 
-# words of a status record: the slot, expected and seen epoch of the first wait that ran out of time
-STATUS_TRIPPED, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
+# words of a status record: whether waits of GPUs give up; the slot, expected and seen epoch of the
+# first one that ran out of time
+STATUS_OVER, STATUS_SLOT, STATUS_EXPECTED, STATUS_SEEN = range(4)
 STATUS_PAD_LOW, STATUS_PAD_HIGH = 4, 5  # the two words of the pad's address
-STATUS_WORDS = 6
-# what the first word holds: a wait has run out of time, a kernel has refused its numbers, or the
+STATUS_TRIPPED = 6  # why, written last
+STATUS_WORDS = 7
+# what the last word holds: a wait has run out of time, a kernel has refused its numbers, or the
 # host has learned that another rank makes another call
 STATUS_LATE, STATUS_REFUSED, STATUS_MISMATCH = 1, 2, 3
 # the slot of a refusal is 2 * rank + its kind
 REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
-LOOK_EVERY = 256  # turns of a wait between two looks whether another wait has run out of time
+LOOK_EVERY = 256  # turns of a wait on a GPU between two looks at the clock and at the status record
 
 
 def slot(source: int, comm_tile: int) -> int:

@@ -48,6 +48,7 @@ class Status:
         for _ in range(_LOOKS):
             if not self._record[signals.STATUS_TRIPPED]:
                 self._record[signals.STATUS_TRIPPED] = signals.STATUS_MISMATCH
+            self._record[signals.STATUS_OVER] = 1
             time.sleep(_LOOK_S)
 
     def late(self) -> str:

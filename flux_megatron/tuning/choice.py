@@ -165,9 +165,9 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
     - in a backward or over more than two ranks: one GEMM of `pipelined` behind a gather; there and
-      beside others: `hopper`'s AG+GEMM of rows that come in parts of K (decision 52);
-    - `low_latency` of more than 64 rows, or of divided rows, whose wait has changed since the whole
-      suite ran on GPUs (decision 53);
+      beside others: `hopper`'s AG+GEMM of rows that come in parts of K (decision 52), and
+      `low_latency` of divided rows (decision 51);
+    - `low_latency` of more than 64 rows;
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
       two have run;
     - `signalled`, where kernels reach peers' memory: it was chosen, up to 8 % behind them in a
@@ -190,12 +190,14 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         kinds.add("signalled")
     if is_one_gemm(problem, plan) and untried:
         kinds.add("one GEMM behind a gather")
-    if plan.strategy == "low_latency" and (spec.gathers or spec.scatters):
+    untried |= problem.beside
+    divided = spec.gathers or spec.scatters
+    if plan.strategy == "low_latency" and divided and untried:
         kinds.add("few rows, divided")
     if plan.strategy == "low_latency" and problem.M > 64:
         kinds.add("more than 64 rows in words")
     if in_parts(problem, plan):
-        return {"rows in parts of K"} if untried or problem.beside else set()
+        return {"rows in parts of K"} if untried else set()
     if plan.strategy == "hopper":
         sides = plan.tile.block_m, plan.tile.block_n
         if sides not in ((128, 256), (128, 128)):
@@ -214,7 +216,7 @@ def _chunks(problem: Problem, tile: Tile) -> int:
 
 def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCache) -> Plan:
     """Without a cost model: the fastest `possible` plan of the nearest entry, else the first plan
-    that overlaps.
+    that overlaps. Only a model tells whether few rows that are divided gain by `low_latency`.
     """
     near = [e for e in (cache.find(like), *cache.neighbours(like)) if e is not None]
     for entry in near:
@@ -222,7 +224,9 @@ def _nearest(like: Problem, plans: list[Plan], possible: set[str], cache: PlanCa
         known = [plan for plan in (entry.plan, *measured) if plan.strategy in possible]
         if known:
             return known[0]
-    return plans[1] if len(plans) > 1 else plans[0]
+    divided = like.spec.gathers or like.spec.scatters
+    others = [plan for plan in plans[1:] if not (divided and plan.strategy == estimate.FOR_FEW)]
+    return others[0] if others else plans[0]
 
 
 def _measured(

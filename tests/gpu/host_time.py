@@ -84,6 +84,7 @@ def time_iterations(train_step: Callable[..., Any], clock: Clock, out: Path) -> 
 
     count = 0
 
+    @functools.wraps(train_step)  # others look for its parameters by name
     def timing(*given: Any, **named: Any) -> Any:
         nonlocal count
         count += 1

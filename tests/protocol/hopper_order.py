@@ -23,6 +23,7 @@ from ptx_order import (
     ACQUIRE_GPU,
     CLOCK,
     LOAD,
+    LOOK,
     RELEASE,
     RELEASE_GPU,
     STORE,
@@ -78,13 +79,21 @@ def storing(ptx: Ptx) -> tuple[Ptx, str]:
 
 def without_record(ptx: Ptx) -> Ptx:
     """The same without the records of late waits: one thread writes them, and the host reads."""
-    for first in ptx.find(r"ld\.volatile\.global"):
-        record = re.findall(r"%rd\d+", ptx.instructions[first])[-1]
-        last = next(i for i in ptx.find(RELEASE) if i > first)
-        assert record in ptx.instructions[last], "a late wait leaves no record"
+    looks, ends = ptx.find(LOOK), {*ptx.find(LOOK), *ptx.find(RELEASE)}
+    records = [
+        (look, last) for look, last in ((one, ptx.reach(one, ends, set())) for one in looks)
+        if last is not None and last not in looks and _word(ptx, look) == _word(ptx, last)
+    ]  # fmt: skip
+    assert bool(looks) == bool(records), "a late wait leaves no record"
+    for first, last in records:
         for i in range(first, last + 1):
             ptx.instructions[i] = "record"
     return ptx
+
+
+def _word(ptx: Ptx, i: int) -> str:
+    """The address of an instruction."""
+    return re.search(r"\[(.*)\]", ptx.instructions[i])[1]
 
 
 def check_awaited(ptx: Ptx) -> None:
@@ -94,7 +103,7 @@ def check_awaited(ptx: Ptx) -> None:
         raise Misordered("no signal is awaited before TMA loads")
     for part, barrier in waiting:
         check_acquire(part, barrier)
-        check_bounded(part)
+        check_bounded(part, barrier=barrier)
         check_gives_up(part)
 
 
@@ -139,7 +148,7 @@ def check_partials(ptx: Ptx) -> None:
         mma.require_some(ACQUIRE_GPU, "no partial is awaited")
         mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")
         mma.require(ACQUIRE_GPU, LOAD, barrier, "other threads load too early")
-        check_bounded(mma, ACQUIRE_GPU)
+        check_bounded(mma, ACQUIRE_GPU, barrier)
         check_gives_up(mma, ACQUIRE_GPU)
 
 

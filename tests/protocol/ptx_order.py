@@ -26,6 +26,8 @@ PROXY_FENCE = r"fence\.proxy\.async(\.global)?$"  # of .shared::cta says nothing
 STORE = r"st\.global(?!\.sys|\.release)"
 LOAD = rf"ld\.global(?!\.sys|\.acquire|\.gpu\.acquire)|cp\.async\.c[ag]|{TMA_LOAD}"
 CLOCK = r"%globaltimer"
+BRANCH = r"^@!?%p\d+\s+bra"
+RECORD = r"atom\.(global\.gpu\.relaxed|relaxed\.gpu)"  # counts the records of waits
 LOOK = r"ld\.global\.sys\.relaxed"  # at the status record
 
 
@@ -189,22 +191,35 @@ def check_acquire(ptx: Ptx, barrier: str = BARRIER) -> None:
     ptx.require(ACQUIRE, TMA_LOAD, PROXY_FENCE, "TMA loads are not fenced")
 
 
-def check_bounded(ptx: Ptx, acquire: str = ACQUIRE) -> None:
-    """Every spin looks at the clock in every turn."""
-    polls = ptx.find(acquire)
-    if not any(ptx.reach(poll, {poll}, set()) for poll in polls):
+def check_bounded(ptx: Ptx, acquire: str = ACQUIRE, barrier: str = BARRIER) -> None:
+    """Every spin looks at the clock now and then, and all its warps hear what one has seen before
+    they go on: a warp that parts from the others leaves them at a barrier.
+    """
+    polls = [poll for poll in ptx.find(acquire) if ptx.reach(poll, {poll}, set())]
+    if not polls:
         raise Misordered("no poll spins")
-    clocks = set(ptx.find(CLOCK))
+    branches, barriers = {*ptx.find(BRANCH)}, {*ptx.find(barrier)}
     for poll in polls:
-        if ptx.reach(poll, set(polls), clocks) is not None:
+        clocks = _in_the_spin(ptx, poll, CLOCK)
+        if not clocks:
             raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")
+        for clock in clocks:
+            if ptx.reach(clock, branches, barriers) is not None:
+                raise Misordered("each warp goes by its own clock: no barrier before a branch")
 
 
 def check_gives_up(ptx: Ptx, acquire: str = ACQUIRE) -> None:
     """Every spin looks, now and then, whether another wait has run out of time."""
-    looks = set(ptx.find(LOOK))
     for poll in ptx.find(acquire):
-        if ptx.reach(poll, {poll}, set()) and not any(
-            ptx.reach(poll, {look}, set()) and ptx.reach(look, {poll}, set()) for look in looks
-        ):
+        if ptx.reach(poll, {poll}, set()) and not _in_the_spin(ptx, poll, LOOK):
             raise Misordered(f"a spin that never gives up: {ptx.instructions[poll]!r}")
+
+
+def _in_the_spin(ptx: Ptx, poll: int, pattern: str) -> list[int]:
+    """What turns of this poll can pass. Outside lie other polls, the data, and records of waits."""
+    outside = f"{ACQUIRE}|{ACQUIRE_GPU}|{LOAD}|{RECORD}"
+    others = {*ptx.find(outside)} - {poll}
+    return [
+        one for one in ptx.find(pattern)
+        if ptx.reach(poll, {one}, others) and ptx.reach(one, {poll}, others)
+    ]  # fmt: skip
