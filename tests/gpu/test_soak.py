@@ -25,7 +25,7 @@ def small(rank: int, **changes) -> dict:
 
 
 def with_lost_pushes(rank: int) -> dict:
-    """Rank 1's copy engine loses one push in twenty; the signals come."""
+    """Rank 1's copy engine, Python's, loses one push in twenty; the signals come."""
     engine = type(copy_engine(here()))
     turns, copy = itertools.count(1), engine.copy
 
@@ -62,5 +62,6 @@ def test_a_hopper_gpu_without_its_kernels_is_no_success(monkeypatch):
 
 
 def test_a_lost_push_is_found():
-    for row in on_device(with_lost_pushes, 2, limit_s=120):
+    by_python = {"FLUX_MEGATRON_NATIVE": "0"}
+    for row in on_device(with_lost_pushes, 2, limit_s=120, environment=by_python, fresh=True):
         assert row["failures"] > 0
