@@ -61,7 +61,8 @@ def test_a_hopper_gpu_without_its_kernels_is_no_success(monkeypatch):
     assert len(kinds(8, portable=True, **options)) == 8
 
 
+@pytest.mark.timeout(300)
 def test_a_lost_push_is_found():
     by_python = {"FLUX_MEGATRON_NATIVE": "0"}
-    for row in on_device(with_lost_pushes, 2, limit_s=120, environment=by_python, fresh=True):
+    for row in on_device(with_lost_pushes, 2, limit_s=280, environment=by_python, fresh=True):
         assert row["failures"] > 0

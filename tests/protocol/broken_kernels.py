@@ -46,12 +46,19 @@ def pull(
     BLOCK: tl.constexpr, TMA: tl.constexpr, FENCE: tl.constexpr, SEM: tl.constexpr,
     CLOCK: tl.constexpr,
 ):  # fmt: skip
-    turns = tl.zeros((), dtype=tl.int64)
-    while (tl.atomic_add(flag, 0, sem=SEM, scope="sys") == 0) & (turns < 1 << 40):
-        if CLOCK:
-            turns = tl.inline_asm_elementwise(
+    turns, going = 0, True
+    while going:
+        going = tl.atomic_add(flag, 0, sem=SEM, scope="sys") == 0
+        turns += 1
+        if CLOCK != "none":
+            now = tl.inline_asm_elementwise(
                 "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
             )
+            if CLOCK == "own":
+                going = going & (now < 1 << 40)
+            elif going:
+                late = (now >= 1 << 40).to(tl.int32)
+                going = tl.atomic_add(flag + 1, late, sem="relaxed", scope="sys") == 0
     if FENCE:
         tl.inline_asm_elementwise(
             "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -66,7 +73,7 @@ def pull(
 
 _PUSH = {"BLOCK": 64, "BARRIER": True, "SEM": "release", "SCOPE": "sys"}
 _PUSH_TMA = {"BLOCK": 64, "COMPLETE": True, "FENCE": True}
-_PULL = {"BLOCK": 64, "TMA": False, "FENCE": False, "SEM": "acquire", "CLOCK": True}
+_PULL = {"BLOCK": 64, "TMA": False, "FENCE": False, "SEM": "acquire", "CLOCK": "agreed"}
 _PULL_TMA = {**_PULL, "TMA": True, "FENCE": True}
 
 # name -> (kernel, its constexprs); those whose name starts with "right" must pass the checks
@@ -80,7 +87,8 @@ BROKEN: dict[str, tuple[triton.JITFunction, dict]] = {
     "push by TMA, not fenced": (push_tma, {**_PUSH_TMA, "FENCE": False}),
     "right pull": (pull, _PULL),
     "pull with a relaxed poll": (pull, {**_PULL, "SEM": "relaxed"}),
-    "pull without a clock": (pull, {**_PULL, "CLOCK": False}),
+    "pull without a clock": (pull, {**_PULL, "CLOCK": "none"}),
+    "pull by a clock of each warp": (pull, {**_PULL, "CLOCK": "own"}),
     "right pull by TMA": (pull, _PULL_TMA),
     "pull by TMA, not fenced": (pull, {**_PULL_TMA, "FENCE": False}),
 }

@@ -103,7 +103,7 @@ def check_awaited(ptx: Ptx) -> None:
         raise Misordered("no signal is awaited before TMA loads")
     for part, barrier in waiting:
         check_acquire(part, barrier)
-        check_bounded(part, barrier=barrier)
+        check_bounded(part)
         check_gives_up(part)
 
 
@@ -148,7 +148,7 @@ def check_partials(ptx: Ptx) -> None:
         mma.require_some(ACQUIRE_GPU, "no partial is awaited")
         mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")
         mma.require(ACQUIRE_GPU, LOAD, barrier, "other threads load too early")
-        check_bounded(mma, ACQUIRE_GPU, barrier)
+        check_bounded(mma, ACQUIRE_GPU)
         check_gives_up(mma, ACQUIRE_GPU)
 
 

@@ -125,6 +125,9 @@ class Ptx:
                 front += self._next[i]
         return part
 
+    def is_memory(self, i: int) -> bool:
+        return bool(re.match(r"(@\S+\s+)?(ld|st|atom|red)\b", self.instructions[i]))
+
     def reach(self, start: int, goals: set[int], without: set[int]) -> int | None:
         """A goal that some path from `start` reaches without passing `without`."""
         seen, front = set(), list(self._next[start])
@@ -191,21 +194,44 @@ def check_acquire(ptx: Ptx, barrier: str = BARRIER) -> None:
     ptx.require(ACQUIRE, TMA_LOAD, PROXY_FENCE, "TMA loads are not fenced")
 
 
-def check_bounded(ptx: Ptx, acquire: str = ACQUIRE, barrier: str = BARRIER) -> None:
-    """Every spin looks at the clock now and then, and all its warps hear what one has seen before
-    they go on: a warp that parts from the others leaves them at a barrier.
+def check_bounded(ptx: Ptx, acquire: str = ACQUIRE) -> None:
+    """Every spin looks at the clock now and then, and no warp goes by what it alone has read there:
+    one that parts from the others leaves them at a barrier.
     """
     polls = [poll for poll in ptx.find(acquire) if ptx.reach(poll, {poll}, set())]
     if not polls:
         raise Misordered("no poll spins")
-    branches, barriers = {*ptx.find(BRANCH)}, {*ptx.find(barrier)}
     for poll in polls:
-        clocks = _in_the_spin(ptx, poll, CLOCK)
-        if not clocks:
+        if not _in_the_spin(ptx, poll, CLOCK):
             raise Misordered(f"a spin without a clock: {ptx.instructions[poll]!r}")
-        for clock in clocks:
-            if ptx.reach(clock, branches, barriers) is not None:
-                raise Misordered("each warp goes by its own clock: no barrier before a branch")
+    clocks = {_registers(ptx.instructions[i])[0] for i in ptx.find(CLOCK)}
+    known = _computed_from(ptx, clocks)
+    for i in ptx.find(BRANCH):
+        if known & {*_registers(ptx.instructions[i])}:
+            raise Misordered(f"each warp goes by its own clock: {ptx.instructions[i]!r}")
+
+
+def _computed_from(ptx: Ptx, registers: set[str]) -> set[str]:
+    """These registers and all that follow from them. What has been through memory is what one
+    thread has read, the same for all.
+    """
+    known, before = {*registers}, 0
+    work = [ptx.instructions[i] for i in ptx.find(r"%") if not ptx.is_memory(i)]
+    while len(known) > before:
+        before = len(known)
+        for text in work:
+            if known & {*_registers(text)}:
+                known |= {*_registers(_target(text))}
+    return known
+
+
+def _registers(text: str) -> list[str]:
+    return re.findall(r"%[a-z]+\d+", text)
+
+
+def _target(text: str) -> str:
+    """What an instruction writes: its first operand, which may be several in braces."""
+    return re.match(r"(?:@\S+\s+)?\S+\s*(\{[^}]*\}|[^,]*)", text)[1]
 
 
 def check_gives_up(ptx: Ptx, acquire: str = ACQUIRE) -> None:

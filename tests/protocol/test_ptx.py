@@ -140,6 +140,7 @@ def test_right_kernels_pass(compiled, kernel, checks):
         ("push by TMA, not fenced", check_release, "not fenced"),
         ("pull with a relaxed poll", check_acquire, "no signal is acquired"),
         ("pull without a clock", check_bounded, "without a clock"),
+        ("pull by a clock of each warp", check_bounded, "its own clock"),
         ("pull by TMA, not fenced", check_acquire, "not fenced"),
         ("right push", check_count, "not counted"),
         ("right push", check_bounded, "no poll spins"),
