@@ -7,14 +7,15 @@
 #   shared      training iterations, TP 2 beside data parallelism and in a pipeline, and 1,000 of them in a row
 #   iterations  training iterations, all GPUs tensor parallel: stock, --tp-comm-overlap and ours
 #   launches    losses of Megatron launches with TransformerEngine beside stock's, with context parallelism
+#   megatron    Megatron-LM's own unit tests, with its layers and with ours
 #   operators   every operation with both settings of CUDA_DEVICE_MAX_CONNECTIONS; beside an all-reduce; with SMs held
 #   operations  decoding, embeddings and experts, beside their unfused baselines
 #   checks      doctor, 100,000 random calls, training beside stock layers, the whole suite
 #
-# FLUX_MEGATRON_LM=path/to/Megatron-LM for shared, iterations and launches; SECONDS_EACH (600) ends a measurement; GPUS, by
-# default all of the node; PYTHON, by default that of .venv; PRINT=1 prints the commands alone.
+# FLUX_MEGATRON_LM=path/to/Megatron-LM for shared, iterations, launches and megatron; SECONDS_EACH (600) ends a measurement;
+# GPUS, by default all of the node; PYTHON, by default that of .venv; PRINT=1 prints the commands alone.
 set -uo pipefail
-run=${1:?RUN is missing: shared, iterations, launches, operators, operations or checks}
+run=${1:?RUN is missing: shared, iterations, launches, megatron, operators, operations or checks}
 out=$(realpath -m "${2:?OUT is missing: a folder for rows}") checkout=$(realpath -m "${FLUX_MEGATRON_LM:-}")
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python} limit=${SECONDS_EACH:-600}
@@ -55,6 +56,10 @@ launches)
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
     step "$python" tests/gpu/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit"
     ;;
+megatron)
+    : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
+    step "$python" tests/integration/mcore_suite.py --gpus --ranks "$gpus" --megatron "$checkout" --out "$out/mcore_suite.jsonl"
+    ;;
 operators)
     for connections in unset 1; do
         connected=(env -u CUDA_DEVICE_MAX_CONNECTIONS)
@@ -79,7 +84,7 @@ checks)
     step env TEST_PYTHON="${PYTHON:-}" scripts/test.sh
     ;;
 *)
-    echo "RUN $run given; shared, iterations, launches, operators, operations or checks expected" >&2
+    echo "RUN $run given; shared, iterations, launches, megatron, operators, operations or checks expected" >&2
     exit 2
     ;;
 esac

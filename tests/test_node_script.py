@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import runpy
@@ -22,7 +23,7 @@ from flux_megatron.doctor import parser
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts/node.sh"
-RUNS = ("shared", "iterations", "launches", "operators", "operations", "checks")
+RUNS = ("shared", "iterations", "launches", "megatron", "operators", "operations", "checks")
 
 
 def commands(run: str, folder: Path) -> list[list[str]]:
@@ -40,7 +41,7 @@ def known(words: list[str]) -> set[str]:
         return options_of(words[0])
     assert words[0] == "flux_megatron", words
     if words[1] == "doctor":
-        return {option for action in parser()._actions for option in action.option_strings}
+        return options_in(parser())
     command = typer.main.get_command(app)
     for word in words[1:]:
         if word not in getattr(command, "commands", {}):
@@ -49,9 +50,15 @@ def known(words: list[str]) -> set[str]:
     return {option for parameter in command.params for option in parameter.opts}
 
 
+def options_in(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
 def options_of(script: str) -> set[str]:
-    main = runpy.run_path(str(ROOT / script), run_name="not main")["main"]
-    found = set()
+    names = runpy.run_path(str(ROOT / script), run_name="not main")
+    if "argparse" in names:
+        return options_in(names["parser"]())
+    main, found = names["main"], set()
     for name, parameter in inspect.signature(main, eval_str=True).parameters.items():
         named = [
             one for one in getattr(parameter.annotation, "__metadata__", ()) if one.param_decls

@@ -90,12 +90,17 @@ def environment(checkout: Path, site: Path | None) -> dict[str, str]:
     """Of a process that imports this checkout, and has no GPU."""
     from flux_megatron.launch.__main__ import CPU
 
-    path = [str(checkout), str(ROOT), str(site or ""), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ, **CPU, "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        **os.environ, **CPU, "PYTHONPATH": path_of(checkout, site),
         "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_ALGO": "Ring",  # for --deterministic-mode
     }  # fmt: skip
+
+
+def path_of(checkout: Path, site: Path | None) -> str:
+    """Where such a process finds modules."""
+    path = [str(checkout), str(ROOT), str(site or ""), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, path))
 
 
 def serve(checkout: str, script: str, te: str = "") -> None:

@@ -1,7 +1,8 @@
 """pytest plug-in: Megatron-LM's own unit tests with its linear layers replaced by ours.
 
-mcore_suite.py runs them with it on CPU, in several ranks: with gloo for NCCL, CPU tensors for CUDA
+mcore_suite.py runs them with it in several ranks. On CPU with gloo for NCCL, CPU tensors for CUDA
 ones, and stand-ins for TransformerEngine's classes; what needs more fails with stock layers too.
+With `--gpus` nothing is stood in, and NCCL's waits are bounded as gloo's are.
 Each rank tells of every test in `--outcomes`/<rank>.jsonl: how it ended, how many of our layers it
 built, and how often those ran forward and backward.
 
@@ -33,13 +34,17 @@ _output_layer = contextlib.ExitStack()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layers", choices=["flux", "stock"], default="flux")
+    parser.addoption("--gpus", action="store_true")
     parser.addoption("--outcomes", type=Path, required=True)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     _without_download()
-    _bounded_gloo()
+    if early_config.known_args_namespace.gpus:
+        _bounded_nccl()
+    else:
+        _bounded_gloo()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -115,6 +120,19 @@ def _without_download() -> None:
     module: Any = types.ModuleType(name)
     module.download_and_extract_asset = lambda *args, **kwargs: None
     sys.modules[name] = module
+
+
+def _bounded_nccl() -> None:
+    """Collectives that wait for a rank which failed end their process."""
+    limit = datetime.timedelta(seconds=PATIENCE_S)
+    for name in ("init_process_group", "new_group"):
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def bounded(*given: Any, original: Any = original, **named: Any) -> Any:
+            return original(*given, **{**named, "timeout": limit})
+
+        setattr(dist, name, bounded)
 
 
 def _bounded_gloo() -> None:

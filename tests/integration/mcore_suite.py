@@ -2,6 +2,7 @@
 
 Megatron-LM's own unit tests on CPU and gloo, with its layers and then, those that passed, with
 ours: a row for each release and file of tests. mcore_plugin.py says what is replaced and counted.
+With `--gpus` on GPUs and NCCL, by torchrun, with the TransformerEngine that is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 import types
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +37,24 @@ FILES = (
     "models/test_gpt_model.py", "dist_checkpointing/models/test_gpt_model.py",
     "dist_checkpointing/test_optimizer.py", "pipeline_parallel/test_schedules.py",
 )  # fmt: skip
-LIMIT_S = 600.0  # of the ranks that were forked for a file
+LIMIT_S = 600.0  # of the ranks that were started for a file
+Start = Callable[[list[str], int, Path], None]  # ranks, with arguments and a folder for outcomes
 OPTIONS = (
     "-p", "mcore_plugin", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:timeout",
     "-p", "no:xdist", "-q", "-W", "ignore", "--assert=plain",
 )  # fmt: skip
 
+GPUS = ("--gpus",)  # of the plug-in
 
-def row(checkout: Path, file: str, tests: list[str], ranks: int, work: Path) -> dict[str, Any]:
+
+def row(
+    checkout: Path, file: str, tests: list[str], ranks: int, work: Path, start: Start
+) -> dict[str, Any]:
     """The file's tests with stock layers; of those that passed, with ours."""
-    start = time.monotonic()
-    stock = outcomes(tests, "stock", ranks, work)
+    begun = time.monotonic()
+    stock = outcomes(tests, "stock", ranks, work, start)
     passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
-    ours = outcomes(passed, "flux", ranks, work)
+    ours = outcomes(passed, "flux", ranks, work, start)
     lines = [ours.get(test, {"outcome": "missing"}) for test in passed]
     count = Counter()
     for line in lines:
@@ -60,24 +67,47 @@ def row(checkout: Path, file: str, tests: list[str], ranks: int, work: Path) -> 
         **{f"tests_{key}": sum(bool(o.get(key)) for o in lines)
            for key in ("built", "forwards", "backwards")},
         **{key: count[key] for key in ("built", "forwards", "backwards")},
-        "seconds": round(time.monotonic() - start), "torch": _version("torch"),
+        "seconds": round(time.monotonic() - begun), "torch": _version("torch"),
         "date": datetime.date.today().isoformat(), "git": _commit(),
     }  # fmt: skip
 
 
-def outcomes(tests: list[str], layers: str, ranks: int, work: Path) -> dict[str, dict[str, Any]]:
+def outcomes(
+    tests: list[str], layers: str, ranks: int, work: Path, start: Start
+) -> dict[str, dict[str, Any]]:
     """Of each test: passed if it did on all ranks, with counts summed over them.
 
-    Ranks end with a test that failed; others are then forked for the rest.
+    Ranks end with a test that failed; others are then started for the rest.
     """
-    from server import Run, fork_ranks
-
     found: dict[str, dict[str, Any]] = {}
     while rest := [test for test in tests if test not in found]:
         folder = Path(tempfile.mkdtemp(dir=work))
-        fork_ranks(Run([layers, *rest], ranks, str(folder), LIMIT_S), _body)
+        start([layers, *rest], ranks, folder)
         found |= merged(folder, ranks) or {rest[0]: {"outcome": "failed"}}
     return found
+
+
+def forked(arguments: list[str], ranks: int, folder: Path) -> None:
+    """From this process, which has imported all that they need."""
+    from server import Run, fork_ranks
+
+    fork_ranks(Run(arguments, ranks, str(folder), LIMIT_S), _body)
+
+
+def by_torchrun(arguments: list[str], ranks: int, folder: Path) -> None:
+    """Each on a GPU of its own; what they print is in `folder`."""
+    layers, *tests = arguments
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={ranks}", "--redirects=3", f"--log-dir={folder / 'logs'}",
+         "-m", "pytest", *OPTIONS, *GPUS, f"--layers={layers}", f"--outcomes={folder}", *tests],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        process.wait()
 
 
 def merged(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
@@ -137,27 +167,33 @@ class _Collected:
             self.tests.setdefault(item.nodeid.split("::")[0], []).append(item.nodeid)
 
 
-def serve(checkout: Path, ranks: int, out: Path, files: list[str], keep: Path | None) -> None:
+def serve(
+    checkout: Path, ranks: int, out: Path, files: list[str], keep: Path | None, gpus: bool
+) -> None:
     """All files of one checkout, in a process of its own that has imported Megatron and them."""
-    import rank
-
     os.chdir(checkout)
     os.environ["WORLD_SIZE"] = str(ranks)
-    rank.prepare("pretrain_gpt.py", te=True)
-    _stand_ins()
+    if not gpus:
+        import rank
+
+        rank.prepare("pretrain_gpt.py", te=True)
+        _stand_ins()
     there = [str(p) for f in files for p in sorted(Path("tests/unit_tests").glob(f))]
     collected = _Collected()
-    pytest.main([*OPTIONS, "--collect-only", "--continue-on-collection-errors",
-                 "--layers=stock", "--outcomes=.", *there], [collected])  # fmt: skip
+    pytest.main([
+        *OPTIONS, *(GPUS if gpus else ()), "--collect-only", "--continue-on-collection-errors",
+        "--layers=stock", "--outcomes=.", *there,
+    ], [collected])  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         for file, tests in collected.tests.items():
-            made = row(checkout, file, tests, ranks, keep or Path(work))
+            start = by_torchrun if gpus else forked
+            made = row(checkout, file, tests, ranks, keep or Path(work), start)
             with out.open("a") as stream:
                 stream.write(json.dumps(made) + "\n")
             print(json.dumps(made), flush=True)
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, nargs="+", required=True, metavar="CHECKOUT")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
@@ -165,20 +201,35 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--files", nargs="+", default=FILES, help="below tests/unit_tests")
     parser.add_argument("--keep", type=Path, help="folder that is there, for the logs of ranks")
+    parser.add_argument("--gpus", action="store_true", help="a rank each, in place of CPUs")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = parser().parse_args()
     if options.serve:
         keep = options.keep and options.keep.resolve()
-        serve(options.megatron[0].resolve(), options.ranks, options.out, options.files, keep)
+        checkout = options.megatron[0].resolve()
+        serve(checkout, options.ranks, options.out, options.files, keep, options.gpus)
         return 0
-    from server import environment
-
     for checkout in options.megatron:
         command = [sys.executable, __file__, *sys.argv[1:], "--serve", "--megatron", str(checkout)]
-        path = environment(checkout, options.site) | {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-        path["PYTHONPATH"] = os.pathsep.join([path["PYTHONPATH"], *PATH])
-        subprocess.run(command, env=path, check=True)
+        environment = _environment(checkout.resolve(), options.site, options.gpus)
+        subprocess.run(command, env=environment, check=True)
     return 0
+
+
+def _environment(checkout: Path, site: Path | None, gpus: bool) -> dict[str, str]:
+    from server import environment, path_of
+
+    if gpus:
+        found = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        found["PYTHONPATH"] = path_of(checkout, site)
+    else:
+        found = environment(checkout, site) | {"FLUX_MEGATRON_STRATEGY": "pipelined"}
+    found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], *PATH])
+    return found
 
 
 def _version(package: str) -> str:

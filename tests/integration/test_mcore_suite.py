@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mcore_plugin
 import mcore_suite
 import pytest
 import torch
@@ -106,12 +107,12 @@ BODY = mcore_suite._body
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forked ranks are for CPUs")
 def test_outcomes_and_what_ran_are_reported(suite, tmp_path, monkeypatch):
     monkeypatch.setattr(mcore_suite, "_body", _on_cpu)
-    stock = mcore_suite.outcomes(suite, "stock", 2, tmp_path)
+    stock = mcore_suite.outcomes(suite, "stock", 2, tmp_path, mcore_suite.forked)
     assert [stock[test]["outcome"] for test in suite] == [
         "passed", "failed", "passed", "failed", "skipped", "passed",
     ]  # fmt: skip
     assert {one["built"] for one in stock.values()} == {0}
-    ours = mcore_suite.outcomes([suite[0], suite[2]], "flux", 2, tmp_path)
+    ours = mcore_suite.outcomes([suite[0], suite[2]], "flux", 2, tmp_path, mcore_suite.forked)
     expected = {"outcome": "passed", "built": 2, "forwards": 0, "backwards": 0}
     assert ours == {
         suite[0]: expected,
@@ -119,9 +120,31 @@ def test_outcomes_and_what_ran_are_reported(suite, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests run on CPUs")
+def test_ranks_of_torchrun_report_the_same(suite, tmp_path, monkeypatch):
+    """But for NCCL: what `--gpus` starts, without this option of the plug-in."""
+    conftest = "from flux_megatron.train.cpu_device import pretend_cuda\n\npretend_cuda()\n"
+    (tmp_path / "tests" / "conftest.py").write_text(conftest)
+    path = [str(tmp_path), *mcore_suite.PATH, *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setattr(mcore_suite, "GPUS", ())
+    found = mcore_suite.outcomes(suite[2:3], "flux", 2, tmp_path, mcore_suite.by_torchrun)
+    assert found == {suite[2]: {"outcome": "passed", "built": 2, "forwards": 2, "backwards": 2}}
+
+
+def test_on_gpus_a_wait_for_a_rank_that_is_gone_is_bounded(monkeypatch):
+    given = {}
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **named: given.update(named))
+    mcore_plugin._bounded_nccl()
+    torch.distributed.init_process_group("nccl", rank=1, timeout=None)
+    assert given["rank"] == 1
+    assert given["timeout"].total_seconds() == mcore_plugin.PATIENCE_S
+
+
 def test_ranks_that_say_nothing_end_with_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(mcore_suite, "_body", lambda run, rank: 4)
-    found = mcore_suite.outcomes(["a", "b"], "stock", 2, tmp_path)
+    found = mcore_suite.outcomes(["a", "b"], "stock", 2, tmp_path, mcore_suite.forked)
     assert {test: one["outcome"] for test, one in found.items()} == {"a": "failed", "b": "failed"}
 
 
