@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flux_megatron import doctor as module
-from flux_megatron import settings
-from flux_megatron.doctor import Finding, Wanted, examine
+from flux_megatron import doctor, settings
+from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import choice, environment
 from flux_megatron.tuning.environment import Environment
@@ -26,7 +25,7 @@ from flux_megatron.tuning.plan_entry import Entry, Measured
 def run(*arguments: str, code: int = 0) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        status = module.main(arguments)
+        status = doctor.main(arguments)
     assert status == code, output.getvalue()
     return output.getvalue()
 
@@ -68,11 +67,11 @@ def test_missing_gpus_stop_a_run(monkeypatch):
 def test_gpus_that_cannot_reach_each_other_are_reported(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one + other != 3)
-    first = next(module._links(3))
+    first = next(machine._links(3))
     assert (first.subject, first.status) == ("peer access", "note")
     assert first.text == "not between 1 and 2"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    assert next(module._links(3)).status == "ok"
+    assert next(machine._links(3)).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capabilit
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     where = SimpleNamespace(gpu=gpu, link=link)
     monkeypatch.setattr(environment, "of", lambda device: where)
-    first, second = module._kernels(module.Wanted())
+    first, second = calls.kernels(Wanted())
     hopper_gemm.refuses_bands.cache_clear()
     assert (kernels in first.text, bands in second.text) == (True, True), (first, second)
     assert [first.status, second.status] == [
@@ -115,7 +114,7 @@ def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(native_engine, "unavailable", lambda: reason)
     monkeypatch.setattr(settings, "get", lambda: settings.Settings(native=native))
-    (finding,) = module._driver_calls(module.Wanted())
+    (finding,) = calls.driver_calls(Wanted())
     assert (finding.status, said in finding.text) == (status, True), finding
 
 
@@ -128,10 +127,10 @@ def test_old_torch_stops_a_run(monkeypatch, version, status):
 
 def test_what_nobody_has_run_is_noted(monkeypatch):
     torch = pytest.importorskip("torch")
-    assert "version of torch" not in [one.subject for one in module.examine(Wanted(gpus=0))]
+    assert "version of torch" not in [one.subject for one in examine(Wanted(gpus=0))]
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    monkeypatch.setattr(module, "_version", lambda name: "9.1")
-    subjects = {one.subject: one for one in module.examine(Wanted(gpus=0))}
+    monkeypatch.setattr(packages, "version_of", lambda name: "9.1")
+    subjects = {one.subject: one for one in examine(Wanted(gpus=0))}
     assert "newer than" in subjects["version of torch"].text
     for name in ("triton", "megatron-core", "transformer-engine"):
         assert subjects[f"version of {name}"].status == "note"
@@ -142,7 +141,7 @@ def test_what_nobody_has_run_is_noted(monkeypatch):
     [("0.13.0", "note"), ("0.14.0", "ok"), ("0.19.2", "ok"), ("0.21.0", "note"), (None, "missing")],
 )
 def test_megatron_core_is_held_against_the_releases_we_know(monkeypatch, version, status):
-    monkeypatch.setattr(module, "_version", lambda name: version)
+    monkeypatch.setattr(packages, "version_of", lambda name: version)
     finding = found("megatron-core")
     assert finding.status == status
     assert "0.16.1" in finding.remedy or status != "note"
@@ -191,8 +190,8 @@ def test_variables_that_mean_nothing(monkeypatch):
 
 
 def test_what_an_arm_is_built_of_must_be_there(monkeypatch):
-    monkeypatch.setattr(module, "_version", lambda name: None)
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "version_of", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     for subject, need in (("TransformerEngine", "transformer_engine"), ("apex", "apex")):
         assert found(subject).status == "note"
         assert found(subject, Wanted(packages=(need,))).status == "missing"
@@ -202,7 +201,7 @@ def test_failing_probe_does_not_silence_the_others(monkeypatch):
     def broken(wanted: Wanted) -> list[Finding]:
         raise OSError("no such device")
 
-    monkeypatch.setattr(module, "PROBES", (module._python, broken, module._triton))
+    monkeypatch.setattr(doctor, "PROBES", (packages.python, broken, packages.triton))
     python, failed, triton = examine(Wanted())
     assert (python.status, triton.subject) == ("ok", "triton")
     assert (failed.status, failed.text) == ("note", "not examined: OSError('no such device')")
@@ -210,7 +209,7 @@ def test_failing_probe_does_not_silence_the_others(monkeypatch):
 
 def test_ranks_that_cannot_open_each_others_memory_are_reported(monkeypatch):
     """Each in a container of its own, for example."""
-    monkeypatch.setattr(module.os, "getpid", lambda: 2**22 + 1)
+    monkeypatch.setattr(machine.os, "getpid", lambda: 2**22 + 1)
     finding = found("shared memory", Wanted(gpus=0))
     assert finding.status == "missing"
     assert "/proc/4194305/fd/" in finding.text
@@ -218,7 +217,7 @@ def test_ranks_that_cannot_open_each_others_memory_are_reported(monkeypatch):
 
 def test_only_what_is_missing_is_said_when_asked_to_be_quiet(monkeypatch):
     monkeypatch.setattr(
-        module, "PROBES", (lambda wanted: [Finding("a", "ok", "b"), Finding("c", "note", "d")],)
+        doctor, "PROBES", (lambda wanted: [Finding("a", "ok", "b"), Finding("c", "note", "d")],)
     )
     assert run("--quiet") == ""
     assert run().split() == ["ok", "a", "b", "note", "c", "d"]

@@ -1,0 +1,84 @@
+"""`flux-megatron doctor`: what this machine has of that which a training run needs.
+
+Every probe is guarded: where one fails, the others still speak. It works without torch, and says
+that it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flux_megatron.command_errors import Parser
+from flux_megatron.doctor import calls, machine, packages
+from flux_megatron.doctor.finding import Finding, Wanted
+
+COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
+PACKAGES = ("transformer_engine", "apex")
+
+
+def parser() -> Parser:
+    """Python's own: this command runs where only the core is installed."""
+    parser = Parser(
+        prog="flux-megatron doctor", allow_abbrev=False,
+        description="Say what this machine has of what a training run needs; "
+        "fails if none could start.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--gpus", type=_count, help="GPUs that this node must have; 0: it runs on the CPU")
+    add("--megatron-lm", type=Path, metavar="DIR", help="The checkout that is to run")
+    add("--need", action="append", default=[], choices=PACKAGES, help="Must be there")
+    add("--quiet", action="store_true", help="Only what is missing")
+    add("--json", action="store_true", help="For programs")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} given, a number of GPUs from 0 on expected")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    given = parser().parse_args(arguments)
+    findings = []
+    for finding in examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need))):
+        findings.append(finding)
+        if not given.json and (finding.status == "missing" or not given.quiet):
+            print(_line(finding), flush=True)
+    missing = [finding for finding in findings if finding.status == "missing"]
+    if given.json:
+        shown = missing if given.quiet else findings
+        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
+    return 1 if missing else 0
+
+
+def examine(wanted: Wanted) -> Iterator[Finding]:
+    """The findings of all probes, in the order in which one would repair."""
+    for probe in PROBES:
+        try:
+            yield from probe(wanted)
+        except Exception as error:  # noqa: PERF203, the other probes are to speak
+            subject = probe.__name__.replace("_", " ")
+            yield Finding(subject, "note", f"not examined: {error!r}")
+
+
+def _line(finding: Finding) -> str:
+    status = f"{finding.status:8}"
+    if sys.stdout.isatty():
+        status = f"\033[{COLOURS[finding.status]}m{status}\033[0m"
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    return f"{status}{finding.subject:22}{finding.text}{remedy}"
+
+
+PROBES: tuple[Callable[[Wanted], Any], ...] = (
+    packages.python, packages.torch, packages.triton, machine.gpus, machine.shared_memory,
+    packages.megatron, packages.megatron_imports, packages.data_set_helper, machine.variables,
+    packages.other_packages, machine.connections, calls.kernels, calls.driver_calls, calls.plans,
+)  # fmt: skip

@@ -1,0 +1,57 @@
+"""What calls will run here: which kernels, who makes their driver calls, by which plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
+
+
+def kernels(wanted: Wanted) -> Iterator[Finding]:
+    """Which kernels `hopper` and `signalled` will run, and by what bands are chosen."""
+    if not gpus_seen():
+        return
+    import torch
+
+    from flux_megatron.kernels import hopper_config, hopper_gemm
+    from flux_megatron.perf import hardware
+    from flux_megatron.tuning import environment
+
+    reason = hopper_gemm.refuses_bands("cuda", torch.bfloat16, 64, 64, 1, (), hopper_config.TILE)
+    text = f"the portable ones run: {reason}" if reason else "run in 16 bits, at aligned sizes"
+    yield Finding("Hopper kernels", "note" if reason else "ok", text)
+    where = environment.of(torch.device("cuda", 0))
+    facts = hardware.find_or_assume(where.gpu, where.link)
+    source = f"chosen by the curves of {facts.name}, {facts.source}" if facts else "of equal size"
+    assumed = facts is None or "assumed" in facts.source
+    yield Finding("bands of signalled", "note" if assumed else "ok", source)
+
+
+def driver_calls(wanted: Wanted) -> Iterator[Finding]:
+    """Who makes those of a repeated call."""
+    if not gpus_seen():
+        return
+    from flux_megatron import settings
+    from flux_megatron.symm import native_engine
+
+    if settings.get().native == "0":
+        yield Finding("driver calls", "ok", "Python makes them: FLUX_MEGATRON_NATIVE=0")
+    elif reason := native_engine.unavailable():
+        yield Finding("driver calls", "note", f"Python makes them, one at a time: {reason}")
+    else:
+        yield Finding("driver calls", "ok", "C makes them all at once")
+
+
+def plans(wanted: Wanted) -> Iterator[Finding]:
+    if not gpus_seen():
+        return
+    import torch
+
+    from flux_megatron import settings
+    from flux_megatron.tuning import choice
+
+    cache = choice.opened(settings.get().cache, torch.device("cuda", 0))
+    fitting = sum(map(cache.is_here, cache.entries))
+    text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
+    remedy = "" if fitting else "the nearest or the cost model choose; flux-megatron tune measures"
+    yield Finding("measured plans", "note" if remedy else "ok", text, remedy)

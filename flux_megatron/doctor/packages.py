@@ -1,0 +1,148 @@
+"""Which packages a run needs, and which versions of them are here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested, version_of
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
+from flux_megatron.versions.python import PYTHON
+from flux_megatron.versions.torch import TORCH
+from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
+from flux_megatron.versions.triton import TRITON
+
+# apex builds this beside itself; the package `apex` on PyPI is another project
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+def python(wanted: Wanted) -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding("Python", "ok", f"{version}, {sys.executable}")
+    yield from untested(PYTHON, version)
+
+
+def torch(wanted: Wanted) -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("torch", "missing", "not installed", "install the build for your driver")
+        return
+    try:
+        import torch
+    except Exception as error:  # its libraries, or those of the driver
+        yield Finding("torch", "missing", f"cannot be imported: {error!r}", "reinstall it")
+        return
+    version = torch.__version__
+    text = f"{version}, CUDA {torch.version.cuda or 'none'}"
+    if TORCH.is_too_old(version):
+        yield Finding("torch", "missing", text, f"{TORCH.oldest} or newer is needed")
+    else:
+        yield Finding("torch", "ok", text)
+        yield from untested(TORCH, version)
+
+
+def triton(wanted: Wanted) -> Iterator[Finding]:
+    version = version_of("triton")
+    if version is None:
+        yield Finding("triton", "missing", "not installed", "pip install triton")
+    elif TRITON.is_too_old(version):
+        remedy = f"pip install 'triton>={TRITON.oldest}'"
+        yield Finding("triton", "missing", version, remedy)
+    else:
+        yield Finding("triton", "ok", version)
+        yield from untested(TRITON, version)
+    if not gpus_seen():
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler:
+        yield Finding("compiler", "ok", f"{compiler}; nvcc is not needed")
+    else:
+        remedy = "Triton builds its launchers with gcc or clang; nvcc is not needed"
+        yield Finding("compiler", "missing", "no C compiler on PATH", remedy)
+
+
+def megatron(wanted: Wanted) -> Iterator[Finding]:
+    from flux_megatron.launch import parser_signature
+
+    releases = parser_signature.releases()
+    known = [name.removeprefix("core_v") for name in releases if name.startswith("core_v")]
+    if wanted.checkout is not None:
+        subject, there = "Megatron-LM", (wanted.checkout / "pretrain_gpt.py").is_file()
+        version = parser_signature.version(wanted.checkout) if there else None
+        text, remedy = f"{version} in {wanted.checkout}", "is the checkout on a shared file system?"
+    else:
+        subject, version = "megatron-core", version_of("megatron-core")
+        text, remedy = str(version), "pip install 'flux-megatron[megatron]'"
+    if version is None:
+        yield Finding(subject, "missing", f"not in {wanted.checkout or 'this Python'}", remedy)
+    elif ".".join(version.split(".")[:2]) in {".".join(v.split(".")[:2]) for v in known}:
+        yield Finding(subject, "ok", text)
+    else:
+        yield Finding(subject, "note", text, f"not tried; known: {', '.join(known)}")
+    yield from untested(MEGATRON_CORE, version or "")
+
+
+def megatron_imports(wanted: Wanted) -> Iterator[Finding]:
+    """What pretrain_gpt.py of the checkout imports and this Python has not."""
+    if wanted.checkout is None or not (wanted.checkout / "pretrain_gpt.py").is_file():
+        return
+    from flux_megatron.launch import megatron_imports
+
+    for name, file in megatron_imports.missing(wanted.checkout).items():
+        text = f"not installed, {file} of {wanted.checkout} imports it"
+        yield Finding(name, "missing", text, f"pip install {name}")
+
+
+def data_set_helper(wanted: Wanted) -> Iterator[Finding]:
+    """Megatron compiles it at the first start, for the Python whose python3-config is on PATH:
+    outside a virtual environment that may be another one's.
+    """
+    folder = wanted.checkout and wanted.checkout / "megatron" / "core" / "datasets"
+    if folder is None or not folder.is_dir():
+        return
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if (folder / f"helpers_cpp{suffix}").is_file():
+        yield Finding("data set helper", "ok", "compiled")
+        return
+    lacking = [name for name in ("make", "g++", "python3-config") if shutil.which(name) is None]
+    if not lacking:
+        command = ["python3-config", "--extension-suffix"]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        if built != suffix:
+            lacking = [f"this Python's python3-config: that on PATH is of {built}"]
+    if not lacking:
+        yield Finding("data set helper", "ok", "not compiled yet, Megatron does so at its start")
+        return
+    remedy = f"pip install -e {wanted.checkout} compiles it"
+    yield Finding("data set helper", "missing", f"no {', '.join(lacking)}", remedy)
+
+
+def other_packages(wanted: Wanted) -> Iterator[Finding]:
+    """What Megatron-LM's stock layers need, and what serves ours where it is there."""
+    version = version_of("transformer-engine")
+    if version is not None:
+        yield Finding("TransformerEngine", "ok", version)
+        yield from untested(TRANSFORMER_ENGINE, version)
+    elif "transformer_engine" in wanted.packages:
+        yield Finding("TransformerEngine", "missing", "not installed", "this arm is built of it")
+    else:
+        remedy = "attention is torch's; Megatron wants --no-masked-softmax-fusion --no-rope-fusion"
+        yield Finding("TransformerEngine", "note", "not installed", remedy)
+    if find_spec(APEX) is not None:
+        yield Finding("apex", "ok", "fuses weight gradients")
+    elif "apex" in wanted.packages:
+        remedy = "build it, or launch with --set arguments=[--no-gradient-accumulation-fusion]"
+        yield Finding("apex", "missing", f"no {APEX}, which Megatron's LM head wants", remedy)
+    else:
+        yield Finding("apex", "note", "not installed", "with --flux-overlap our kernel stands in")
+    if wanted.checkout is None:
+        for name in ("numpy", "psutil", "pydantic", "yaml", "rich", "matplotlib", "typer"):
+            if find_spec(name) is None:
+                yield Finding(
+                    name, "missing", "not installed", "pip install 'flux-megatron[train]'"
+                )
