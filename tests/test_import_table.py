@@ -139,6 +139,8 @@ AT_IMPORT = {
         BASE
         | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
         | {
+            "bench.commands",
+            "bench.tune_commands",
             "option_values",
             "patching",
             "results.commands",
