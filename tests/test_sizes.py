@@ -30,15 +30,16 @@ LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2*
 class Region:
     """Addresses without memory."""
 
-    rank, world_size = 1, 2
+    rank = 1
 
-    def __init__(self) -> None:
-        self.pads = [torch.zeros(signals.pad_words(2), dtype=torch.int32) for _ in range(2)]
+    def __init__(self, world_size: int = 2) -> None:
+        self.world_size, words = world_size, signals.pad_words(world_size)
+        self.pads = [torch.zeros(words, dtype=torch.int32) for _ in range(world_size)]
 
     def view(self, rank, shape, dtype):
         size = torch.empty(shape, dtype=dtype, device="meta")[0].nbytes
-        rows = [SimpleNamespace(data_ptr=lambda r=r: (1 + rank << 40) + r * size) for r in range(2)]
-        return _Rows(rows)
+        places = [(1 + rank << 40) + r * size for r in range(self.world_size)]
+        return _Rows(SimpleNamespace(data_ptr=lambda at=at: at) for at in places)
 
 
 class _Rows(list):
@@ -72,6 +73,12 @@ def test_pushes_of_parts_of_large_rows():
     assert end == 2 * K
     signals = [push.signal for push in schedule.pushes]
     assert len({*signals}) == len(signals) == schedule.comm_tiles == 4
+
+
+def test_every_rank_gets_its_first_part_before_any_gets_its_second():
+    schedule = transfer._push_schedule(Region(4), torch.Size((64, 96)), torch.bfloat16, 0, 32)
+    order = [(push.offset, (push.destination >> 40) - 1) for push in schedule.pushes]
+    assert order == [(offset, peer) for offset in (0, 64, 128) for peer in (0, 3, 2)]
 
 
 @triton.jit

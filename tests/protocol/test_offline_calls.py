@@ -33,6 +33,7 @@ CALLS = {
     "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],
     "fused gemm_rs": ["launch", "launch"],
     "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],
+    "pipelined ag_gemm, one GEMM": [*GATHER, "copy", "launch", "torch", *JOIN],
     "pipelined gemm_rs": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
     ],
