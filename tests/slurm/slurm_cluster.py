@@ -23,6 +23,9 @@ from typing import ClassVar
 POLL_S = 0.1
 CALL_S = 60  # for one command; Slurm's own timeouts are shorter
 PATH = f"{os.environ['PATH']}:/usr/sbin"  # Debian's daemons; not on every user's path
+# Of a job that was queued again. A start in the second in which its last one was ended is refused:
+# slurmd tells starts apart by whole seconds ("Job credential revoked", 22.05, on two busy cores).
+SOON = "StartTime=now+2"
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")
 
 CONFIGURATION = """

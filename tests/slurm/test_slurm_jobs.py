@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from slurm_cluster import SlurmCluster, why_unavailable
+from slurm_cluster import SOON, SlurmCluster, why_unavailable
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -115,7 +115,7 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
         first_start = metrics(flux)
         assert REQUEUED_AT <= len(first_start) < STEPS, "it was not halfway"
         # Slurm would let two minutes pass
-        slurm.run("scontrol", "update", f"JobId={requeued}", "StartTime=now")
+        slurm.run("scontrol", "update", f"JobId={requeued}", SOON)
         slurm.wait_for(lambda: not going_on(slurm, job), 240, "the end")
         assert slurm.jobs(job)[requeued]["Restarts"] == "1"
         summary = json.loads((flux / "summary.json").read_text())
