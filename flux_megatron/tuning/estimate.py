@@ -37,6 +37,10 @@ FOR_FEW = "low_latency"  # the strategy that is made for such shards
 # M = 4 to 64 promise it, and it is faster in all of them; of the 7 others in 3 (2 x H200,
 # 2026-11-24, few_rows_bench.jsonl).
 FEW_MARGIN = 0.03
+# Beside others a call of few rows takes 1.80 times its prediction by NCCL and cuBLAS, whose kernels
+# wait for SMs that others hold, 1.56 times by one GEMM behind a gather, and 1.42 times by `hopper`
+# (means over 17 problems, M = 16 to 496, 2 x H100 and 2 x H200, 2026-11-24 and 25, held_out.jsonl).
+BESIDE = {"pipelined": 1.56 / 1.80, "hopper": 1.42 / 1.80}
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -73,14 +77,22 @@ def best(
 
 def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Hardware) -> Plan:
     """The best of the plans made for few rows if its prediction is less than that of `sequential`
-    by the margin: `low_latency`, rows in parts of K, and one GEMM behind a gather.
+    by the margin: `low_latency`, rows in parts of K, one GEMM behind a gather, and beside others,
+    where two ranks have raced it, any of `hopper`.
     """
     plain, *others = plans
     words = [plan for plan in others if plan.strategy == FOR_FEW][:1]
-    gathered = [plan for plan in others if is_one_gemm(problem, plan) or in_parts(problem, plan)]
+    raced = problem.beside and problem.world_size == 2 and not problem.is_backward
+    tiles = raced and (problem.spec.gathers or problem.spec.scatters)
+    made = [
+        plan for plan in others
+        if is_one_gemm(problem, plan) or in_parts(problem, plan)
+        or (tiles and plan.strategy == "hopper")
+    ]  # fmt: skip
     promised = {
         plan: plan_us(problem, plan, facts, connections=connections)
-        for plan in (plain, *words, *gathered)
+        * (BESIDE.get(plan.strategy, 1.0) if problem.beside else 1.0)
+        for plan in (plain, *words, *made)
     }
     promised[plain] *= 1 - FEW_MARGIN
     return min(promised, key=promised.__getitem__)
