@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.perf.hardware import H100, H200
+from flux_megatron.perf.operator_cost import is_one_gemm
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import choice, estimate, plan_cache
 from flux_megatron.tuning.environment import Environment
+from flux_megatron.tuning.plan_cost import in_parts, plan_us
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 HERE = Environment(
@@ -137,3 +139,22 @@ def test_beside_others_few_rows_get_what_does_not_wait_for_sms():
 def test_a_choice_of_few_rows_as_if_alone_is_seen(monkeypatch):
     monkeypatch.setattr(estimate, "BESIDE", {})
     assert statistics.geometric_mean(few_beside()) > 0.94
+
+
+def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
+    ratios: dict[str, list[float]] = {}
+    for machine, facts in (("h100x2", H100), ("h200x2", H200)):
+        for problem, us in raced(machine).items():
+            if not problem.beside or problem.M_shard >= estimate.FEWEST_ROWS:
+                continue
+            for plan in (Plan.loads(text) for text in us if text.startswith("{")):
+                if in_parts(problem, plan) or (
+                    plan.strategy == "pipelined" and not is_one_gemm(problem, plan)
+                ):
+                    continue
+                predicted = plan_us(problem, plan, facts, connections="unset")
+                ratios.setdefault(plan.strategy, []).append(us[plan.dumps()] / predicted)
+    mean = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
+    assert mean["sequential"] == pytest.approx(1.80, abs=0.01)
+    for name, share in estimate.BESIDE.items():
+        assert mean[name] / mean["sequential"] == pytest.approx(share, abs=0.01)
