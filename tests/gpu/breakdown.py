@@ -1,6 +1,8 @@
 """Where an iteration of pretrain_gpt.py spends its time, and what clocks do meanwhile.
 
     python tests/gpu/breakdown.py path/to/Megatron-LM breakdown.jsonl --tp 2 --M 8192,2048
+    python tests/gpu/breakdown.py path/to/Megatron-LM breakdown.jsonl --tp 2 --M 2048 \
+        --micro-batches 8 --layers 2
 
 Runs the comparison of `iterations.py` (stock and ours in turn) for a few blocks. Iterations of each
 arm are recorded by torch's profiler, GPU activity alone, on rank 0: what kernels of each kind take,
@@ -212,13 +214,14 @@ def sustained_gemm(M: int = 8192, N: int = 24576, K: int = 12288) -> dict[str, A
 
 def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
-    M: Annotated[str, typer.Option("--M")] = "8192,2048",
+    M: Annotated[str, typer.Option("--M")] = "8192,2048", micro_batches: int = 1,
+    layers: int = 0, limit_s: float = 150,
 ) -> None:  # fmt: skip
-    """Break down iterations of every model at every M."""
+    """Break down iterations of every model at every M; `iterations.py` has the other options."""
     machine = iterations.machine_of(checkout, commit)
     _append(out, {**sustained_gemm(), **machine})
     wanted = [
-        next(iterations.jobs(experiment, rows, tp, ()))
+        next(iterations.jobs(experiment, rows, tp, (), micro_batches, layers=layers))
         for rows in map(int, M.split(","))
         for experiment in iterations.EXPERIMENTS
     ]
@@ -230,8 +233,9 @@ def main(
             with clocks() as seen:
                 process = iterations.Process(job, checkout, where, RANK)
                 process.begin()
-                process.times_ms()
+                process.times_ms(limit_s)
             known = {"model": job.workload.model.name, "M": job.M, "tp": tp}
+            known |= {"micro_batches": micro_batches}
             for line in (where / "recorded.jsonl").read_text().splitlines():
                 _append(out, {"what": "breakdown", **known, **json.loads(line), **machine})
             _append(out, {"what": "clocks", **known, **clock_row(seen), **machine})

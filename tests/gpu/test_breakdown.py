@@ -17,7 +17,7 @@ while not gate.exists():
     time.sleep(0.01)
 for i in range(1, 21):
     print(f" [2026-11-21 18:00:{i:02}] iteration {i}/ 20 | elapsed time per iteration (ms): 100 | "
-          "global batch size: 1 | lm loss: 1.0 | number of skipped iterations: 0 | "
+          "global batch size: 8 | lm loss: 1.0 | number of skipped iterations: 0 | "
           "number of nan iterations: 0 |")
 time.sleep(0.5)
 gate.with_name("recorded.jsonl").write_text(json.dumps({"arm": "stock", "span_us": 7}) + "\\n")
@@ -90,10 +90,11 @@ def test_rows_of_a_run(tmp_path, monkeypatch):
     experiments = breakdown.iterations.EXPERIMENTS[:1]
     monkeypatch.setattr(breakdown.iterations, "EXPERIMENTS", experiments)
     monkeypatch.setattr(breakdown, "sustained_gemm", lambda: {"what": "sustained_gemm"})
-    breakdown.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048")
+    breakdown.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="2048", micro_batches=8, layers=2)
     gemm, iteration, clocks = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert gemm["what"] == "sustained_gemm"
     assert (iteration["what"], iteration["M"], iteration["arm"]) == ("breakdown", 2048, "stock")
+    assert (iteration["model"], iteration["micro_batches"]) == ("gpt3-175b-2-layers", 8)
     assert (clocks["what"], clocks["sm_mhz"], clocks["watts"]) == ("clocks", 1980, 690)
 
 
