@@ -15,6 +15,7 @@ Appends rows of "breakdown", "clocks" and "sustained_gemm" to the file.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -127,6 +128,7 @@ def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[...
 
     count = 0
 
+    @functools.wraps(train_step)  # the step check looks for its parameters' names
     def recording(*given: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
