@@ -76,7 +76,7 @@ BEHIND = {
     "gemm_rs 112 x 8192 x 4096, beside": 1.18,
     "gemm_rs 112 x 12288 x 12288, beside": 1.34,
     "ag_gemm 256 x 12288 x 12288, beside": 1.06,
-    "gemm_rs 256 x 12288 x 12288, beside": 1.10,
+    "gemm_rs 256 x 12288 x 12288, beside": 1.17,
     "ag_gemm 1536 x 2560 x 8192, beside": 1.14,
     "gemm_rs 8192 x 4096 x 1024, beside": 1.50,  # a wide tile
     "gemm_rs 1536 x 8192 x 2048, beside": 1.13,
@@ -130,10 +130,25 @@ def few_beside() -> list[float]:
 
 def test_beside_others_few_rows_get_what_does_not_wait_for_sms():
     ratios = few_beside()
-    assert len(ratios) == 17
+    assert len(ratios) == 20
     assert max(ratios) < 1.04  # `sequential` raced as a call of ours, and as `serial`
     assert sum(ratio < 0.96 for ratio in ratios) == 8
     assert statistics.geometric_mean(ratios) < 0.93
+
+
+def test_a_gemm_rs_of_few_rows_by_hopper_is_seen(monkeypatch):
+    """As it was chosen once: 266 us where NCCL and cuBLAS take 175."""
+    tiled = replace(Pattern.GEMM_RS.spec, gathers=True)
+    of_few = estimate._of_few
+
+    def as_a_gather(problem: Problem, *given: object) -> Plan:
+        with monkeypatch.context() as m:
+            if problem.spec.scatters:
+                m.setattr(type(problem), "spec", tiled)
+            return of_few(problem, *given)
+
+    monkeypatch.setattr(estimate, "_of_few", as_a_gather)
+    assert max(few_beside()) > 1.4
 
 
 def test_a_choice_of_few_rows_as_if_alone_is_seen(monkeypatch):
@@ -145,7 +160,8 @@ def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
     ratios: dict[str, list[float]] = {}
     for machine, facts in (("h100x2", H100), ("h200x2", H200)):
         for problem, us in raced(machine).items():
-            if not problem.beside or problem.M_shard >= estimate.FEWEST_ROWS:
+            few = problem.M_shard < estimate.FEWEST_ROWS
+            if not (problem.beside and few and problem.spec.gathers):
                 continue
             for plan in (Plan.loads(text) for text in us if text.startswith("{")):
                 if in_parts(problem, plan) or (
@@ -155,6 +171,6 @@ def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
                 predicted = plan_us(problem, plan, facts, connections="unset")
                 ratios.setdefault(plan.strategy, []).append(us[plan.dumps()] / predicted)
     mean = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
-    assert mean["sequential"] == pytest.approx(1.80, abs=0.01)
+    assert mean["sequential"] == pytest.approx(1.84, abs=0.01)
     for name, share in estimate.BESIDE.items():
         assert mean[name] / mean["sequential"] == pytest.approx(share, abs=0.01)
