@@ -104,16 +104,16 @@ def test_few_gathered_rows_take_the_plan_that_promises_most(monkeypatch):
 
 
 def test_beside_others_only_what_was_raced_there(monkeypatch):
-    """Two ranks, forward; `hopper` waits for no SM, so its prediction holds better."""
-    few = Problem(Pattern.GEMM_RS, 256, 12288, 24576, "bfloat16", 2, beside=True)
+    """AG+GEMM over two ranks, forward; `hopper` waits for no SM: its prediction holds better."""
+    few = Problem(Pattern.AG_GEMM, 256, 24576, 12288, "bfloat16", 2, beside=True)
     promised = {PLAIN: 100.0, Plan("hopper"): 110.0, FUSED: 50.0, PIPELINED: 50.0}
     monkeypatch.setattr(estimate, "plan_us", lambda problem, plan, *_, **__: promised[plan])
     plans = [*promised]
     assert estimate.best(few, plans, [], "1", H200) == Plan("hopper")
     for other in ({"beside": False}, {"world_size": 4}, {"layout": "nn"}):
         assert estimate.best(replace(few, **other), plans, [], "1", H200) == PLAIN, other
-    whole = replace(few, pattern=Pattern.GEMM_AR)
-    assert estimate.best(whole, plans, [], "1", H200) == PLAIN
+    for pattern in (Pattern.GEMM_RS, Pattern.GEMM_AR):
+        assert estimate.best(replace(few, pattern=pattern), plans, [], "1", H200) == PLAIN
     promised[Plan("hopper")] = 125.0
     assert estimate.best(few, plans, [], "1", H200) == PLAIN
 

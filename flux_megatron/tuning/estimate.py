@@ -37,9 +37,9 @@ FOR_FEW = "low_latency"  # the strategy that is made for such shards
 # M = 4 to 64 promise it, and it is faster in all of them; of the 7 others in 3 (2 x H200,
 # 2026-11-24, few_rows_bench.jsonl).
 FEW_MARGIN = 0.03
-# Beside others AG+GEMM of few rows takes 1.84 times its prediction by NCCL and cuBLAS, whose kernels
-# wait for SMs that others hold, 1.59 times by one GEMM behind a gather, and 1.45 times by `hopper`
-# (means over 13 problems, M = 16 to 496, 2 x H100 and 2 x H200, 2026-11-24 and 25, held_out.jsonl).
+# Beside others AG+GEMM of few rows takes 1.84 times its prediction by NCCL and cuBLAS, whose
+# kernels wait for SMs that others hold, 1.59 by one GEMM behind a gather, and 1.45 by `hopper`
+# (means over 13 problems, M = 16 to 496, 2 x H100, 2 x H200, 2026-11-24 and 25, held_out.jsonl).
 BESIDE = {"pipelined": 1.59 / 1.84, "hopper": 1.45 / 1.84}
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
