@@ -78,8 +78,8 @@ def best(
 def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Hardware) -> Plan:
     """The best of the plans made for few rows if its prediction is less than that of `sequential`
     by the margin: `low_latency`, rows in parts of K, one GEMM behind a gather, and beside others,
-    where two ranks have raced it, any AG+GEMM of `hopper`. Its GEMM+RS takes 1.83 times its
-    prediction there, NCCL and cuBLAS 1.78 times: at 128 x 14336 x 8192 it took 1.5 times as long.
+    where two ranks have raced it, any AG+GEMM of `hopper`. Its GEMM+RS takes 1.86 times its
+    prediction there, NCCL and cuBLAS 1.79 times: at 128 x 14336 x 8192 it took 1.5 times as long.
     """
     plain, *others = plans
     words = [plan for plan in others if plan.strategy == FOR_FEW][:1]
