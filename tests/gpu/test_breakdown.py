@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import stat
 import time
@@ -96,6 +97,17 @@ def test_rows_of_a_run(tmp_path, monkeypatch):
     assert (iteration["what"], iteration["M"], iteration["arm"]) == ("breakdown", 2048, "stock")
     assert (iteration["model"], iteration["micro_batches"]) == ("gpt3-175b-2-layers", 8)
     assert (clocks["what"], clocks["sm_mhz"], clocks["watts"]) == ("clocks", 1980, 690)
+
+
+def test_a_recorded_step_keeps_its_parameters(tmp_path):
+    """The step check finds `optimizer` among them."""
+
+    def train_step(data, optimizer):
+        return optimizer
+
+    recording = breakdown.record_iterations(train_step, tmp_path / "rows.jsonl")
+    assert list(inspect.signature(recording).parameters) == ["data", "optimizer"]
+    assert recording(1, optimizer=2) == 2
 
 
 def test_idle_gpus_say_nothing_of_clocks(tmp_path, monkeypatch):

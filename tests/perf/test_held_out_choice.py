@@ -136,21 +136,6 @@ def test_beside_others_few_rows_get_what_does_not_wait_for_sms():
     assert statistics.geometric_mean(ratios) < 0.93
 
 
-def test_a_gemm_rs_of_few_rows_by_hopper_is_seen(monkeypatch):
-    """As it was chosen once: 266 us where NCCL and cuBLAS take 175."""
-    tiled = replace(Pattern.GEMM_RS.spec, gathers=True)
-    of_few = estimate._of_few
-
-    def as_a_gather(problem: Problem, *given: object) -> Plan:
-        with monkeypatch.context() as m:
-            if problem.spec.scatters:
-                m.setattr(type(problem), "spec", tiled)
-            return of_few(problem, *given)
-
-    monkeypatch.setattr(estimate, "_of_few", as_a_gather)
-    assert max(few_beside()) > 1.4
-
-
 def test_a_choice_of_few_rows_as_if_alone_is_seen(monkeypatch):
     monkeypatch.setattr(estimate, "BESIDE", {})
     assert statistics.geometric_mean(few_beside()) > 0.94
