@@ -41,7 +41,9 @@ def test_trees_race_after_every_case_is_exact(tmp_path):
     assert {(*row["case"].rsplit(" ", 2), row["tree"]) for row in rows} == {
         (case, "32x16x16", layout, tree)
         for layout in ("nt", "nn")
-        for case in ("library gemm", "ag_gemm fused", "gemm_rs fused")
+        for case in (
+            "library gemm", "ag_gemm auto", "gemm_rs auto", "ag_gemm fused", "gemm_rs fused"
+        )
         for tree in named
     }
     for row in rows:

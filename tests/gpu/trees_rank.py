@@ -23,7 +23,7 @@ from flux_megatron import ops
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
 
-STRATEGIES = ("hopper", "fused")
+STRATEGIES = ("auto", "hopper", "fused")  # `auto`: the plan that each tree's own choice gives
 PATTERNS = {"ag_gemm": Pattern.AG_GEMM, "gemm_rs": Pattern.GEMM_RS}
 
 
@@ -68,7 +68,8 @@ class Rank:
             for name, a, b, expected in (
                 ("ag_gemm", x, w, product), ("gemm_rs", rows, back, reduced)
             ):  # fmt: skip
-                if (plan := self._plan(PATTERNS[name], a, b, layout, strategy)) is not None:
+                plan = self._plan(PATTERNS[name], a, b, layout, strategy)
+                if plan is not None or strategy == "auto":
                     call = ops.all_gather_gemm if name == "ag_gemm" else ops.gemm_reduce_scatter
                     made = partial(call, a, b, self.group, layout=layout, plan=plan)
                     self.made[f"{name} {strategy} {shape}"] = (made, expected)
@@ -84,6 +85,9 @@ class Rank:
         return ones.to(torch.bfloat16).to(self.device)
 
     def _plan(self, pattern: Pattern, x, w, layout: str, strategy: str) -> Plan | None:
+        """The strategy's first plan; None where it cannot run, and of `auto`."""
+        if strategy == "auto":
+            return None
         N = w.shape[1 if layout == "nn" else 0]
         problem = Problem.of_operands(
             pattern, x.shape[0], N, x.shape[1], "bfloat16", self.group.size(), layout,
