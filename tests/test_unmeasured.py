@@ -67,7 +67,7 @@ def test_beside_others_few_rows_may_be_gathered_by_copy_engines(tmp_path):
 def test_an_estimate_alone_is_careful():
     """No bands where kernels reach peers, no tiles of 192 columns, and no words of more than 64
     rows, unless somebody has measured them. Over more than two ranks and in a backward no one GEMM
-    behind a gather either; there and beside others no rows in parts of K, and no words in place of
+    behind a gather and no rows in parts of K either; there and beside others no words in place of
     a gather or a reduce-scatter.
     """
     plans = [PLAIN, Plan("hopper"), Plan("signalled", group_rows=(2048,), comm_sms=8)]
@@ -101,7 +101,7 @@ def test_an_estimate_alone_is_careful():
         assert choice._safe(over_two, kind, known("hopper")) == kind
         for other in ({"world_size": 4}, {"layout": "nn"}, {"beside": True}):
             safe = choice._safe(replace(over_two, **other), kind, known("hopper"))
-            assert safe == (one if kind is one and "beside" in other else [PLAIN])
+            assert safe == (kind if kind is not few and "beside" in other else [PLAIN])
     assert choice._safe(replace(over_two, M=128), few, known("hopper")) == [PLAIN]
     assert choice._safe(replace(LAYER, pattern=Pattern.GEMM_RS), one, known("hopper")) == one
     tried = replace(known("hopper")[0], measured=(Measured(parts[1], 1.0),))

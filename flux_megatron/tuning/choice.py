@@ -164,8 +164,8 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
 
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
-    - in a backward or over more than two ranks: one GEMM of `pipelined` behind a gather; there and
-      beside others: `hopper`'s AG+GEMM of rows that come in parts of K (decision 52), and
+    - in a backward or over more than two ranks: one GEMM of `pipelined` behind a gather, and
+      `hopper`'s AG+GEMM of rows that come in parts of K (decision 52); there and beside others
       `low_latency` of divided rows (decision 51);
     - `low_latency` of more than 64 rows;
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
@@ -190,14 +190,13 @@ def _kinds(problem: Problem, plan: Plan) -> set[str]:
         kinds.add("signalled")
     if is_one_gemm(problem, plan) and untried:
         kinds.add("one GEMM behind a gather")
-    untried |= problem.beside
+    if in_parts(problem, plan):
+        return {"rows in parts of K"} if untried else set()
     divided = spec.gathers or spec.scatters
-    if plan.strategy == "low_latency" and divided and untried:
+    if plan.strategy == "low_latency" and divided and (untried or problem.beside):
         kinds.add("few rows, divided")
     if plan.strategy == "low_latency" and problem.M > 64:
         kinds.add("more than 64 rows in words")
-    if in_parts(problem, plan):
-        return {"rows in parts of K"} if untried else set()
     if plan.strategy == "hopper":
         sides = plan.tile.block_m, plan.tile.block_n
         if sides not in ((128, 256), (128, 128)):

@@ -37,10 +37,12 @@ FOR_FEW = "low_latency"  # the strategy that is made for such shards
 # M = 4 to 64 promise it, and it is faster in all of them; of the 7 others in 3 (2 x H200,
 # 2026-11-24, few_rows_bench.jsonl).
 FEW_MARGIN = 0.03
+PARTS = "rows in parts of K"  # of `hopper`'s AG+GEMM
 # Beside others AG+GEMM of few rows takes 1.84 times its prediction by NCCL and cuBLAS, whose
-# kernels wait for SMs that others hold, 1.59 by one GEMM behind a gather, and 1.45 by `hopper`
-# (means over 13 problems, M = 16 to 496, 2 x H100, 2 x H200, 2026-11-24 and 25, held_out.jsonl).
-BESIDE = {"pipelined": 1.59 / 1.84, "hopper": 1.45 / 1.84}
+# kernels wait for SMs that others hold, 1.59 by one GEMM behind a gather, 1.45 by `hopper`, and
+# 1.13 where its rows come in parts of K (means over 13 problems, M = 16 to 496, 2 x H100, 2 x H200,
+# 2026-11-24 and 25, held_out.jsonl).
+BESIDE = {"pipelined": 1.59 / 1.84, "hopper": 1.45 / 1.84, PARTS: 1.13 / 1.84}
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -92,11 +94,16 @@ def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Ha
     ]  # fmt: skip
     promised = {
         plan: plan_us(problem, plan, facts, connections=connections)
-        * (BESIDE.get(plan.strategy, 1.0) if problem.beside else 1.0)
+        * (BESIDE.get(family(problem, plan), 1.0) if problem.beside else 1.0)
         for plan in (plain, *words, *made)
     }
     promised[plain] *= 1 - FEW_MARGIN
     return min(promised, key=promised.__getitem__)
+
+
+def family(problem: Problem, plan: Plan) -> str:
+    """Its strategy; rows in parts of K are a family of their own."""
+    return PARTS if in_parts(problem, plan) else plan.strategy
 
 
 def estimates_us(

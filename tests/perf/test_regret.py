@@ -18,7 +18,7 @@ from flux_megatron.tuning import estimate, plan_cache, plan_cost
 from flux_megatron.tuning.plan_entry import Entry
 
 FOLDER = Path(__file__).parents[2] / "configs" / "tuned" / "h200"
-STRATEGIES = ("sequential", "hopper", "fused", "pipelined")
+STRATEGIES = ("sequential", "hopper", "fused", "pipelined", "low_latency", "signalled")
 
 
 @pytest.fixture(scope="module")
