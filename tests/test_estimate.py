@@ -115,9 +115,9 @@ def test_beside_others_only_what_was_raced_there(monkeypatch):
     for pattern in (Pattern.GEMM_RS, Pattern.GEMM_AR):
         assert estimate.best(replace(few, pattern=pattern), plans, [], "1", H200) == PLAIN
     parts = Plan("hopper", splits=4)
-    promised[parts] = 140.0
+    promised[parts] = 120.0
     assert estimate.best(few, [*promised], [], "1", H200) == parts
-    promised[Plan("hopper")] = 125.0
+    promised[Plan("hopper")] = 128.0
     assert estimate.best(few, plans, [], "1", H200) == PLAIN
 
 

@@ -17,7 +17,7 @@ from flux_megatron.perf.operator_cost import is_one_gemm
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import choice, estimate, plan_cache
 from flux_megatron.tuning.environment import Environment
-from flux_megatron.tuning.plan_cost import in_parts, plan_us
+from flux_megatron.tuning.plan_cost import plan_us
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 HERE = Environment(
@@ -71,21 +71,23 @@ def chosen(machine: str = "h200x2") -> dict[str, tuple[float, float]]:
 
 # Others are 5 % behind the best at most.
 BEHIND = {
-    "gemm_rs 112 x 12288 x 12288": 1.16,  # low_latency of more than 64 rows, as in three below
+    "gemm_rs 112 x 12288 x 12288": 1.16,  # low_latency of more than 64 rows, as in four below
+    "gemm_rs 128 x 14336 x 8192": 1.08,
     "ag_gemm 112 x 12288 x 12288, beside": 1.15,
     "gemm_rs 112 x 8192 x 4096, beside": 1.18,
     "gemm_rs 112 x 12288 x 12288, beside": 1.34,
-    "ag_gemm 256 x 12288 x 12288, beside": 1.06,
+    "ag_gemm 256 x 12288 x 12288": 1.06,
+    "ag_gemm 128 x 5120 x 8192, beside": 1.13,  # tiles of 64 rows
+    "ag_gemm 256 x 5120 x 8192, beside": 1.07,  # the same
     "gemm_rs 256 x 12288 x 12288, beside": 1.17,
     "ag_gemm 1536 x 2560 x 8192, beside": 1.14,
-    "gemm_rs 8192 x 4096 x 1024, beside": 1.50,  # a wide tile
-    "gemm_rs 1536 x 8192 x 2048, beside": 1.13,
+    "gemm_rs 1536 x 8192 x 2048, beside": 1.06,
     "gemm_rs 496 x 12288 x 12288, beside": 1.23,
 }
 
 
 def complaints(found: dict[str, tuple[float, float]]) -> list[str]:
-    assert len(found) == 25
+    assert len(found) == 36
     assert found.keys() >= BEHIND.keys()
     late = [name for name, (best, _) in found.items() if best > BEHIND.get(name, 1.05)]
     return late + [name for name, (_, serial) in found.items() if serial > 1.025]
@@ -130,15 +132,15 @@ def few_beside() -> list[float]:
 
 def test_beside_others_few_rows_get_what_does_not_wait_for_sms():
     ratios = few_beside()
-    assert len(ratios) == 20
+    assert len(ratios) == 25
     assert max(ratios) < 1.04  # `sequential` raced as a call of ours, and as `serial`
-    assert sum(ratio < 0.96 for ratio in ratios) == 8
-    assert statistics.geometric_mean(ratios) < 0.93
+    assert sum(ratio < 0.96 for ratio in ratios) == 12
+    assert statistics.geometric_mean(ratios) < 0.87
 
 
 def test_a_choice_of_few_rows_as_if_alone_is_seen(monkeypatch):
     monkeypatch.setattr(estimate, "BESIDE", {})
-    assert statistics.geometric_mean(few_beside()) > 0.94
+    assert statistics.geometric_mean(few_beside()) > 0.92
 
 
 def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
@@ -149,13 +151,13 @@ def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
             if not (problem.beside and few and problem.spec.gathers):
                 continue
             for plan in (Plan.loads(text) for text in us if text.startswith("{")):
-                if in_parts(problem, plan) or (
-                    plan.strategy == "pipelined" and not is_one_gemm(problem, plan)
-                ):
+                if plan.strategy == "pipelined" and not is_one_gemm(problem, plan):
                     continue
                 predicted = plan_us(problem, plan, facts, connections="unset")
-                ratios.setdefault(plan.strategy, []).append(us[plan.dumps()] / predicted)
+                family = estimate.family(problem, plan)
+                ratios.setdefault(family, []).append(us[plan.dumps()] / predicted)
     mean = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
-    assert mean["sequential"] == pytest.approx(1.84, abs=0.01)
+    assert len(ratios["sequential"]) == 16
+    assert mean["sequential"] == pytest.approx(1.89, abs=0.01)
     for name, share in estimate.BESIDE.items():
         assert mean[name] / mean["sequential"] == pytest.approx(share, abs=0.01)
