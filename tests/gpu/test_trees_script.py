@@ -42,7 +42,11 @@ def test_trees_race_after_every_case_is_exact(tmp_path):
         (case, "32x16x16", layout, tree)
         for layout in ("nt", "nn")
         for case in (
-            "library gemm", "ag_gemm auto", "gemm_rs auto", "ag_gemm fused", "gemm_rs fused"
+            "library gemm",
+            "ag_gemm auto",
+            "gemm_rs auto",
+            "ag_gemm fused",
+            "gemm_rs fused",
         )
         for tree in named
     }

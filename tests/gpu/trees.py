@@ -14,8 +14,9 @@ Each tree gets processes of its own, one a GPU, which take turns: in a round eve
 verified on small integers, every bit; timed are random numbers.
 
 Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM and GEMM+RS of each
-strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a case and tree: us, the slowest rank, median over rounds; `to_first`
-is the median of a round's ratio to the first tree. Ends after `--seconds`.
+strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a case and
+tree: us, the slowest rank, median over rounds; `to_first` is the median of a round's ratio to the
+first tree. Ends after `--seconds`.
 """
 
 from __future__ import annotations

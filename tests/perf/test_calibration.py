@@ -193,8 +193,8 @@ def test_a_model_that_drops_winners_is_seen(rows):
 
 def chosen(predict_us) -> dict[tuple[str, str, int, str], list[float]]:
     """How many times the fastest plan's time the plan takes that would be used unmeasured, by
-    pattern, layout, ranks and connections: of all operations whose plans are shipped. Kinds of plans
-    that an estimate alone shall not choose take no part.
+    pattern, layout, ranks and connections: of all operations whose plans are shipped. Kinds of
+    plans that an estimate alone shall not choose take no part.
     """
     entries, left_out = plan_cache.read_folder(REPOSITORY / "configs" / "tuned" / "h200")
     assert not left_out
