@@ -121,13 +121,12 @@ def test_a_choice_without_hopper_is_seen(monkeypatch, refused):
 
 def few_beside() -> list[float]:
     """Of both machines' problems beside others, at most 496 rows."""
-    names = {
-        (machine, f"{p.pattern} {p.M} x {p.N_local} x {p.K_local}, beside")
-        for machine in ("h100x2", "h200x2")
+    return [
+        found[f"{p.pattern} {p.M} x {p.N_local} x {p.K_local}, beside"][1]
+        for machine, found in ((name, chosen(name)) for name in ("h100x2", "h200x2"))
         for p in raced(machine)
         if p.beside and p.M_shard < estimate.FEWEST_ROWS
-    }
-    return [chosen(machine)[name][1] for machine, name in sorted(names)]
+    ]
 
 
 def test_beside_others_few_rows_get_what_does_not_wait_for_sms():
@@ -154,7 +153,7 @@ def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
                 if plan.strategy == "pipelined" and not is_one_gemm(problem, plan):
                     continue
                 predicted = plan_us(problem, plan, facts, connections="unset")
-                family = estimate.family(problem, plan)
+                family = estimate.family(plan)
                 ratios.setdefault(family, []).append(us[plan.dumps()] / predicted)
     mean = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
     assert len(ratios["sequential"]) == 16
