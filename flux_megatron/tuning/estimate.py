@@ -94,16 +94,16 @@ def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Ha
     ]  # fmt: skip
     promised = {
         plan: plan_us(problem, plan, facts, connections=connections)
-        * (BESIDE.get(family(plan), 1.0) if problem.beside else 1.0)
+        * (BESIDE.get(family(problem, plan), 1.0) if problem.beside else 1.0)
         for plan in (plain, *words, *made)
     }
     promised[plain] *= 1 - FEW_MARGIN
     return min(promised, key=promised.__getitem__)
 
 
-def family(plan: Plan) -> str:
+def family(problem: Problem, plan: Plan) -> str:
     """Its strategy; rows in parts of K are a family of their own."""
-    return PARTS if plan.strategy == "hopper" and plan.splits > 1 else plan.strategy
+    return PARTS if in_parts(problem, plan) else plan.strategy
 
 
 def estimates_us(

@@ -153,7 +153,7 @@ def test_calls_of_few_rows_beside_others_outlast_their_predictions_as_it_says():
                 if plan.strategy == "pipelined" and not is_one_gemm(problem, plan):
                     continue
                 predicted = plan_us(problem, plan, facts, connections="unset")
-                family = estimate.family(plan)
+                family = estimate.family(problem, plan)
                 ratios.setdefault(family, []).append(us[plan.dumps()] / predicted)
     mean = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
     assert len(ratios["sequential"]) == 16
