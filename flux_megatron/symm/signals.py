@@ -28,7 +28,10 @@ STATUS_WORDS = 7
 STATUS_LATE, STATUS_REFUSED, STATUS_MISMATCH = 1, 2, 3
 # the slot of a refusal is 2 * rank + its kind
 REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
-LOOK_EVERY = 256  # turns of a wait on a GPU between two looks at the clock and at the status record
+# Turns of a wait on a GPU between two looks at the clock and at the status record in host memory.
+# CTAs that look at once queue for it, more than a microsecond each, so looks must be rare beside
+# what ranks are apart in a good run (decision 0054). 4,096 turns take some milliseconds.
+LOOK_EVERY = 4096
 
 
 def slot(source: int, comm_tile: int) -> int:
