@@ -42,20 +42,20 @@ def layers(predictions: Sequence[Row]) -> str:
 
 def iterations(rows: Sequence[Row]) -> str:
     """Whole iterations with TP 2, newest commit first: medians of each arm, and predictions."""
-    found: dict[tuple[str, int, str, bool], dict[str, list[Row]]] = {}
+    found: dict[tuple[str, int, int, str, bool], dict[str, list[Row]]] = {}
     for row in rows:
         graphs = row["arm"].endswith(GRAPHS)
-        key = (row["model"], row["M"], row["commit"], graphs)
+        key = (row["model"], row["M"], _micro_batches(row), row["commit"], graphs)
         found.setdefault(key, {}).setdefault(row["arm"].removesuffix(GRAPHS), []).append(row)
     lines = []
-    for (model, M, commit, graphs), arms in sorted(found.items(), key=_order(rows)):
+    for (model, M, micro_batches, commit, graphs), arms in sorted(found.items(), key=_order(rows)):
         medians = [", ".join(_ms(row["median_ms"]) for row in arms.get(arm, [])) for arm in ARMS]
         ours = arms["flux"][0]
         speedup = ours["speedup"].rsplit(", ", 1)[0] if "speedup" in ours else "-"
         predicted = "-" if graphs else ", ".join(predictions(ours))
-        cells = [model + ", CUDA graphs" * graphs, str(M), commit]
+        cells = [model + ", CUDA graphs" * graphs, f"{M} x {micro_batches}", commit]
         lines.append([*cells, *(median or "-" for median in medians), speedup, predicted])
-    head = ["model", "M", "commit", "stock ms", "`--tp-comm-overlap` ms", "ours ms"]
+    head = ["model", "M x micro-batches", "commit", "stock ms", "`--tp-comm-overlap` ms", "ours ms"]
     return _table([*head, "over stock", "predicted ms: stock, TE, ours"], lines)
 
 
@@ -66,7 +66,7 @@ def predictions(row: Row) -> list[str]:
         "parallel.tp": row["tp"],
         "cluster.gpus_per_node": row["tp"],
         "training.micro_batch": batch,
-        "training.global_batch": batch,
+        "training.global_batch": batch * _micro_batches(row),
         "model.seq_length": row["seq_length"],
     }
     found = predict(f"node/{row['model']}_h200", changed, (), Network(), [], alternatives=False)
@@ -101,9 +101,13 @@ def _is_timed(row: Row | None) -> bool:
 
 
 def _order(rows: Sequence[Row]) -> Any:
-    """Eager before graphs; then by model and M, the commit whose rows came last first."""
+    """Eager before graphs; then by model, M and micro-batches, the commit of the last rows first."""
     last = {row["commit"]: number for number, row in enumerate(rows)}
-    return lambda item: (item[0][3], item[0][0], item[0][1], -last[item[0][2]])
+    return lambda item: (item[0][4], *item[0][:3], -last[item[0][3]])
+
+
+def _micro_batches(row: Row) -> int:
+    return row.get("micro_batches") or 1  # rows before the option have none
 
 
 def _ms(value: float) -> str:

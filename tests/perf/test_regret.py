@@ -77,14 +77,18 @@ def regret(entries: list[Entry]) -> dict[str, float]:
     return found
 
 
-# What exceeds a tenth: `pipelined` instead of narrow tiles of `hopper`, with shards of 128 rows.
-EXCEEDING = {"ag_gemm M=512 N=10240 K=8192 nt": 0.17}
+# What exceeds a tenth: `pipelined` instead of narrow tiles of `hopper`, with shards of 128 rows;
+# and tiles of 192 columns whose estimate is a thousandth below that of 256 columns.
+EXCEEDING = {
+    "ag_gemm M=512 N=10240 K=8192 nt": 0.17,
+    "ag_gemm M=4096 N=10240 K=8192 nt bfloat16 over 2 ranks on cuda, beside": 0.11,
+}
 
 
 def test_the_unmeasured_choice_costs_little(entries):
-    """Over all that is shipped; the operation that exceeds a tenth is named."""
+    """Over all that is shipped; operations that exceed a tenth are named."""
     found = regret(entries)
-    assert len(found) == len(entries) >= 261
+    assert len(found) == len(entries) >= 267
     assert statistics.median(found.values()) < 0.001
     assert statistics.mean(found.values()) < 0.006
     for name, over in found.items():

@@ -23,6 +23,8 @@ def measured():
     """{(model, M, tp, sequence, commit): (stock ms, userbuffers ms)}, where both have rows."""
     arms = {}
     for row in load("h200x2/iterations.jsonl"):
+        if row.get("micro_batches") == 8:  # userbuffers have no rows of these
+            continue
         key = (row["model"], row["M"], row["tp"], row["seq_length"], row["commit"])
         arms.setdefault(key, {})[row["arm"]] = row["median_ms"]
     found = {
@@ -62,7 +64,7 @@ def test_costs_are_fitted_to_the_rows_and_hold_without_each(steps):
         terms = {name: amount * layers for name, amount in userbuffers.terms(workload).items()}
         rows.append((terms, (te_ms - stock_ms) * 1e3 - model))
         whole.append(te_ms * 1e3)
-    assert len(rows) == 11
+    assert len(rows) == 12
     assert least_squares.fit(rows) == pytest.approx(userbuffers.COSTS, rel=1e-4)
     left_out = zip(least_squares.left_out(rows), rows, whole, strict=True)
     of_step = [error * extra / step for error, (_, extra), step in left_out]
@@ -78,4 +80,4 @@ def test_userbuffers_are_predicted_on_the_side_of_stock_where_they_are_measured(
             clear += 1
             ours = found.steps["te"].step_us / found.steps["megatron"].step_us - 1
             assert ours * difference > 0
-    assert clear == 8
+    assert clear == 9
