@@ -101,7 +101,7 @@ def _is_timed(row: Row | None) -> bool:
 
 
 def _order(rows: Sequence[Row]) -> Any:
-    """Eager before graphs; then by model, M and micro-batches, the commit of the last rows first."""
+    """Eager before graphs; by model, M and micro-batches; the commit of the last rows first."""
     last = {row["commit"]: number for number, row in enumerate(rows)}
     return lambda item: (item[0][4], *item[0][:3], -last[item[0][3]])
 
