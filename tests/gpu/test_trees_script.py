@@ -43,10 +43,11 @@ def test_trees_race_after_every_case_is_exact(tmp_path):
         for layout in ("nt", "nn")
         for case in (
             "library gemm",
-            "ag_gemm auto",
-            "gemm_rs auto",
-            "ag_gemm fused",
-            "gemm_rs fused",
+            *(
+                f"{pattern} {strategy}"
+                for pattern in ("ag_gemm", "gemm_rs", "gemm_ar")
+                for strategy in ("auto", "fused", "low_latency")
+            ),
         )
         for tree in named
     }

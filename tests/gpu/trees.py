@@ -13,10 +13,10 @@ Each tree gets processes of its own, one a GPU, which take turns: in a round eve
 `--calls` calls of a case, one tree after the other, the first one in turn. Before that each case is
 verified on small integers, every bit; timed are random numbers.
 
-Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM and GEMM+RS of each
-strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a case and
-tree: us, the slowest rank, median over rounds; `to_first` is the median of a round's ratio to the
-first tree. Ends after `--seconds`.
+Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM, GEMM+RS and GEMM+AR
+of each strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a
+case and tree: us, the slowest rank, median over rounds; `to_first` is the median of a round's ratio
+to the first tree. Ends after `--seconds`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,13 @@ from flux_megatron import ops
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
 
-STRATEGIES = ("auto", "hopper", "fused")  # `auto`: the plan that each tree's own choice gives
-PATTERNS = {"ag_gemm": Pattern.AG_GEMM, "gemm_rs": Pattern.GEMM_RS}
+# `auto`: the plan that each tree's own choice gives
+STRATEGIES = ("auto", "hopper", "fused", "low_latency")
+CALLS = {
+    Pattern.AG_GEMM: ops.all_gather_gemm,
+    Pattern.GEMM_RS: ops.gemm_reduce_scatter,
+    Pattern.GEMM_AR: ops.gemm_all_reduce,
+}
 
 
 class Rank:
@@ -42,7 +47,7 @@ class Rank:
 
     def cases(self, shape: str) -> dict:
         """Local M x N x K, and the layout of w: x of AG+GEMM is [M / R, K], w [N, K] or [K, N]; x
-        of GEMM+RS is [M, N], w [K, N] or [N, K].
+        of GEMM+RS and GEMM+AR is [M, N], w [K, N] or [N, K].
         """
         sizes, layout = shape.split()
         M, N, K = map(int, sizes.split("x"))
@@ -57,7 +62,8 @@ class Rank:
         product = _product(gathered, right)
         summed = _product(rows, back if turned else back.t()).float()
         dist.all_reduce(summed, group=self.group)
-        reduced = summed.to(x.dtype).chunk(R)[self.group.rank()]
+        summed = summed.to(x.dtype)
+        reduced = summed.chunk(R)[self.group.rank()]
         self.made = {f"library gemm {shape}": (lambda: gathered @ right, product)}
         if self.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
             from flux_megatron.kernels import hopper_ag_gemm
@@ -65,14 +71,14 @@ class Rank:
             alone = partial(hopper_ag_gemm.gemm, gathered, w, layout)
             self.made[f"hopper gemm {shape}"] = (alone, product)
         for strategy in STRATEGIES:
-            for name, a, b, expected in (
-                ("ag_gemm", x, w, product), ("gemm_rs", rows, back, reduced)
+            for pattern, a, b, expected in (
+                (Pattern.AG_GEMM, x, w, product), (Pattern.GEMM_RS, rows, back, reduced),
+                (Pattern.GEMM_AR, rows, back, summed),
             ):  # fmt: skip
-                plan = self._plan(PATTERNS[name], a, b, layout, strategy)
+                plan = self._plan(pattern, a, b, layout, strategy)
                 if plan is not None or strategy == "auto":
-                    call = ops.all_gather_gemm if name == "ag_gemm" else ops.gemm_reduce_scatter
-                    made = partial(call, a, b, self.group, layout=layout, plan=plan)
-                    self.made[f"{name} {strategy} {shape}"] = (made, expected)
+                    made = partial(CALLS[pattern], a, b, self.group, layout=layout, plan=plan)
+                    self.made[f"{pattern} {strategy} {shape}"] = (made, expected)
         return {"cases": [*self.made]}
 
     def _small(self, number: int, *shape: int) -> torch.Tensor:
