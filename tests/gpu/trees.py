@@ -4,11 +4,13 @@ in one race.
     git worktree add ../before COMMIT
     python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before
     python tests/gpu/trees.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
+    python tests/gpu/trees.py rows.jsonl --tree 1=. --tree all=.,FLUX_MEGATRON_NATIVE=all
     TRITON_INTERPRET=1 python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before \
         --device cpu --shapes "64x64x64 nt" --rounds 2
 
 A tree is a folder for PYTHONPATH: another checkout, or another `triton`, as
 `pip install --no-deps --target` makes it; `installed` is this checkout and the machine's Triton.
+Variables of its environment may follow the folder.
 Each tree gets processes of its own, one a GPU, which take turns: in a round every tree makes
 `--calls` calls of a case, one tree after the other, the first one in turn. Before that each case is
 verified on small integers, every bit; timed are random numbers.
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
@@ -43,6 +45,7 @@ class Tree:
 
     name: str
     ranks: list[subprocess.Popen]
+    variables: dict[str, str] = field(default_factory=dict)
 
     def ask(self, case: str) -> list[dict]:
         for rank in self.ranks:
@@ -64,14 +67,18 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def start(name: str, folder: str, port: int, given: argparse.Namespace) -> Tree:
+def start(tree: str, given: argparse.Namespace) -> Tree:
+    """Of NAME=FOLDER,VARIABLE=VALUE,..."""
+    name, _, rest = tree.partition("=")
+    folder, *words = rest.split(",")
+    variables = dict(word.split("=", 1) for word in words)
     path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(given.ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(given.ranks),
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
-        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1",
+        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1", **variables,
     }  # fmt: skip
     worker = str(Path(__file__).with_name("trees_rank.py"))
     command = [sys.executable, worker, given.commit, str(given.calls), folder]
@@ -82,7 +89,7 @@ def start(name: str, folder: str, port: int, given: argparse.Namespace) -> Tree:
         )
         for rank in range(given.ranks)
     ]  # fmt: skip
-    return Tree(name, ranks)
+    return Tree(name, ranks, variables)
 
 
 def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, list[float]]:
@@ -127,7 +134,7 @@ def exact(trees: list[Tree], case: str) -> bool:
 
 def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
     """How many cases were wrong in some tree."""
-    about = {tree.name: tree.ask("about")[0] for tree in trees}
+    about = {tree.name: tree.variables | tree.ask("about")[0] for tree in trees}
     print({name: one["triton"] for name, one in about.items()}, flush=True)
     wrong = 0
     for shape in given.shapes.split(","):
@@ -151,7 +158,9 @@ def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tree", action="append", required=True, metavar="NAME=FOLDER")
+    parser.add_argument(
+        "--tree", action="append", required=True, metavar="NAME=FOLDER[,VARIABLE=VALUE]"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shapes", default=SHAPES, help="local M x N x K, and layout of w")
     parser.add_argument("--ranks", type=int, default=2)
@@ -163,8 +172,7 @@ def main() -> int:
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     end_s = time.monotonic() + given.seconds
-    named = [tree.partition("=")[::2] for tree in given.tree]
-    trees = [start(name, folder, free_port(), given) for name, folder in named]
+    trees = [start(tree, given) for tree in given.tree]
     try:
         return 1 if run(given, trees, end_s) else 0
     finally:
