@@ -38,8 +38,9 @@ def main(file: Path, commit: str) -> None:
             return replace(entry, environment=today)
 
         new = [rekeyed(entry) for entry in entries]
-    plan_cache.write_file(file, new)
     changed = sum(a != b for a, b in zip(entries, new, strict=True))
+    if changed:
+        plan_cache.write_file(file, new)
     print(f"{changed} of {len(entries)} entries have new digests")
 
 
