@@ -36,8 +36,8 @@ if [ $# -gt 0 ]; then
     exit $status
 fi
 cores=$(nproc)
-# many tests start ranks of their own; on few cores there are two more workers, as others wait
-workers=$((cores > 4 ? cores / 2 : cores + 2))
+# many tests start ranks of their own; on few cores there is one more worker, as others wait
+workers=$((cores > 4 ? cores / 2 : cores + 1))
 without_gpus=(env CUDA_VISIBLE_DEVICES=)
 # one kernel of each kind is for other versions than these, with which every kernel is compiled
 sample=tests/protocol/test_sample_ptx.py
