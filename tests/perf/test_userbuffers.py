@@ -20,12 +20,11 @@ def load(name):
 
 
 def measured():
-    """{(model, M, tp, sequence, commit): (stock ms, userbuffers ms)}, where both have rows."""
+    """{(model, M, tp, sequence, ...): (stock ms, userbuffers ms)}, where both have rows."""
     arms = {}
     for row in load("h200x2/iterations.jsonl"):
-        if row.get("micro_batches") == 8:  # userbuffers have no rows of these
-            continue
-        key = (row["model"], row["M"], row["tp"], row["seq_length"], row["commit"])
+        run = (row["commit"], row.get("micro_batches"))
+        key = (row["model"], row["M"], row["tp"], row["seq_length"], *run)
         arms.setdefault(key, {})[row["arm"]] = row["median_ms"]
     found = {
         key: (of["stock"], of["tp_comm_overlap"])
