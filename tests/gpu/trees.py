@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ class Tree:
 
     name: str
     ranks: list[subprocess.Popen]
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: tuple[str, ...] = ()  # names of what its environment has besides
 
     def ask(self, case: str) -> list[dict]:
         for rank in self.ranks:
@@ -89,7 +89,7 @@ def start(tree: str, given: argparse.Namespace) -> Tree:
         )
         for rank in range(given.ranks)
     ]  # fmt: skip
-    return Tree(name, ranks, variables)
+    return Tree(name, ranks, tuple(variables))
 
 
 def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, list[float]]:
@@ -134,7 +134,7 @@ def exact(trees: list[Tree], case: str) -> bool:
 
 def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
     """How many cases were wrong in some tree."""
-    about = {tree.name: tree.variables | tree.ask("about")[0] for tree in trees}
+    about = {tree.name: tree.ask(" ".join(("about", *tree.variables)))[0] for tree in trees}
     print({name: one["triton"] for name, one in about.items()}, flush=True)
     wrong = 0
     for shape in given.shapes.split(","):

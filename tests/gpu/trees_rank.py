@@ -42,8 +42,9 @@ class Rank:
         self.operands: list[torch.Tensor] = []
         self.made: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {}
 
-    def about(self) -> dict:
-        return asdict(self.run.about)
+    def about(self, variables: str = "") -> dict:
+        """With the values of these variables of the environment."""
+        return asdict(self.run.about) | {name: os.environ[name] for name in variables.split()}
 
     def cases(self, shape: str) -> dict:
         """Local M x N x K, and the layout of w: x of AG+GEMM is [M / R, K], w [N, K] or [K, N]; x
