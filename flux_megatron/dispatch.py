@@ -70,11 +70,9 @@ class Decision:
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
         recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
-        every = recordable and settings.get().native == "all"
-        one_list = recordable and not getattr(self.strategy, "STOPS", False)
         usual = GATHER if self.problem.spec.gathers else SCATTER
         channel = getattr(self.strategy, "CHANNEL", usual)
-        kinds = [(channel, one_list or every)] * 2 + [(channel, every)] * 3 + [(GATHER, every)]
+        kinds = [(channel, recordable)] * 5 + [(GATHER, recordable)]
         return Kinds(*[Steady(self.workspace, *kind) for kind in kinds])
 
     def gather_plan(self) -> Plan:

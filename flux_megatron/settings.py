@@ -12,13 +12,13 @@
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
-| FLUX_MEGATRON_NATIVE | 1, `all`: C makes the driver calls; 0: Python does; below | 1 |
+| FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
-all driver calls of a repeated call, if no function of torch and no turn of the caller is between
-them. `all` has several such calls for the others (docs/decisions/0040-one-enqueue.md).
+all driver calls of a repeated call, or one for each part of it between functions of torch and turns
+of the caller (docs/decisions/0040-one-enqueue.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from pathlib import Path
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
 TUNE = ("off", "lazy")
 BESIDE = ("auto", "0", "1")
-NATIVE = ("1", "0", "all")
 PREFIX = "FLUX_MEGATRON_"
 
 CACHE = Path("~/.cache/flux_megatron").expanduser()
@@ -53,12 +52,12 @@ class Settings:
     cache: Path = CACHE
     nvtx: bool = False
     record_waits: bool = False
-    native: str = "1"
+    native: bool = True
     allow: tuple[str, ...] = ()
 
 
-def _switch(environment: Mapping[str, str], name: str) -> bool:
-    text = environment.get(name, "0")
+def _switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
+    text = environment.get(name, default)
     if text not in ("0", "1"):
         raise ValueError(f"{name}={text!r}, expected 0 or 1")
     return text == "1"
@@ -97,7 +96,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
         record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),
-        native=_one_of(environment, "FLUX_MEGATRON_NATIVE", NATIVE),
+        native=_switch(environment, "FLUX_MEGATRON_NATIVE", "1"),
         allow=tuple(environment.get("FLUX_MEGATRON_ALLOW", "").split()),
     )
 

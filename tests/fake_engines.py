@@ -56,7 +56,7 @@ def driver(library, monkeypatch, tmp_path_factory) -> Driver:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
     enqueue.native.cache_clear()
-    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "all")
+    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "1")
     settings.reload()
     yield driver
     monkeypatch.delenv("FLUX_MEGATRON_NATIVE")

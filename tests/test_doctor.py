@@ -103,8 +103,8 @@ def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capabilit
 
 @pytest.mark.parametrize(
     ("native", "reason", "status", "said"),
-    [("1", None, "ok", "C makes them"), ("1", "no compiler", "note", "one at a time: no compiler"),
-     ("0", None, "ok", "Python makes them")],
+    [(True, None, "ok", "C makes them"), (False, None, "ok", "Python makes them"),
+     (True, "no compiler", "note", "one at a time: no compiler")],
 )  # fmt: skip
 def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
     torch = pytest.importorskip("torch")

@@ -50,7 +50,6 @@ if ON_HOPPER:
         "hopper, split-K": Plan("hopper", tile=WIDE, split_k_shards=1),
     }
 CALLS = 60
-ALL = {"FLUX_MEGATRON_NATIVE": "all"}
 
 
 @contextmanager
@@ -95,7 +94,7 @@ def repeated(rank: int, plan: Plan) -> int:
 
 @pytest.mark.parametrize("plan", [*PLANS, *FEW])
 def test_repeated_calls_are_exact(plan):
-    made = run_ranks(repeated, 2, (PLANS | FEW)[plan], device="cuda", environment=ALL)
+    made = run_ranks(repeated, 2, (PLANS | FEW)[plan], device="cuda")
     assert made[0] == made[1], "the ranks make the same calls by lists"
     assert made[0] >= CALLS - 10
 
@@ -119,7 +118,7 @@ def layers_both_ways(rank: int) -> int:
 
 @pytest.mark.parametrize("strategy", sorted({plan.strategy for plan in PLANS.values()}))
 def test_repeated_layers_are_exact(strategy):
-    wanted = {**ALL, "FLUX_MEGATRON_STRATEGY": strategy}
+    wanted = {"FLUX_MEGATRON_STRATEGY": strategy}
     made = run_ranks(layers_both_ways, 2, device="cuda", environment=wanted)
     assert made[0] == made[1], "the ranks make the same calls by lists"
     # two calls forward; backward, the gather and the scatter of one layer, and the other's gather

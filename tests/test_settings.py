@@ -36,7 +36,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_CACHE": "/somewhere",
         "FLUX_MEGATRON_NVTX": "1",
         "FLUX_MEGATRON_RECORD_WAITS": "1",
-        "FLUX_MEGATRON_NATIVE": "all",
+        "FLUX_MEGATRON_NATIVE": "0",
         "FLUX_MEGATRON_ALLOW": "sft  train_step",
     }
     assert environment.keys() == {
@@ -45,7 +45,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, record_waits=True, native="all", allow=("sft", "train_step"),
+        nvtx=True, record_waits=True, native=False, allow=("sft", "train_step"),
     )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def test_strategies(strategy):
         ("FLUX_MEGATRON_POISON", "2", "expected 0 or 1"),
         ("FLUX_MEGATRON_NVTX", "on", "expected 0 or 1"),
         ("FLUX_MEGATRON_RECORD_WAITS", "all", "expected 0 or 1"),
+        ("FLUX_MEGATRON_NATIVE", "all", "expected 0 or 1"),
         ("FLUX_MEGATRON_TIMEOUT_S", "0", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "-1", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "soon", "expected seconds above 0"),

@@ -14,7 +14,6 @@ from fake_driver import Driver
 from fake_engines import CALLERS, NEEDS, OTHER, PUSHES, STREAM, engines
 from torch import Tensor
 
-from flux_megatron import settings
 from flux_megatron.dispatch import Decision
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.overlap import hopper, pipelined, sequential
@@ -139,14 +138,10 @@ def test_lists_and_functions_do_what_the_strategy_does(space, biased):
 
 
 @pytest.mark.parametrize(
-    ("native", "strategy", "listed"),
-    [("1", hopper, [True] * 2 + [False] * 4), ("1", pipelined, [False] * 6),
-     ("all", hopper, [True] * 6), ("all", pipelined, [True] * 6),
-     ("all", sequential, [False] * 6)],
-)  # fmt: skip
-def test_one_list_a_call_unless_more_are_asked_for(space, monkeypatch, native, strategy, listed):
-    monkeypatch.setenv("FLUX_MEGATRON_NATIVE", native)
-    settings.reload()
+    ("strategy", "listed"),
+    [(hopper, [True] * 6), (pipelined, [True] * 6), (sequential, [False] * 6)],
+)
+def test_every_kind_of_call_of_a_recordable_strategy_may_be_listed(space, strategy, listed):
     problem = Problem(COLUMN, 512, 512, 512, "bfloat16", 2)
     decision = Decision(problem, strategy, Plan("hopper"), space, None, "a call")
     assert [bool(kind._attempts) for kind in decision.steady] == listed

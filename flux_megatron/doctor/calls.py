@@ -34,7 +34,7 @@ def driver_calls(wanted: Wanted) -> Iterator[Finding]:
     from flux_megatron import settings
     from flux_megatron.symm import native_engine
 
-    if settings.get().native == "0":
+    if not settings.get().native:
         yield Finding("driver calls", "ok", "Python makes them: FLUX_MEGATRON_NATIVE=0")
     elif reason := native_engine.unavailable():
         yield Finding("driver calls", "note", f"Python makes them, one at a time: {reason}")

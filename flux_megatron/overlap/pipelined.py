@@ -31,7 +31,6 @@ from flux_megatron.symm.workspace import Workspace
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 RECORDABLE = (COLUMN, ROW)
-STOPS = True  # its GEMMs are torch's, between two lists each
 
 
 def supports(problem: Problem) -> str | None:

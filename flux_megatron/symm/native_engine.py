@@ -186,7 +186,7 @@ def unavailable() -> str | None:
 
 def engine(device: torch.device) -> CopyEngine:
     """The copy engine of a GPU: this one where it is wanted and there is a C compiler."""
-    if settings.get().native == "0":
+    if not settings.get().native:
         return CudaCopyEngine(device)
     if reason := unavailable():
         warnings.warn(

@@ -243,8 +243,6 @@ def main(
     seconds: float = 150,
 ) -> None:  # fmt: skip
     """Be one of the ranks. Both arms in turn, `rounds` times, until `seconds` are over."""
-    os.environ["FLUX_MEGATRON_NATIVE"] = "all"
-    settings.reload()
     run = start(device, out, commit, seconds, shared)
     layer = Layer(run, shared)
     host_speed(run, layer, batches)

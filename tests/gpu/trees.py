@@ -4,7 +4,7 @@ in one race.
     git worktree add ../before COMMIT
     python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before
     python tests/gpu/trees.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
-    python tests/gpu/trees.py rows.jsonl --tree 1=. --tree all=.,FLUX_MEGATRON_NATIVE=all
+    python tests/gpu/trees.py rows.jsonl --tree 1=. --tree 0=.,FLUX_MEGATRON_NATIVE=0
     TRITON_INTERPRET=1 python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before \
         --device cpu --shapes "64x64x64 nt" --rounds 2
 

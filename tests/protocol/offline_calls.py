@@ -43,7 +43,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver as active
 
-os.environ["FLUX_MEGATRON_NATIVE"] = "all"
 CALLERS, COPY, SMS = 5, 7, 132
 M_SHARD, N, K = 1024, 1024, 512
 FEW_ROWS = 16  # a shard, of `low_latency`
