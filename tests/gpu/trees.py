@@ -18,7 +18,8 @@ verified on small integers, every bit; timed are random numbers.
 Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM, GEMM+RS and GEMM+AR
 of each strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a
 case and tree: us, the slowest rank, median over rounds; `to_first` is the median of a round's ratio
-to the first tree. Ends after `--seconds`.
+to the first tree. `--only "auto,gemm_ar low_latency"` leaves the others out. Ends after
+`--seconds`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,11 @@ def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
     wrong = 0
     for shape in given.shapes.split(","):
         of_each = [tree.ask(f"cases {shape}")[0]["cases"] for tree in trees]
-        cases = [case for case in of_each[0] if all(case in others for others in of_each)]
+        cases = [
+            case for case in of_each[0]
+            if all(case in others for others in of_each)
+            and any(words in case for words in given.only.split(","))
+        ]  # fmt: skip
         right = [case for case in cases if exact(trees, case)]
         wrong += len(cases) - len(right)
         for tree in trees:
@@ -163,6 +168,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shapes", default=SHAPES, help="local M x N x K, and layout of w")
+    parser.add_argument("--only", default="", help="cases whose names have one of these words")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=10, help="a round, of one case and tree")
