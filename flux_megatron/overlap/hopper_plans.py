@@ -23,10 +23,13 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Plan, Problem
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
-# GEMM+RS with a longer K makes rows for longer than their push takes (770 TFLOP/s, 370 GB/s). With
-# a shorter one the link is late: smaller communication tiles, or stores of the SMs, keep it busy
-# sooner.
-LATE_LINK_K = 2048
+# GEMM+RS over two ranks takes as long for rows as their push does where K is 2,048 (770 TFLOP/s,
+# 370 GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves
+# do not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
+# late whatever comes first, and stores of the SMs beat copy engines beside others: 205 us, not 244,
+# at 8192 x 4096 x 1024; with a longer K they lose by 5 to 17 %. (2 x H200, 2026-11-25,
+# docs/results/h200x2/held_out.jsonl and short_k.jsonl.)
+SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -70,14 +73,23 @@ def candidates(problem: Problem) -> list[Plan]:
             plans += [replace(default, tile=tile) for tile in TILES]
             high = [replace(default, tile=tile) for tile in (default.tile, MEDIUM, NARROW)]
             plans += _in_parts_of_k(problem, high)
-    elif problem.M_shard <= 512 or (problem.world_size == 2 and problem.K_local < LATE_LINK_K):
-        pushed = 2 if problem.M_shard <= 512 else 4
+    else:
         plans += [
             replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
-            for transport, comm_tiles in (("sm", COMM_TILES_MAX), ("copy_engine", pushed))
+            for transport, comm_tiles in _other_pushes(problem)
             for plan in (default, *plans)
         ]
     return [*dict.fromkeys(plans + _with_split_k(problem, default))]
+
+
+def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
+    """Transports of GEMM+RS besides the default, with the communication tiles of a shard."""
+    if problem.M_shard <= 512:
+        return [("sm", COMM_TILES_MAX), ("copy_engine", 2)]
+    if problem.world_size > 2 or problem.K_local > SHORT_K:
+        return []
+    by_sm = [("sm", COMM_TILES_MAX)] if problem.K_local < LATE_LINK_K else []
+    return [*by_sm, ("copy_engine", 4)]
 
 
 def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:

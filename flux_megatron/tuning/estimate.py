@@ -43,6 +43,10 @@ PARTS = "rows in parts of K"  # of `hopper`'s AG+GEMM
 # 1.25 where its rows come in parts of K (means over 16 problems, M = 16 to 496, 2 x H100, 2 x H200,
 # 2026-11-24 and 25, held_out.jsonl).
 BESIDE = {"pipelined": 1.61 / 1.89, "hopper": 1.44 / 1.89, PARTS: 1.25 / 1.89}
+# Alone GEMM+RS of few rows takes 1.06 times its prediction by NCCL and cuBLAS, and .91 by `hopper`
+# where the SMs push and all tiles run at once (means over 9 shapes, M = 256 and 384, 2 x H200,
+# 2026-11-25, held_out.jsonl). With a second wave it takes 1.15.
+ONE_WAVE = 0.91 / 1.06
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 
 
@@ -79,26 +83,42 @@ def best(
 
 def _of_few(problem: Problem, plans: Sequence[Plan], connections: str, facts: Hardware) -> Plan:
     """The best of the plans made for few rows if its prediction is less than that of `sequential`
-    by the margin: `low_latency`, rows in parts of K, one GEMM behind a gather, and beside others,
-    where two ranks have raced it, any AG+GEMM of `hopper`. Its GEMM+RS takes 1.86 times its
-    prediction there, NCCL and cuBLAS 1.79 times: at 128 x 14336 x 8192 it took 1.5 times as long.
+    by the margin: `low_latency`, rows in parts of K, one GEMM behind a gather, and of `hopper`,
+    where two ranks have raced it, AG+GEMM beside others and GEMM+RS alone. Beside others its
+    GEMM+RS takes 1.86 times its prediction, NCCL and cuBLAS 1.79 times: at 128 x 14336 x 8192 it
+    took 1.5 times as long.
     """
     plain, *others = plans
     words = [plan for plan in others if plan.strategy == FOR_FEW][:1]
-    raced = problem.beside and problem.world_size == 2 and not problem.is_backward
-    tiles = raced and problem.spec.gathers
     made = [
         plan for plan in others
         if is_one_gemm(problem, plan) or in_parts(problem, plan)
-        or (tiles and plan.strategy == "hopper")
+        or (plan.strategy == "hopper" and _raced(problem, plan, facts))
     ]  # fmt: skip
     promised = {
-        plan: plan_us(problem, plan, facts, connections=connections)
-        * (BESIDE.get(family(problem, plan), 1.0) if problem.beside else 1.0)
+        plan: plan_us(problem, plan, facts, connections=connections) * _outlasts(problem, plan)
         for plan in (plain, *words, *made)
     }
     promised[plain] *= 1 - FEW_MARGIN
     return min(promised, key=promised.__getitem__)
+
+
+def _raced(problem: Problem, plan: Plan, facts: Hardware) -> bool:
+    """Whether two ranks have raced such plans of `hopper` for few rows."""
+    if problem.world_size > 2 or problem.is_backward:
+        return False
+    if problem.beside or not problem.spec.scatters:
+        return problem.beside and problem.spec.gathers
+    rows = problem.world_size * cdiv(problem.M_shard, plan.tile.block_m)
+    at_once = rows * cdiv(problem.N_local, plan.tile.block_n) <= facts.sms
+    return at_once and plan.transport == "sm" and not plan.split_k_shards
+
+
+def _outlasts(problem: Problem, plan: Plan) -> float:
+    """How many times its prediction a plan for few rows takes, over what `sequential` does."""
+    if problem.beside:
+        return BESIDE.get(family(problem, plan), 1.0)
+    return ONE_WAVE if plan.strategy == "hopper" and problem.spec.scatters else 1.0
 
 
 def family(problem: Problem, plan: Plan) -> str:
