@@ -13,6 +13,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.launch.experiment import names
 from flux_megatron.perf.calibration import renew
 from flux_megatron.simulate.predictions import Network, predict
 from flux_megatron.simulate.reproduction import MODELS, MS, load
@@ -60,7 +61,7 @@ def iterations(rows: Sequence[Row]) -> str:
 
 
 def predictions(row: Row) -> list[str]:
-    """Milliseconds of the arms for the step that `row` measured."""
+    """Milliseconds of the arms for the step that `row` measured, of its number of layers."""
     batch = row["M"] // row["seq_length"]
     changed = {
         "parallel.tp": row["tp"],
@@ -68,8 +69,11 @@ def predictions(row: Row) -> list[str]:
         "training.micro_batch": batch,
         "training.global_batch": batch * _micro_batches(row),
         "model.seq_length": row["seq_length"],
+        "model.layers": row["layers"],
     }
-    found = predict(f"node/{row['model']}_h200", changed, (), Network(), [], alternatives=False)
+    family = row["model"].removesuffix(f"-{row['layers']}-layers")
+    (name,) = (name for name in names() if name.startswith(f"node/{family}-"))
+    found = predict(name, changed, (), Network(), [], alternatives=False)
     steps = {str(arm): step for arm, step in found.steps.items()}
     return [_ms(round(steps[arm].step_us * 1e-3, 3)) for arm in ARMS.values()]
 

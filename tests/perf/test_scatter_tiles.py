@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.kernels import hopper_config, hopper_gemm
+from flux_megatron.kernels import hopper_config, hopper_gemm, launch
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import hopper
 from flux_megatron.perf.constants import FITTED
@@ -206,3 +206,21 @@ def the_last_shard_first(monkeypatch):
 def test_a_worse_model_is_seen(monkeypatch, broken):
     broken(monkeypatch)
     assert statistics.mean(regrets(plan_cost.plan_us)) > 0.006
+
+
+def test_short_sums_over_two_ranks_are_pushed_in_quarters_or_by_sms(monkeypatch):
+    monkeypatch.setattr(launch, "sms", lambda device: 132)
+
+    def tried(M: int, K_local: int, world_size: int = 2) -> set[tuple[str, int]]:
+        """Transports, and communication tiles of a shard."""
+        N, K = 8192, world_size * K_local
+        problem = Problem(Pattern.GEMM_RS, M, N, K, "bfloat16", world_size)
+        plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
+        whole = [plan for plan in plans if not plan.split_k_shards]
+        return {(plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in whole}
+
+    halves, quarters, by_sm = ("copy_engine", 2), ("copy_engine", 4), ("sm", 8)
+    assert tried(8192, 1024) == {halves, quarters, by_sm}
+    assert tried(8192, 2048) == tried(8192, 4096) == {halves, quarters}
+    assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
+    assert tried(1024, 8192) == {halves, by_sm}
