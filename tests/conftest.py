@@ -55,6 +55,11 @@ FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
 
 
+def pytest_unconfigure() -> None:
+    """Workers end without the end of the interpreter, which would do it."""
+    _cache.cleanup()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Of a run of the tests that are alone: the other files, whose imports take a quarter of it."""
     alone = config.option.markexpr == "alone"

@@ -107,11 +107,12 @@ def _raced(problem: Problem, plan: Plan, facts: Hardware) -> bool:
     """Whether two ranks have raced such plans of `hopper` for few rows."""
     if problem.world_size > 2 or problem.is_backward:
         return False
-    if problem.beside or not problem.spec.scatters:
-        return problem.beside and problem.spec.gathers
+    if problem.beside:
+        return problem.spec.gathers
     rows = problem.world_size * cdiv(problem.M_shard, plan.tile.block_m)
     at_once = rows * cdiv(problem.N_local, plan.tile.block_n) <= facts.sms
-    return at_once and plan.transport == "sm" and not plan.split_k_shards
+    by_sm = plan.transport == "sm" and not plan.split_k_shards
+    return problem.spec.scatters and at_once and by_sm
 
 
 def _outlasts(problem: Problem, plan: Plan) -> float:
