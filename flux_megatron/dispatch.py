@@ -72,8 +72,8 @@ class Decision:
         recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
         usual = GATHER if self.problem.spec.gathers else SCATTER
         channel = getattr(self.strategy, "CHANNEL", usual)
-        kinds = [(channel, recordable)] * 5 + [(GATHER, recordable)]
-        return Kinds(*[Steady(self.workspace, *kind) for kind in kinds])
+        channels = [channel] * 5 + [GATHER]
+        return Kinds(*[Steady(self.workspace, one, recordable) for one in channels])
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

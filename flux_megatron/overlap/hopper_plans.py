@@ -23,11 +23,11 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Plan, Problem
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
-# GEMM+RS over two ranks takes as long for rows as their push does where K is 2,048 (770 TFLOP/s,
-# 370 GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves
-# do not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
-# late whatever comes first, and stores of the SMs beat copy engines beside others: 205 us, not 244,
-# at 8192 x 4096 x 1024; with a longer K they lose by 5 to 17 %. (2 x H200, 2026-11-25,
+# GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
+# GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
+# not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
+# late in any case, and stores of the SMs beat copy engines beside others: 205 us, not 244, at
+# 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25, decision 55,
 # docs/results/h200x2/held_out.jsonl and short_k.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
