@@ -45,7 +45,7 @@ PARTS = "rows in parts of K"  # of `hopper`'s AG+GEMM
 BESIDE = {"pipelined": 1.61 / 1.89, "hopper": 1.44 / 1.89, PARTS: 1.25 / 1.89}
 # Alone GEMM+RS of few rows takes 1.08 times its prediction by NCCL and cuBLAS, and .94 by `hopper`
 # where the SMs push and all tiles run at once; with a second wave it takes 1.11 (means over 15
-# races of M = 256 to 496, 2 x H200, 2 x H100, 2026-11-23 to 25, held_out.jsonl).
+# races of M = 256 to 496, 2 x H200, 2 x H100, 2026-11-24 and 25, held_out.jsonl).
 ONE_WAVE = 0.94 / 1.08
 ALIKE = 0.25  # what is nearer, as a factor of 1.4 in M is, weighs not much more
 

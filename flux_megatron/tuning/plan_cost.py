@@ -14,7 +14,7 @@ from flux_megatron.tuning import gather_tiles, scatter_tiles
 
 # Beside an all-reduce a copy engine has this share of its rate, stores of the SMs all of it: so the
 # chosen GEMM+RS is 2.5 % behind the fastest on average and 10 % at most in 11 races of M = 1536 to
-# 16384, and 8.1 % and 29 % behind it if copies kept their rate (2 x H200, 2 x H100, 2026-11-22 to
+# 16384, and 8.1 % and 29 % behind it if copies kept their rate (2 x H200, 2 x H100, 2026-11-24 and
 # 25, held_out.jsonl).
 COPY_SHARE_BESIDE = 0.5
 

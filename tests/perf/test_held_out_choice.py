@@ -89,13 +89,15 @@ BEHIND = {
     "gemm_rs 256 x 8192 x 14336, beside": 1.07,  # `sequential`, as others of few rows beside
 }
 
+# `sequential` itself, which is raced as a call of ours and as NCCL's and the library's own calls.
+BEHIND_ITSELF = {"gemm_rs 256 x 4096 x 11008": 1.03}
+
 
 def complaints(found: dict[str, tuple[float, float]]) -> list[str]:
     assert len(found) == 54
     assert found.keys() >= BEHIND.keys()
     late = [name for name, (best, _) in found.items() if best > BEHIND.get(name, 1.05)]
-    # `sequential` is raced as a call of ours, and by itself: 1.026 at 256 x 4096 x 11008
-    return late + [name for name, (_, serial) in found.items() if serial > 1.03]
+    return late + [name for name, (_, s) in found.items() if s > BEHIND_ITSELF.get(name, 1.025)]
 
 
 def test_unmeasured_calls_are_as_far_behind_as_it_says():
