@@ -24,7 +24,7 @@ from flux_megatron.symm import doorbell
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
-from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.device import active, copy_engine, why_not_shared
 from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
@@ -58,7 +58,7 @@ class Workspace:
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         ranks = places(group, device, doorbell.address(_compare))
         self._doorbells = [place.doorbell for place in ranks]
-        self.unavailable = why_unavailable(ranks)
+        self.unavailable = why_unavailable(ranks) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
