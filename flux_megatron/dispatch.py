@@ -106,7 +106,8 @@ def decide(
     )  # fmt: skip
     decision = space.checked.get(key)
     if decision is None:
-        decision = _decide(pattern, x, w, bias, layout, plan, space)
+        with space.guard():  # measuring makes calls
+            decision = _decide(pattern, x, w, bias, layout, plan, space)
         space.checked[key] = decision
     space.note(decision.description)
     return decision

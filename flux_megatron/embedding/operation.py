@@ -163,7 +163,8 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
-    said = objects.all_gather((error, words), space.group)
+    with space.guard():
+        said = objects.all_gather((error, words), space.group)
     if wrong:
         wrongs = [f"rank {r}: {one}" for r, (one, _) in enumerate(said) if one]
         raise ValueError(f"{NAME}: {'; '.join(wrongs)}")

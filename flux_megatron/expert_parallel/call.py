@@ -83,9 +83,10 @@ def decide(
     key = (operation, w.shape, w.dtype, capacity, layout, plan, wanted)
     words = f"{operation} {_sizes(w)} {layout} capacity {capacity}"
     if key not in space.decisions:
-        if plan is None and wanted.strategy == "auto" and space.world_size > 1:
-            plan = _kept(operation, x, w, capacity, layout, space)
-        decision = _choose(operation, x, w, layout, plan, space)
+        with space.guard():
+            if plan is None and wanted.strategy == "auto" and space.world_size > 1:
+                plan = _kept(operation, x, w, capacity, layout, space)
+            decision = _choose(operation, x, w, layout, plan, space)
         space.agreement.confirm(f"{words} with {decision.plan.dumps()}")
         space.decisions[key] = decision
     space.note(words)

@@ -104,7 +104,7 @@ class CudaCopyEngine(CopyEngine):
         from cuda.bindings import driver
 
         self._driver: Any = driver
-        self._index = device.index
+        self.index = device.index
         self._owner = torch.cuda.Stream(device, priority=-1)
         self._stream = driver.CUstream(self._owner.cuda_stream)
         # torch makes the event: the driver would refuse a thread that has not used a GPU yet,
@@ -115,10 +115,12 @@ class CudaCopyEngine(CopyEngine):
         self._lock = threading.Lock()  # an event is recorded and awaited by one thread at a time
 
     def current(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._index)
+        return torch._C._cuda_getCurrentRawStream(self.index)
 
     def capture(self, stream: int) -> int:
-        if stream == self.current() and not torch.cuda.is_current_stream_capturing():
+        # torch's query gives a new thread the context that the driver's functions need
+        here = stream == self.current() and torch.cuda.current_device() == self.index
+        if here and not torch.cuda.is_current_stream_capturing():
             return 0  # the driver's query costs ten times as much
         error, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", error)
