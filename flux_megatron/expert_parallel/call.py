@@ -58,11 +58,15 @@ class Decision:
     space: Workspace
     fallback: str | None
 
+    def report_fallback(self) -> None:
+        """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
+        if self.fallback is not None:
+            note_fallback(self.operation, self.fallback)
+
     def count(self) -> None:
+        """Behind a call: it has been enqueued."""
         if self.fallback is None:
             note_call(self.operation, self.plan.strategy)
-        else:
-            note_fallback(self.operation, self.fallback)
 
 
 def decide(
