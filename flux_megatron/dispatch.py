@@ -49,11 +49,15 @@ class Decision:
     fallback: str | None
     description: str
 
+    def report_fallback(self) -> None:
+        """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
+        if self.fallback is not None:
+            note_fallback(self._pattern, self.fallback, self._exposed_us)
+
     def count(self) -> None:
+        """Behind a call: it has been enqueued."""
         if self.fallback is None:
             note_call(self._pattern, self.plan.strategy, self._exposed_us)
-        else:
-            note_fallback(self._pattern, self.fallback, self._exposed_us)
 
     @cached_property
     def _pattern(self) -> str:
@@ -106,7 +110,8 @@ def decide(
     )  # fmt: skip
     decision = space.checked.get(key)
     if decision is None:
-        decision = _decide(pattern, x, w, bias, layout, plan, space)
+        with space.guard():  # measuring makes calls
+            decision = _decide(pattern, x, w, bias, layout, plan, space)
         space.checked[key] = decision
     space.note(decision.description)
     return decision

@@ -247,13 +247,14 @@ def run_ag_gemm(
     and enqueues its reads before it returns.
     """
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
-    decision.count()
+    decision.report_fallback()
     space = decision.workspace
     steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
-    if (y := steady.run(x, w, bias, consume)) is not None:
-        return y
-    with space.guard(), steady.recorded(x, w, bias) as made:
-        return made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
+    if (y := steady.run(x, w, bias, consume)) is None:
+        with space.guard(), steady.recorded(x, w, bias) as made:
+            y = made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
+    decision.count()
+    return y
 
 
 def run_gemm_rs(
@@ -261,12 +262,14 @@ def run_gemm_rs(
 ) -> Tensor:
     """`gemm_reduce_scatter` without torch's operator."""
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
-    decision.count()
+    decision.report_fallback()
     space, steady = decision.workspace, decision.steady.plain
-    if (y := steady.run(x, w, None)) is not None:
-        return y
-    with space.guard(), steady.recorded(x, w, None) as made:
-        return made(decision.strategy.start_gemm_rs(x, w, layout, decision.plan, space).finish())
+    if (y := steady.run(x, w, None)) is None:
+        with space.guard(), steady.recorded(x, w, None) as made:
+            start = decision.strategy.start_gemm_rs
+            y = made(start(x, w, layout, decision.plan, space).finish())
+    decision.count()
+    return y
 
 
 def run_gemm_ar(
@@ -274,12 +277,14 @@ def run_gemm_ar(
 ) -> Tensor:
     """`gemm_all_reduce` without torch's operator."""
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
-    decision.count()
+    decision.report_fallback()
     space, steady = decision.workspace, decision.steady.plain
-    if (y := steady.run(x, w, None)) is not None:
-        return y
-    with space.guard(), steady.recorded(x, w, None) as made:
-        return made(decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space).finish())
+    if (y := steady.run(x, w, None)) is None:
+        with space.guard(), steady.recorded(x, w, None) as made:
+            start = decision.strategy.start_gemm_ar
+            y = made(start(x, w, layout, decision.plan, space).finish())
+    decision.count()
+    return y
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
@@ -299,16 +304,16 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     The strategy of the GEMM+RS also gathers x [M / R, K].
     """
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
-    decision.count()
+    decision.report_fallback()
     strategy, space, steady = decision.strategy, decision.workspace, decision.steady
     plan, gather_plan = decision.plan, decision.gather_plan()
     with space.guard():
-        return (
-            steady.gather.started(x, w, lambda: strategy.start_gather(x, gather_plan, space)),
-            steady.in_pieces.started(
-                dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
-            ),
+        gather = steady.gather.started(x, w, lambda: strategy.start_gather(x, gather_plan, space))
+        scatter = steady.in_pieces.started(
+            dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
         )
+    decision.count()
+    return gather, scatter
 
 
 def start_gemm_rs(
@@ -318,12 +323,14 @@ def start_gemm_rs(
     caller may enqueue other work in between.
     """
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
-    decision.count()
+    decision.report_fallback()
     strategy, plan, space = decision.strategy, decision.plan, decision.workspace
     with space.guard():
-        return decision.steady.in_pieces.started(
+        started = decision.steady.in_pieces.started(
             x, w, lambda: strategy.start_gemm_rs(x, w, layout, plan, space)
         )
+    decision.count()
+    return started
 
 
 def start_gemm_ar(
@@ -331,7 +338,9 @@ def start_gemm_ar(
 ):
     """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
-    decision.count()
+    decision.report_fallback()
     space = decision.workspace
     with space.guard():
-        return decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space)
+        started = decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space)
+    decision.count()
+    return started

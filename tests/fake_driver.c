@@ -13,6 +13,8 @@ typedef struct { uint64_t what, stream, a, b, c; } Done;
 FAKE Done fake_done[MOST];
 FAKE int64_t fake_count = 0;        // of operations since it was set to 0
 FAKE int64_t fake_refuse_at = -1;   // the operation that is refused, by that count
+FAKE __thread uint64_t fake_context = 1;  // of the calling thread; 0 for none
+FAKE uint64_t fake_used = 0;              // that of the last operation
 FAKE int fake_code = 700, fake_moves = 0, fake_capturing = 0;  // with this code; are bytes moved?
 #define FUNCTIONS 64
 FAKE size_t fake_sizes[FUNCTIONS][128];  // of a kernel's parameters, ended by 0
@@ -21,6 +23,8 @@ FAKE int64_t fake_launches = 0, fake_functions = 0;
 
 static CUresult note(uint64_t what, CUstream stream, uint64_t a, uint64_t b, uint64_t c) {
     if (fake_count == fake_refuse_at) return (CUresult)fake_code;
+    if (!fake_context) return CUDA_ERROR_INVALID_CONTEXT;
+    fake_used = fake_context;
     Done done = {what, (uint64_t)(uintptr_t)stream, a, b, c};
     fake_done[fake_count++ % MOST] = done;
     return CUDA_SUCCESS;
@@ -33,6 +37,7 @@ FAKE CUresult fake_torch(CUstream stream, uint64_t a, uint64_t b, uint64_t c) {
 FAKE CUresult cuEventCreate(CUevent *event, unsigned flags) { *event = (CUevent)77; return 0; }
 FAKE CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     *status = (CUstreamCaptureStatus)(fake_capturing > 0);
+    if (!fake_context) return CUDA_ERROR_INVALID_CONTEXT;
     return fake_capturing < 0 ? CUDA_ERROR_STREAM_CAPTURE_IMPLICIT : CUDA_SUCCESS;
 }
 FAKE CUresult cuEventRecord(CUevent event, CUstream stream) {
@@ -111,11 +116,15 @@ FAKE CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice
     *value = what == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN ? 232448 : 132;
     return 0;
 }
-FAKE CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return 0; }
+FAKE CUresult cuCtxGetCurrent(CUcontext *c) { *c = (CUcontext)fake_context; return 0; }
 FAKE CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return 0; }
 FAKE CUresult cuModuleUnload(CUmodule module) { return 0; }
-FAKE CUresult cuCtxSetCurrent(CUcontext context) { return 0; }
-FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (CUcontext)1; return 0; }
+FAKE CUresult cuCtxSetCurrent(CUcontext c) { fake_context = (uint64_t)(uintptr_t)c; return 0; }
+FAKE CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice device) {
+    *c = (CUcontext)(uintptr_t)(1 + device);
+    return device < 8 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+FAKE uint64_t fake_own_context(void) { return fake_context; }
 FAKE CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 0; return 0; }
 FAKE CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return 0; }
 FAKE CUresult cuModuleLoadData(CUmodule *module, const void *image) {

@@ -115,6 +115,15 @@ class Driver:
         known = (ctypes.c_size_t * 128 * 64).in_dll(self._library, "fake_sizes")[function]
         known[:] = [*sizes, *[0] * (128 - len(sizes))]
 
+    @property
+    def context(self) -> int:
+        """Of this thread: 1 + the device's number; 0 for none."""
+        return self._call("fake_own_context")[0]
+
+    @context.setter
+    def context(self, context: int) -> None:
+        self._call("cuCtxSetCurrent", context)
+
     def by_torch(self, stream: int, *addresses: int) -> int:
         """A kernel of torch's with up to three operands has come to a stream; the code."""
         return self._call("fake_torch", stream, *addresses, *[0] * (3 - len(addresses)))[0]

@@ -118,7 +118,8 @@ class Pool:
         """What each rank returned; a failure names what these processes had run before."""
         pickled = bytes(ForkingPickler.dumps((body, args)))
         ours = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
-        self.ranks.give(Task(pickled, ours | dict(environment), limit_s, [*sys.path]))
+        ours |= {name: value for name, value in environment.items() if name.startswith(SETTINGS)}
+        self.ranks.give(Task(pickled, ours, limit_s, [*sys.path]))
         before, self.served = self.served, [*self.served, body.__name__]
         try:
             return self.ranks.answers(limit_s if before else limit_s + START_S)

@@ -119,11 +119,13 @@ def _rank_main(
     port = ports.get()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank), **environment,
+        LOCAL_RANK=str(rank),
+        **{name: value.replace("{rank}", str(rank)) for name, value in environment.items()},
     )  # fmt: skip
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        _join_world(rank, world_size, device, store)
+        one_gpu = "CUDA_VISIBLE_DEVICES" in environment  # each has another, of the same number
+        _join_world(rank, world_size, device, store, one_gpu)
     except Exception:
         results.put((rank, False, traceback.format_exc()))
     else:
@@ -143,13 +145,16 @@ def _answer(results: Any, rank: int, work: Work) -> None:
         results.put((rank, False, traceback.format_exc()))
 
 
-def _join_world(rank: int, world_size: int, device: str, store: dist.TCPStore) -> None:
+def _join_world(
+    rank: int, world_size: int, device: str, store: dist.TCPStore, one_gpu: bool
+) -> None:
     torch.set_num_threads(1)
     own = None  # GPU
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        if world_size <= torch.cuda.device_count():
-            own = torch.device("cuda", rank)
+        number = rank % torch.cuda.device_count()
+        torch.cuda.set_device(number)
+        if one_gpu or world_size <= torch.cuda.device_count():
+            own = torch.device("cuda", number)
     from flux_megatron import settings
 
     settings.reload()

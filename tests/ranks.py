@@ -73,8 +73,9 @@ def run_ranks(
 ) -> list:  # fmt: skip
     """What each rank returned, in rank order. `RankFailure` if any raised or the limit passed.
 
-    `fresh` processes serve this body alone, on GPUs too. CPU ranks are skipped where GPUs are seen:
-    kernels are compiled in such a process, and do not take tensors of the CPU.
+    `fresh` processes serve this body alone, on GPUs too. In values of `environment` "{rank}" is
+    the rank: with CUDA_VISIBLE_DEVICES each sees one GPU, of number 0. CPU ranks are skipped where
+    GPUs are seen: kernels are compiled in such a process, and do not take tensors of the CPU.
     """
     if device == "cuda":
         try:

@@ -74,6 +74,19 @@ def test_gpus_that_cannot_reach_each_other_are_reported(monkeypatch):
     assert next(machine._links(3)).status == "ok"
 
 
+@pytest.mark.parametrize(("kind", "said"), [("nvlink", True), ("unknown", False)])
+def test_the_link_of_one_visible_gpu(monkeypatch, kind, said):
+    """As of a rank under Ray; a machine with one GPU has none."""
+    torch = pytest.importorskip("torch")
+    from flux_megatron.tuning import link
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(link, "of", lambda device: kind)
+    texts = [one.text for one in machine.gpus(Wanted()) if one.subject == "link"]
+    assert texts == (["nvlink, to GPUs that this process does not see"] if said else [])
+
+
 @pytest.mark.parametrize(
     ("gpu", "link", "capability", "kernels", "bands"),
     [

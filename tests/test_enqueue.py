@@ -4,6 +4,7 @@ engine enqueues, in its order.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from pathlib import Path
 
@@ -70,6 +71,45 @@ def test_a_refusal_names_call_code_and_operation(driver, number, call, operation
     with pytest.raises(RuntimeError, match=rf"^{call} failed: 719 \(operation {operation} of 15\)"):
         engine.push_gated(GATED_PUSHES, 50, 1)
     assert len([*driver.done()]) == number, "nothing comes after it"
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_list_uses_its_device_s_context_and_puts_back_the_thread_s(driver, before):
+    """0 is that of a new thread. A refusal puts it back too."""
+    made = enqueue.listed([enqueue.Operation(enqueue.WRITE, enqueue.STREAM)] * 2, 1)
+    made.require(True, 0)
+    driver.context = before
+    try:
+        assert made.run(STREAM), "it was asked for a capture of its device"
+        assert driver.word("fake_used", ctypes.c_uint64).value == 2
+        assert driver.context == before
+        driver.refuse(3, 719)
+        with pytest.raises(RuntimeError, match="719"):
+            made.run(STREAM)
+        assert driver.context == before
+    finally:
+        driver.context = 1
+
+
+def test_a_list_of_a_device_that_there_is_not(driver):
+    with pytest.raises(RuntimeError, match="cuDevicePrimaryCtxRetain failed: 101"):
+        enqueue.listed([], 8)
+
+
+def test_an_engine_of_another_device_asks_the_driver_for_a_capture(driver, monkeypatch):
+    """torch knows of the current device's stream alone."""
+    by_python, _ = engines()
+    asked = []
+
+    def info(stream: int) -> tuple[int, int, int]:
+        asked.append(stream)
+        return 0, 1, 5
+
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", info, raising=False)
+    assert by_python.capture(CALLERS) == 0
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert by_python.capture(CALLERS) == 5
+    assert asked == [CALLERS]
 
 
 def test_without_a_compiler_python_makes_the_calls_and_says_so(driver, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from cases import Case, check
 from ranks import DEVICE, FUSED, on_device
 
 import flux_megatron
-from flux_megatron import errors, settings
+from flux_megatron import errors, ops, settings
+from flux_megatron.embedding import fused_bags
+from flux_megatron.expert_parallel import call
+from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.overlap import fused, sequential
 from flux_megatron.overlap.report import Report, note_call, note_fallback, report, reset_report
 from flux_megatron.problem import Pattern, Plan
 
@@ -104,6 +109,53 @@ def test_a_reset_starts_anew():
             note_fallback("ag_gemm", "again")
         reset_report()
     assert report() == Report({}, {}, 0)
+
+
+def failing(rank: int) -> tuple[dict, dict]:
+    """Calls that end with an error were not enqueued: no strategy has any in the report."""
+    x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
+    group = dist.group.WORLD
+    for pattern, operation in ops.OPERATIONS.items():
+        operation(x, w, group)
+        name = "ag_gemm" if pattern is Pattern.AG_GEMM else f"start_{pattern}"
+        with mock.patch.object(fused, name, side_effect=KeyError), pytest.raises(KeyError):
+            operation(x, w, group)
+    for name in ("start_gemm_rs", "start_gemm_ar"):
+        with mock.patch.object(fused, name, side_effect=KeyError), pytest.raises(KeyError):
+            getattr(ops, name)(x, w, group)
+    with mock.patch.object(fused, "start_gather", side_effect=KeyError), pytest.raises(KeyError):
+        ops.start_gather_and_gemm_rs(x, x, w, group)
+    weight = torch.ones(1, 4, 8, device=DEVICE)
+    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
+    given = weight, indices.to(DEVICE), offsets.to(DEVICE), group
+    with mock.patch.object(fused_bags, "forward", side_effect=KeyError), pytest.raises(KeyError):
+        flux_megatron.embedding_all_to_all(*given)
+    counts = torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
+    for name, size in (("a2a_gemm", "capacity"), ("gemm_a2a", "tokens")):
+        module = call.STRATEGIES["fused"]
+        with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
+            getattr(expert_ops, name)(x[:2], w[None], counts, group, **{size: 2})
+    return report().calls, report().fallbacks
+
+
+def test_a_call_is_counted_when_it_is_enqueued():
+    environment = {"FLUX_MEGATRON_STRATEGY": "fused"}
+    expected = {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
+    assert on_device(failing, 2, environment=environment) == [(expected, {})] * 2
+
+
+def refused(rank: int) -> dict:
+    """Before the call, so no rank has begun it."""
+    x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
+    made = mock.patch.object(sequential, "ag_gemm", side_effect=KeyError)
+    with made, pytest.raises(errors.FallbackRefused):
+        ops.all_gather_gemm(x.double(), w.double(), dist.group.WORLD)
+    return report().calls
+
+
+def test_strict_mode_refuses_a_fallback_before_the_call():
+    environment = {"FLUX_MEGATRON_STRATEGY": "fused", "FLUX_MEGATRON_STRICT": "1"}
+    assert on_device(refused, 2, environment=environment) == [{}, {}]
 
 
 def real_calls(rank: int) -> tuple[Report, list[str]]:

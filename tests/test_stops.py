@@ -218,4 +218,4 @@ def test_operands_of_another_dtype_are_not_recorded(space):
     with recording.noted(noted):
         by_torch(Tensor.zero_, x.view(torch.int32))
     with pytest.raises(Unrecordable, match=r"torch\.int32 given within a tensor of torch\.float32"):
-        noted.steps()
+        noted.steps(0)

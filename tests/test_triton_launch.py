@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,37 @@ def test_launches_with_whole_addresses_are_direct_but_the_first(kernel):
     ends = [given[6:] for given in kernel.compiled.runs]
     assert [given[:6] for given in kernel.compiled.runs] == [(3, 1, 1, 7, "function", "packed")] * 2
     assert ends == [(None, None, None, address, 1, 64, 5) for address in (48, 64)]
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):
+    """Whatever the current one is; tensors of the host, as pinned ones, do not count."""
+    current, streams = [0], []
+    monkeypatch.setattr(triton_launch.torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(
+        triton_launch.torch._C, "_cuda_getCurrentRawStream", streams.append, raising=False
+    )
+
+    @contextmanager
+    def device(index: int):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(triton_launch.torch.cuda, "device", device)
+    seen: list[int] = []
+    launch = kernel.__class__.__getitem__
+
+    def noted(self, grid):
+        seen.append(current[-1])
+        return launch(self, grid)
+
+    monkeypatch.setattr(kernel.__class__, "__getitem__", noted)
+    on_host = SimpleNamespace(data_ptr=lambda: 16, is_cuda=False)
+    on_gpu = SimpleNamespace(data_ptr=lambda: 32, is_cuda=True, device=torch.device("cuda", 2))
+    run = launcher(kernel)
+    for _ in range(3):
+        run([on_host, on_gpu], (1,))
+    assert (seen, streams, current) == ([2], [2, 2], [0])
 
 
 @pytest.mark.parametrize("first", [8, 32])

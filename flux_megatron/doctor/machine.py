@@ -26,6 +26,8 @@ def gpus(wanted: Wanted) -> Iterator[Finding]:
         yield Finding("GPUs", "ok" if len(set(names)) == 1 else "note", text)
     if len(names) > 1:
         yield from _links(len(names))
+    elif names:
+        yield from _link_of_one()
 
 
 def _links(count: int) -> Iterator[Finding]:
@@ -46,6 +48,16 @@ def _links(count: int) -> Iterator[Finding]:
 
     symmetric_memory.empty(1 << 21, dtype=torch.uint8, device=torch.device("cuda", 0))
     yield Finding("symmetric memory", "ok", "torch allocates it")
+
+
+def _link_of_one() -> Iterator[Finding]:
+    """To GPUs of the node that this process does not see, as where each rank sees one."""
+    import torch
+
+    from flux_megatron.tuning import link
+
+    if (kind := link.of(torch.device("cuda", 0))) != "unknown":
+        yield Finding("link", "ok", f"{kind}, to GPUs that this process does not see")
 
 
 def shared_memory(wanted: Wanted) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ tables; forward and backward, as torch custom operators.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -84,8 +85,7 @@ def _embedding_all_to_all(
     elif error:
         refuse(f"{NAME}: {error}", space.group, weight.device)
     bags = Bags.of(weight, offsets, tables, rank, mode)
-    module = _begin(bags, strategy, space, "forward")
-    with space.guard():
+    with _call(bags, strategy, space, "forward") as module:
         return module.forward(weight, indices, offsets, bags, space)
 
 
@@ -106,8 +106,7 @@ def _backward(
         tuple(tables), space.group.rank(), rows, dy.shape[2], dy.shape[0] * len(tables), mode,
         dy.dtype,
     )  # fmt: skip
-    module = _begin(bags, strategy, space, "backward")
-    with space.guard():
+    with _call(bags, strategy, space, "backward") as module:
         return module.backward(dy, indices, offsets, bags, space)
 
 
@@ -125,8 +124,7 @@ def _entry_gradients(
     space.check()
     samples = dy.shape[0] * len(tables)
     bags = Bags(tuple(tables), space.group.rank(), 0, dy.shape[2], samples, mode, dy.dtype)
-    _begin(bags, "sequential", space, "sparse backward")
-    with space.guard():
+    with _call(bags, "sequential", space, "sparse backward"):
         return sparse_gradient.values(dy, indices, offsets, bags, space)
 
 
@@ -163,7 +161,8 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
-    said = objects.all_gather((error, words), space.group)
+    with space.guard():
+        said = objects.all_gather((error, words), space.group)
     if wrong:
         wrongs = [f"rank {r}: {one}" for r, (one, _) in enumerate(said) if one]
         raise ValueError(f"{NAME}: {'; '.join(wrongs)}")
@@ -171,8 +170,11 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     raise errors.ProblemMismatch(f"the ranks of the group do not agree on the call: {quotes}")
 
 
-def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> ModuleType:
-    """Choose who computes it, the same on all ranks, and count the call."""
+@contextmanager
+def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterator[ModuleType]:
+    """Choose who computes it, the same on all ranks. The call is counted when it is enqueued; one
+    that falls back, before it.
+    """
     wanted = settings.get().strategy if strategy == "auto" else strategy
     alone, reason = space.world_size == 1 and strategy != "fused", None
     if wanted in ("auto", "fused"):
@@ -189,8 +191,10 @@ def _begin(bags: Bags, strategy: str, space: Workspace, direction: str) -> Modul
         space.agreement.confirm(words)
         space.decisions[words] = name
     space.note(words)
-    if reason is None or alone:
+    fallback = None if alone else reason
+    if fallback is not None:
+        note_fallback(NAME, fallback)
+    with space.guard():
+        yield STRATEGIES[name]
+    if fallback is None:
         note_call(NAME, name)
-    else:
-        note_fallback(NAME, reason)
-    return STRATEGIES[name]

@@ -58,11 +58,15 @@ class Decision:
     space: Workspace
     fallback: str | None
 
+    def report_fallback(self) -> None:
+        """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
+        if self.fallback is not None:
+            note_fallback(self.operation, self.fallback)
+
     def count(self) -> None:
+        """Behind a call: it has been enqueued."""
         if self.fallback is None:
             note_call(self.operation, self.plan.strategy)
-        else:
-            note_fallback(self.operation, self.fallback)
 
 
 def decide(
@@ -83,9 +87,10 @@ def decide(
     key = (operation, w.shape, w.dtype, capacity, layout, plan, wanted)
     words = f"{operation} {_sizes(w)} {layout} capacity {capacity}"
     if key not in space.decisions:
-        if plan is None and wanted.strategy == "auto" and space.world_size > 1:
-            plan = _kept(operation, x, w, capacity, layout, space)
-        decision = _choose(operation, x, w, layout, plan, space)
+        with space.guard():
+            if plan is None and wanted.strategy == "auto" and space.world_size > 1:
+                plan = _kept(operation, x, w, capacity, layout, space)
+            decision = _choose(operation, x, w, layout, plan, space)
         space.agreement.confirm(f"{words} with {decision.plan.dumps()}")
         space.decisions[key] = decision
     space.note(words)

@@ -77,12 +77,14 @@ def _a2a_gemm(
     decision = call.decide(
         "a2a_gemm", x, w, counts, _group(group), len(x), capacity, layout, _plan(plan)
     )
-    decision.count()
+    decision.report_fallback()
     with decision.space.guard():
-        return decision.strategy.a2a_gemm(
+        made = decision.strategy.a2a_gemm(
             x, ExpertWeights(w, reverse), counts, capacity, layout, keep, decision.plan,
             decision.space,
         )  # fmt: skip
+    decision.count()
+    return made
 
 
 @_a2a_gemm.register_fake
@@ -99,11 +101,13 @@ def _gemm_a2a(
     decision = call.decide(
         "gemm_a2a", x, w, counts, _group(group), tokens, len(x), layout, _plan(plan)
     )
-    decision.count()
+    decision.report_fallback()
     with decision.space.guard():
-        return decision.strategy.gemm_a2a(
+        y = decision.strategy.gemm_a2a(
             x, ExpertWeights(w, reverse), counts, tokens, layout, decision.plan, decision.space
         )
+    decision.count()
+    return y
 
 
 @_gemm_a2a.register_fake

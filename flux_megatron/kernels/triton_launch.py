@@ -33,6 +33,7 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 _compiling = False
+_ON_HOST = -1
 
 
 def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -92,9 +93,21 @@ class Launcher:
         self._direct: Callable[..., None] | None = None
         self._compiled = None
         self._dtypes: list | None = None
+        self._device: int | None = None
 
     def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
-        """Launch on the current stream; `tensors` may hold host tensor descriptors."""
+        """Launch on the current stream of the tensors' device; there may be host tensor descriptors
+        among `tensors`.
+        """
+        if self._device is None:
+            self._device = _device_of(tensors)
+        if self._device == _ON_HOST or self._device == torch.cuda.current_device():
+            self._launch(tensors, numbers)
+            return
+        with torch.cuda.device(self._device):
+            self._launch(tensors, numbers)
+
+    def _launch(self, tensors: Sequence, numbers: Sequence[int]) -> None:
         if _compiling:
             self._kernel.warmup(
                 *tensors, *numbers, *self._fixed, grid=self._grid, **self._options
@@ -140,6 +153,12 @@ class Launcher:
         x, y, z = (*self._grid, 1, 1)[:3]
         size = x * y * z * self._compiled.metadata.global_scratch_size
         return empty(recording.x, size, dtype=torch.int8) if size else None
+
+
+def _device_of(tensors: Sequence) -> int:
+    """The number of the GPU; some tensors, such as pinned ones, may be on the host."""
+    gpus = (one.device.index for one in tensors if getattr(one, "is_cuda", False))
+    return next(gpus, _ON_HOST)
 
 
 def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | None:

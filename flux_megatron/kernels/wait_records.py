@@ -55,7 +55,8 @@ def clock_kernel(now):
 def read_clock(device: torch.device) -> Tensor:
     """The device's clock in nanoseconds, int64 [1], read by a kernel on the current stream."""
     now = torch.zeros(1, dtype=torch.int64, device=device)
-    clock_kernel[(1,)](now)
+    with torch.cuda.device_of(now):
+        clock_kernel[(1,)](now)
     return now
 
 

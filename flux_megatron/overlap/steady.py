@@ -166,11 +166,12 @@ class Steady:
 
     def keep(self, recording: Recording, y: Tensor | None) -> None:
         """The lists of a call that has made y, or nothing."""
-        channel = self._space.channels[self._name]
+        channel, engine = self._space.channels[self._name], self._engine
+        assert isinstance(engine, NativeCopyEngine), f"{type(engine)} recorded a call"
         if not self._is_of(channel):
             self._channel, self._regions, self._steps = channel, channel._regions, [None, None]
         try:
-            steps = recording.steps()
+            steps = recording.steps(engine.index)
             self._result = 0 if y is None else recording.place_of(y)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             self.refused, self._attempts = str(error), self._attempts - 1

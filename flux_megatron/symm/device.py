@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -17,6 +18,20 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
     if device.type == "cuda":
         return cuda_backend.allocate(size_bytes, group, device)
     return cpu_backend.allocate(size_bytes, group)
+
+
+def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot share the device's memory, tried once; None if they can. Collective."""
+    if device.type == "cuda" and group.size() > 1:
+        return cuda_backend.why_not_shared(group, device)
+    return None
+
+
+def active(device: torch.device) -> AbstractContextManager[object]:
+    """`with active(device):` what is made or enqueued without naming a device is of this one,
+    whatever the calling thread has used before.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -27,6 +27,7 @@ typedef struct {
     PyObject_HEAD
     int count, room, eager;
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
+    CUcontext context;  // of the device whose streams it uses
     Operation *operations;
 } List;
 
@@ -36,7 +37,8 @@ typedef struct {
 #define FUNCTIONS(use) \
     use(cuEventRecord) use(cuStreamWaitEvent) use(cuMemcpyDtoDAsync) use(cuMemcpy2DAsync) \
     use(cuStreamWriteValue32) use(cuStreamWaitValue32) use(cuStreamBatchMemOp) use(cuLaunchKernelEx) \
-    use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) use(cuFuncGetParamInfo)
+    use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) use(cuFuncGetParamInfo) \
+    use(cuDevicePrimaryCtxRetain) use(cuCtxGetCurrent) use(cuCtxSetCurrent)
 #define DECLARE(name) static __typeof__(&name) p_##name;
 FUNCTIONS(DECLARE)
 static const char *const NAMES[KINDS] = {
@@ -107,6 +109,17 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
                                      one->kernel->parameters, NULL);
 }
 
+// List(device): the thread that runs it may use another device, or have no context yet, as a new
+// thread of autograd has
+static int List_init(PyObject *self, PyObject *arguments, PyObject *named) {
+    int device;
+    if (!PyArg_ParseTuple(arguments, "i", &device)) return -1;
+    // torch holds it as long as the process lives
+    CUresult code = p_cuDevicePrimaryCtxRetain(&((List *)self)->context, device);
+    if (code) PyErr_Format(PyExc_RuntimeError, "cuDevicePrimaryCtxRetain failed: %d", (int)code);
+    return code ? -1 : 0;
+}
+
 // run(stream, ...): False, and nothing enqueued, in a capture, with an address that is not aligned,
 // or where the driver does not say whether there is a capture: the caller's own way will ask again
 static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
@@ -119,14 +132,17 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
         if (list->aligned >> (i + 1) & 1 && registers[i + 1] % 16) Py_RETURN_FALSE;
     }
     CUresult code = CUDA_SUCCESS;
+    CUcontext before = NULL;
     int at = 0, eager = 1;
     CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
     Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&one_at_a_time);
+    if (p_cuCtxGetCurrent(&before) || before != list->context) p_cuCtxSetCurrent(list->context);
     if (list->eager)
         eager = !p_cuStreamIsCapturing((CUstream)(uintptr_t)registers[1], &capturing) && !capturing;
     for (; eager && at < list->count; at += 1 + list->operations[at].count)
         if ((code = run_one(&list->operations[at], registers))) break;
+    if (before != list->context) p_cuCtxSetCurrent(before);
     pthread_mutex_unlock(&one_at_a_time);
     Py_END_ALLOW_THREADS
     if (code)
@@ -230,6 +246,7 @@ static PyTypeObject ListType = {
     .tp_basicsize = sizeof(List),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
+    .tp_init = List_init,
     .tp_dealloc = List_free,
     .tp_as_sequence = &as_sequence,
     .tp_methods = methods,

@@ -62,9 +62,11 @@ def native() -> Any:
     return module
 
 
-def listed(operations: list[Operation]) -> Any:
-    """A list of operations; its `run(stream, ...)` takes the registers from 1 on."""
-    made = native().List()
+def listed(operations: list[Operation], device: int) -> Any:
+    """A list of operations on streams of a device, by its number; its `run(stream, ...)` takes the
+    registers from 1 on. Any thread may run it.
+    """
+    made = native().List(device)
     for one in operations:
         made.add(one.kind, one.size, one.stream, one.a, one.b, one.c)
     return made

@@ -40,11 +40,14 @@ class NativeCopyEngine(CudaCopyEngine):
         self._own = always(int(self._stream))
         self._recorded = always(int(self._event))
         a, b, c, d, e = (Word(register) for register in range(2, 7))
-        self._order = enqueue.listed(self._ordered(a, STREAM))
-        self._copy = enqueue.listed([Operation(COPY, STREAM, a, b, c)])
-        self._copy_rows = enqueue.listed(self._rows(a, b, c, d, e))
-        self._write = enqueue.listed([Operation(WRITE, STREAM, a, b)])
-        self._wait = enqueue.listed([Operation(WAIT, STREAM, a, b)])
+        self._order = self._listed(self._ordered(a, STREAM))
+        self._copy = self._listed([Operation(COPY, STREAM, a, b, c)])
+        self._copy_rows = self._listed(self._rows(a, b, c, d, e))
+        self._write = self._listed([Operation(WRITE, STREAM, a, b)])
+        self._wait = self._listed([Operation(WAIT, STREAM, a, b)])
+
+    def _listed(self, operations: list[Operation]) -> Any:
+        return enqueue.listed(operations, self.index)
 
     def _ordered(self, later: Word, earlier: Word) -> list[Operation]:
         return [
@@ -112,7 +115,7 @@ class NativeCopyEngine(CudaCopyEngine):
 
     def clear(self, counters: tuple[int, ...]) -> None:
         operations = self._cleared(counters)
-        enqueue.listed(operations).run()
+        self._listed(operations).run()
         self._note(*operations)
 
     def _cleared(self, counters: tuple[int, ...]) -> list[Operation]:
@@ -127,7 +130,7 @@ class NativeCopyEngine(CudaCopyEngine):
 
     @lru_cache(maxsize=256)  # noqa: B019, a device has one engine for the life of the process
     def _sending(self, pushes: tuple[Push, ...]) -> Any:
-        return enqueue.listed(self._sent(pushes, _SOURCE, _EPOCH))
+        return self._listed(self._sent(pushes, _SOURCE, _EPOCH))
 
     def _sent(self, pushes: tuple[Push, ...], source: Word, epoch: Word) -> list[Operation]:
         operations = []
@@ -151,7 +154,7 @@ class NativeCopyEngine(CudaCopyEngine):
 
     @lru_cache(maxsize=256)  # noqa: B019, as above
     def _pushing(self, gated_pushes: tuple[GatedPush, ...]) -> Any:
-        return enqueue.listed(self._gated(gated_pushes, _SOURCE, _EPOCH))
+        return self._listed(self._gated(gated_pushes, _SOURCE, _EPOCH))
 
     def _gated(
         self, gated_pushes: tuple[GatedPush, ...], source: Word, epoch: Word

@@ -38,7 +38,13 @@ def _bytes(words: torch.Tensor) -> bytes:
     return ctypes.string_at(on_host.data_ptr(), on_host.numel())
 
 
-def _device(group: ProcessGroup) -> str:
+def _device(group: ProcessGroup) -> torch.device:
     """Where the group's collectives take tensors: on the host, if it has a backend for that."""
     kinds = [device.type for device in group._device_types]
-    return "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    return device_of(group, "cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
+def device_of(group: ProcessGroup, kind: str) -> torch.device:
+    """The device of this kind that the group is bound to; the current one, if it is to none."""
+    bound = group.bound_device_id
+    return bound if bound is not None and bound.type == kind else torch.device(kind)

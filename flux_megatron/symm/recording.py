@@ -145,13 +145,14 @@ class Recording:
             raise Unrecordable("the call's result is not one that it has made")
         return places[0]
 
-    def steps(self) -> Steps:
-        """The lists; their registers are the stream, the epoch, x, w, the bias or 0, and what is
-        `made`. They run outside of captures only, and with whole 16-byte addresses.
+    def steps(self, device: int) -> Steps:
+        """The lists for the streams of a device, by its number; their registers are the stream, the
+        epoch, x, w, the bias or 0, and what is `made`. They run outside of captures only, and with
+        whole 16-byte addresses.
         """
         if self.refused:
             raise Unrecordable(self.refused)
-        lists, stops = [enqueue.native().List()], []
+        lists, stops = [enqueue.native().List(device)], []
         for one in self.operations:
             if isinstance(one, Launch):
                 lists[-1].launch(enqueue.STREAM, *one.arguments)
@@ -159,7 +160,7 @@ class Recording:
                 lists[-1].add(one.kind, one.size, one.stream, one.a, one.b, one.c)
             else:
                 stops.append(one)
-                lists.append(enqueue.native().List())
+                lists.append(enqueue.native().List(device))
         registers = [X.register, W.register, BIAS.register, *range(_MADE, _MADE + len(self.made))]
         # the others go on, whatever the first has found
         lists[0].require(True, sum(1 << register for register in registers))

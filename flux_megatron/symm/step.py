@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import errors
-from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm import objects
+from flux_megatron.symm.device import active, copy_engine
 from flux_megatron.symm.workspace import check, workspaces
 
 _ASK_S = 1.0  # seconds between two queries whether another rank has failed
@@ -23,7 +24,8 @@ def synchronize() -> None:
     would go on waiting for the rest of the stream, such as a collective.
     """
     for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
-        copy_engine(device).follow()
+        with active(device):
+            copy_engine(device).follow()
         end = torch.cuda.current_stream(device).record_event()
         asked = time.monotonic()
         while not end.query():
@@ -48,7 +50,8 @@ def confirm_step() -> None:
         synchronize()
     except errors.FluxError as error:
         failure = error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = objects.device_of(dist.distributed_c10d._get_default_group(), kind)
     # a kernel fills it: a copy from the host would wait for the stream
     failed = torch.full((1,), int(failure is not None), dtype=torch.int32, device=device)
     reduced = dist.all_reduce(failed, op=dist.ReduceOp.MAX, async_op=True)

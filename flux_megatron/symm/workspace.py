@@ -24,7 +24,7 @@ from flux_megatron.symm import doorbell
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
-from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.device import active, copy_engine, why_not_shared
 from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
@@ -35,7 +35,8 @@ from flux_megatron.versions.triton import TRITON
 
 def capturing(device: torch.device) -> bool:
     """Whether what is enqueued now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    with active(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Workspace:
@@ -58,7 +59,7 @@ class Workspace:
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         ranks = places(group, device, doorbell.address(_compare))
         self._doorbells = [place.doorbell for place in ranks]
-        self.unavailable = why_unavailable(ranks)
+        self.unavailable = why_unavailable(ranks) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
@@ -186,8 +187,8 @@ class Workspace:
 
 
 class Guard:
-    """`with space.guard(): ...` breaks the group off if an error leaves a call open that began
-    inside.
+    """`with space.guard(): ...` makes the workspace's device the current one, and breaks the group
+    off if an error leaves a call open that began inside.
 
     Its pushes would stay in flight, and the other ranks would wait for the rest of the call.
     """
@@ -196,11 +197,16 @@ class Guard:
         self._space = space
 
     def __enter__(self) -> None:
+        self._active = active(self._space.device)
+        self._active.__enter__()
         self._open = self._space.open_calls()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._space.open_calls() != self._open:
-            self._space.break_off(error)
+        try:
+            if error is not None and self._space.open_calls() != self._open:
+                self._space.break_off(error)
+        finally:
+            self._active.__exit__(None, None, None)
 
 
 def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
@@ -229,8 +235,9 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     if found is None:
         name_of(group)  # there is one
         warn_of_untested(TORCH, TRITON)
-        status = _statuses.setdefault(device, Status(device))
-        found = Workspace(group, device, status)
+        with active(device):
+            status = _statuses.setdefault(device, Status(device))
+            found = Workspace(group, device, status)
         for other, space in [*_workspaces.items()]:
             if space.name == found.name:  # of a group that is gone
                 del _workspaces[other]

@@ -49,10 +49,12 @@ def of(device: torch.device, strategy: str | None = None, room: str = OVERLAP) -
     """
     import triton
 
+    from flux_megatron.tuning import link
+
     on_gpu = device.type == "cuda"
     return Environment(
         gpu=torch.cuda.get_device_name(device) if on_gpu else device.type,
-        link=_link(device) if on_gpu else "host memory",
+        link=link.of(device) if on_gpu else "host memory",
         driver=driver_version() if on_gpu else "none",
         cuda=torch.version.cuda or "none",
         torch=torch.__version__,
@@ -60,19 +62,6 @@ def of(device: torch.device, strategy: str | None = None, room: str = OVERLAP) -
         max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or "unset",
         sources=sources_digest(PACKAGE, strategy, room),
     )
-
-
-def _link(device: torch.device) -> str:
-    """ "nvlink" if every pair of visible GPUs has native atomics between them, as NVLink gives."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
-    if not peers:
-        return "unknown"
-    answers = [driver.cuDeviceGetP2PAttribute(attribute, device.index, peer) for peer in peers]
-    joined = all(error == driver.CUresult.CUDA_SUCCESS and value for error, value in answers)
-    return "nvlink" if joined else "pcie"
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:

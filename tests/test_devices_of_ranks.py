@@ -1,0 +1,220 @@
+"""Which GPU a rank's process sees and uses: one GPU each, of the same number, as under Ray; no
+`set_device`; a thread that has not used a GPU yet. All are exact and overlap.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import cases
+import layer_cases
+import pytest
+import ranks
+import test_embedding
+import test_expert_parallel
+import torch
+import torch.distributed as dist
+from cases import ON_HOPPER, Case, operands
+from closeness import assert_exact
+from layer_cases import layer
+from ranks import GPU_RANKS, run_ranks
+from test_repeated_calls import counted
+
+import flux_megatron
+from flux_megatron import ops, settings
+from flux_megatron.nn import functions, norm
+from flux_megatron.patterns import Pattern
+from flux_megatron.symm.workspace import workspaces
+from flux_megatron.tuning import link
+from flux_megatron.wgrad import plain_wgrad
+
+pytestmark = [
+    pytest.mark.gpus(2),
+    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
+]
+
+STRATEGIES = ("auto", "hopper", "fused", "pipelined", "low_latency", "signalled")
+CALLS = 6  # the last of them by lists
+RECORDED = {  # the patterns whose repeated calls are lists
+    "low_latency": {*ops.OPERATIONS},
+    "pipelined": {Pattern.AG_GEMM, Pattern.GEMM_RS},
+    "hopper" if ON_HOPPER else "fused": {Pattern.AG_GEMM, Pattern.GEMM_RS},
+}
+SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "20"}
+ONE_EACH = {"CUDA_VISIBLE_DEVICES": "{rank}", **SHORT}
+
+
+@contextmanager
+def strategy(name: str) -> Iterator[None]:
+    before = os.environ.get("FLUX_MEGATRON_STRATEGY", "auto")
+    os.environ["FLUX_MEGATRON_STRATEGY"] = name
+    settings.reload()
+    try:
+        yield
+    finally:
+        os.environ["FLUX_MEGATRON_STRATEGY"] = before
+        settings.reload()
+
+
+def call(pattern: Pattern, wanted: str, device: torch.device) -> tuple[Callable, torch.Tensor]:
+    """An operation on this rank's shards, and what it must give."""
+    rows = 8 if wanted == "low_latency" else 256
+    rank = dist.get_rank()
+    given = operands(Case(pattern, rows, 512, 512, dtype=torch.bfloat16, kept=0.15), 2)
+    x, w = given.x[rank].to(device), given.w[rank].to(device)
+    return lambda: ops.OPERATIONS[pattern](x, w, dist.group.WORLD), given.expected[rank]
+
+
+def every_strategy(device: torch.device) -> None:
+    """Every pattern by every strategy, each call overlapped; and both layers' backward."""
+    for wanted in STRATEGIES if ON_HOPPER else [one for one in STRATEGIES if one != "hopper"]:
+        flux_megatron.reset_report()
+        with strategy(wanted):
+            for pattern in ops.OPERATIONS:
+                run, expected = call(pattern, wanted, device)
+                for number in range(CALLS):
+                    assert_exact(run(), expected, f"{wanted} {pattern} call {number}")
+        report = flux_megatron.report()
+        assert not report.fallbacks, f"{wanted}: {report}"
+        if wanted != "auto":
+            assert report.overlapped == report.total == 3 * CALLS, f"{wanted}: {report}"
+    for kind in ("column", "row"):
+        made = layer(kind, 2, torch.bfloat16, (128, 2), 256, 512, bias=True, kept=0.15)
+        for _ in range(CALLS):
+            layer_cases.check(made, dist.get_rank())
+    flux_megatron.confirm_step()
+
+
+def with_one_gpu(rank: int) -> tuple[int, str, str | None]:
+    every_strategy(torch.device("cuda", 0))
+    (space,) = workspaces()
+    return torch.cuda.device_count(), link.of(torch.device("cuda", 0)), space.unavailable
+
+
+def seen(rank: int) -> str:
+    return link.of(torch.device("cuda", rank))
+
+
+def test_ranks_that_see_one_gpu_each():
+    """The link is that of ranks which see all GPUs, so plans are the same."""
+    expected = [(1, name, None) for name in run_ranks(seen, 2, device="cuda")]
+    assert run_ranks(with_one_gpu, 2, device="cuda", environment=ONE_EACH, limit_s=240) == expected
+
+
+def unshared(rank: int) -> tuple[int, dict, str | None]:
+    """torch's own check refuses: as if the driver did."""
+    from flux_megatron.symm import cuda_backend
+
+    cuda_backend._SAME_NUMBERS = "SOMETHING_ELSE"
+    device = torch.device("cuda", 0)
+    run, expected = call(Pattern.AG_GEMM, "pipelined", device)
+    with strategy("pipelined"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(CALLS):
+            assert_exact(run(), expected)
+    (space,) = workspaces()
+    lines = [one for one in said if "share no memory" in str(one.message)]
+    return len(lines), flux_megatron.report().calls, space.unavailable
+
+
+def test_gpus_that_share_no_memory_fall_back_and_say_so_once():
+    environment = {**ONE_EACH, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}
+    for lines, calls, reason in run_ranks(unshared, 2, device="cuda", environment=environment):
+        assert lines == 1
+        assert calls == {("ag_gemm", "sequential"): CALLS}
+        assert "rank 0" in reason
+        assert "overlapping devices" in reason
+
+
+def without_set_device(rank: int) -> int:
+    """The tensors are on the group's GPU, the current device is 0; with the tests of others."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", rank)
+    for module in (ranks, cases, layer_cases, test_embedding, test_expert_parallel):
+        module.DEVICE = str(device)
+    every_strategy(device)
+    test_embedding.calls(rank, [test_embedding.CASES["odd sizes"]], "fused")
+    for name in ("small tiles", "fused", "sequential"):
+        test_expert_parallel.calls(rank, name, ("nt", "nn"), test_expert_parallel.ROUTINGS[:2])
+    x = torch.randn(64, 512, device=device, requires_grad=True)
+    weight = torch.ones(512, device=device, requires_grad=True)
+    for _ in range(CALLS):
+        y = norm.rms_norm(x, weight)
+        y.sum().backward()
+        expected = torch.nn.functional.rms_norm(x, (512,), weight, 1e-5)
+        assert torch.allclose(y, expected, atol=1e-5)
+    assert torch.cuda.current_device() == 0
+    return torch.cuda.memory_allocated(0) if rank else 0
+
+
+def test_ranks_that_set_no_device():
+    """Nor is memory of another rank's GPU taken."""
+    answers = run_ranks(
+        without_set_device, 2, device="cuda", environment=SHORT, limit_s=240, fresh=True
+    )
+    assert answers == [0, 0]
+
+
+def in_new_threads(rank: int, native: bool, current: bool) -> None:
+    """Each call of another thread, whose first use of a GPU it is; last autograd's own thread."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not current:
+        torch.cuda.set_device(0)
+    for wanted in RECORDED:
+        with strategy(wanted):
+            for pattern in ops.OPERATIONS:
+                run, expected = call(pattern, wanted, device)
+                for _ in range(CALLS):
+                    assert_exact(run(), expected)
+                with counted() as by_list:
+                    for _ in range(2):  # one list for each parity
+                        assert_exact(in_a_new_thread(run), expected, f"{wanted} {pattern}")
+                recorded = pattern in RECORDED[wanted]
+                assert by_list == [native and recorded] * 2, f"{wanted} {pattern}"
+    with strategy("pipelined"), counted() as by_list:
+        backward_of_a_new_thread(rank, device)
+    assert by_list[-2:] == [True] * 2 if native else not any(by_list)
+
+
+def in_a_new_thread(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    results: list = []
+
+    def keep() -> None:
+        try:
+            results.append(run())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+def backward_of_a_new_thread(rank: int, device: torch.device) -> None:
+    made = layer("column", 2, torch.bfloat16, (256,), 512, 512, bias=False, kept=0.15)
+    x, w = (one[rank].to(device).requires_grad_() for one in (made.x, made.w))
+    dy = made.dy[rank].to(device)
+    options = functions._Options(dist.group.WORLD, plain_wgrad)
+    with torch.no_grad():  # lists of its pieces, which autograd's thread runs first of all
+        for _ in range(CALLS):
+            functions.column_backward(dy, x, w, x.shape, options, (True, True, False))
+    y = functions.column_parallel_linear(x, w, None, group=dist.group.WORLD)
+    y.backward(dy)
+    assert_exact(x.grad, made.dx[rank], "dx")
+    assert_exact(w.grad, made.dw[rank], "dw")
+
+
+@pytest.mark.parametrize("current", [True, False])
+@pytest.mark.parametrize("native", [True, False])
+def test_the_first_use_of_a_gpu_by_a_thread(native, current):
+    environment = {"FLUX_MEGATRON_NATIVE": str(int(native)), **SHORT}
+    given = {"device": "cuda", "environment": environment, "limit_s": 240, "fresh": True}
+    run_ranks(in_new_threads, 2, native, current, **given)
