@@ -25,6 +25,7 @@ _PLACES = {
     "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
+    "release": ("flux_megatron.symm.workspace", "release"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
     "synchronize": ("flux_megatron.symm.step", "synchronize"),
@@ -44,6 +45,7 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
+    "release",
     "report",
     "reset_report",
     "synchronize",
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step import confirm_step, synchronize
-    from flux_megatron.symm.workspace import check
+    from flux_megatron.symm.workspace import check, release
 
 
 def __getattr__(name: str) -> Any:

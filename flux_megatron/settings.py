@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | FLUX_MEGATRON_STRATEGY | `auto`, or the one strategy of every call, such as `fused` | auto |
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
-| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | 240 |
+| FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | .8 of its group's |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
@@ -44,7 +44,7 @@ CACHE = Path("~/.cache/flux_megatron").expanduser()
 class Settings:
     strategy: str = "auto"
     strict: bool = False
-    timeout_s: float = 240.0  # below the 300 s of NCCL's watchdog, so that our message comes first
+    timeout_s: float | None = None  # None: as the group's timeout has it (`symm.groups`)
     poison: bool = False
     tune: str = "off"
     tune_seconds: float = 60.0
@@ -63,8 +63,10 @@ def _switch(environment: Mapping[str, str], name: str, default: str = "0") -> bo
     return text == "1"
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, str(default))
+def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+    text = environment.get(name)
+    if text is None:
+        return None
     try:
         seconds = float(text)
     except ValueError:
@@ -88,10 +90,10 @@ def read(environment: Mapping[str, str]) -> Settings:
     return Settings(
         strategy=_one_of(environment, "FLUX_MEGATRON_STRATEGY", STRATEGIES),
         strict=_switch(environment, "FLUX_MEGATRON_STRICT"),
-        timeout_s=_seconds(environment, "FLUX_MEGATRON_TIMEOUT_S", default.timeout_s),
+        timeout_s=_seconds(environment, "FLUX_MEGATRON_TIMEOUT_S"),
         poison=_switch(environment, "FLUX_MEGATRON_POISON"),
         tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
-        tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS", default.tune_seconds),
+        tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS") or default.tune_seconds,
         beside=_one_of(environment, "FLUX_MEGATRON_BESIDE", BESIDE),
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
-from flux_megatron import errors
+from flux_megatron import errors, ops
 from flux_megatron.overlap import collectives
-from flux_megatron.symm import doorbell
+from flux_megatron.symm import doorbell, places
 from flux_megatron.symm.places import Place, why_unavailable
 from flux_megatron.symm.status import Status
+from flux_megatron.symm.workspace import workspaces
 
 CPU = torch.device("cpu")
 
@@ -27,12 +33,57 @@ def test_who_is_rung_answers_every_time():
     assert doorbell.address(answer) == address, "one thread a process"
 
 
-def test_ranks_of_two_nodes_have_no_symmetric_memory():
-    here, there, gpu = Place("cpu", "a", ""), Place("cpu", "b", ""), Place("cuda", "a", "")
-    assert why_unavailable([here, here]) is None
-    assert "spans 2 nodes" in str(why_unavailable([here, there]))
+def test_an_answer_that_fails_is_reported_and_the_next_ring_is_answered():
+    rung = threading.Semaphore(0)
+
+    def answer() -> None:
+        rung.release()
+        raise RuntimeError("dictionary changed size during iteration")
+
+    address = doorbell.address(answer)
+    with mock.patch.object(warnings, "warn") as warned:
+        for _ in range(2):
+            doorbell.ring([address])
+            assert rung.acquire(timeout=10)
+    assert "a doorbell's answer failed: RuntimeError" in warned.call_args.args[0]
+
+
+def ranks_of_two_machines(rank: int) -> list[str]:
+    group = dist.group.WORLD
+    said = [why_unavailable(places.places(group, CPU, ""), group)]
+    with mock.patch.object(places, "machine", return_value=f"kernel {rank}"):
+        said.append(why_unavailable(places.places(group, CPU, ""), group))
+    hidden = mock.patch.object(places, "_read", return_value="")  # another container's /proc
+    with hidden if rank else contextlib.nullcontext():
+        said.append(why_unavailable(places.places(group, CPU, ""), group))
+    return said
+
+
+def test_ranks_have_symmetric_memory_where_they_can_open_each_others():
+    for here, two_nodes, two_containers in run_ranks(ranks_of_two_machines, 2):
+        assert here is None
+        assert "spans 2 nodes" in two_nodes
+        assert "rank 1 that of rank 0, rank 1 that of rank 1" in two_containers
+
+
+def in_two_containers(rank: int) -> str | None:
+    places._read = lambda path: ""
+    y = ops.all_gather_gemm(torch.ones(2, 3), torch.ones(4, 3), dist.group.WORLD)
+    assert y.tolist() == [[3.0] * 4] * 4
+    return workspaces()[0].unavailable
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fused", "sequential"])
+def test_containers_that_cannot_see_each_other_do_without_symmetric_memory(strategy):
+    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
+    for reason in run_ranks(in_two_containers, 2, environment=environment):
+        assert "cannot open each other's memory" in reason
+
+
+def test_ranks_on_different_devices_are_refused():
+    here, gpu = Place("cpu", "a", ""), Place("cuda", "a", "")
     with pytest.raises(errors.ProblemMismatch, match=r"rank 0: cpu, rank 1: cuda"):
-        why_unavailable([here, gpu])
+        why_unavailable([here, gpu], SimpleNamespace())
 
 
 def test_waits_end_by_the_first_reason():

@@ -8,7 +8,6 @@ import ast
 import importlib
 import inspect
 import re
-import socket
 import sys
 import textwrap
 import time
@@ -26,6 +25,7 @@ from ranks import DEVICE, RankFailure, be_late, here, on_device, run_ranks
 import flux_megatron
 from flux_megatron import errors
 from flux_megatron.device import SLOTS, Channel
+from flux_megatron.symm import places
 
 PAGE = Path(__file__).parents[1] / "docs" / "own_kernel.md"
 NAMES = ("own_kernel", "own_kernel_gluon")
@@ -159,7 +159,7 @@ def test_refused_calls_are_named_on_every_rank():
 
 
 def apart(rank: int) -> None:
-    socket.gethostname = lambda: f"node{rank}"
+    places.machine = lambda: f"node{rank}"
     with Channel("apart", dist.group.WORLD, here()).begin(64):
         pass
 

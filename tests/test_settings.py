@@ -14,7 +14,7 @@ from flux_megatron.settings import Settings, read
 
 
 def test_defaults():
-    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=240.0, poison=False)
+    assert read({}) == Settings(strategy="auto", strict=False, timeout_s=None, poison=False)
     assert read({"OTHER": "1"}) == Settings()
 
 

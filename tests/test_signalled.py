@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.perf import band_plans, hardware
 from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
+from flux_megatron.symm import places
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 
@@ -250,7 +250,7 @@ def test_the_named_strategy_has_the_bands_that_are_predicted():
 def on_two_nodes(rank: int) -> tuple[dict, str]:
     group = dist.group.WORLD
     host = f"node-{rank // (group.size() // 2)}"
-    with mock.patch.object(socket, "gethostname", return_value=host):
+    with mock.patch.object(places, "machine", return_value=host):
         counted = layers(rank)
     return counted, workspace(group, torch.device("cpu")).unavailable
 
@@ -277,24 +277,30 @@ def test_one_open_call():
 
 
 def test_a_communicator_for_each_number_of_sms(monkeypatch):
-    """As on GPUs, where the group's own would have as many CTAs as it likes."""
+    """As on GPUs, where the group's own would have as many CTAs as it likes; they end with the
+    workspace.
+    """
     made: list[int] = []
+    ended: list[int] = []
     capture = [False]
-    monkeypatch.setattr(signalled, "_communicators", {})
-    monkeypatch.setattr(signalled, "_nccl", lambda space, sms: made.append(sms) or object())
+
+    def own(space, sms):
+        made.append(sms)
+        return SimpleNamespace(abort=lambda: ended.append(sms))
+
+    monkeypatch.setattr(signalled, "_nccl", own)
     monkeypatch.setattr(signalled, "capturing", lambda device: capture[0])
-    group, device = SimpleNamespace(group_name="one"), torch.device("cuda")
-    space = SimpleNamespace(group=group, device=device)
+    group, stage = SimpleNamespace(group_name="one"), signalled.Stage(torch.device("cpu"))
+    space = SimpleNamespace(group=group, device=torch.device("cuda"), kept={"signalled": stage})
     assert signalled.communicator(space, 0) is group
     few, many = (signalled.communicator(space, sms) for sms in (4, 16))
     capture[0] = True
     assert signalled.communicator(space, 4) is few is not many
     with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
         signalled.communicator(space, 8)
-    capture[0] = False
-    later = SimpleNamespace(group=SimpleNamespace(group_name="one"), device=device)
-    assert signalled.communicator(later, 4) is not few
-    assert made == [4, 16, 4]
+    assert made == [4, 16]
+    stage.close()
+    assert sorted(ended) == made
 
 
 def broken(rank: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -31,6 +30,7 @@ from flux_megatron.expert_parallel import bands, host_counts, ops, signalled
 from flux_megatron.expert_parallel.bands import Order
 from flux_megatron.kernels import signalled_experts as kernels
 from flux_megatron.problem import MAX_GROUPS, Plan
+from flux_megatron.symm import places
 from flux_megatron.symm.cpu_backend import CpuCopyEngine
 from flux_megatron.symm.workspace import workspace
 
@@ -83,7 +83,7 @@ def layer(rank: int) -> tuple[dict, str, list]:
     """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
     group = dist.group.WORLD
     host = f"node-{rank // (group.size() // 2)}"
-    with mock.patch.object(socket, "gethostname", return_value=host):
+    with mock.patch.object(places, "machine", return_value=host):
         calls(rank, "fused", ("nt",), (uneven, idle_source))  # no plan
     report = flux_megatron.report()
     unavailable = workspace(group, torch.device("cpu")).unavailable

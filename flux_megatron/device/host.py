@@ -49,7 +49,7 @@ class Call:
             "status": call.status,
             "rank": call.rank,
             "epoch": as_int32(call.epoch),
-            "timeout_ns": transfer.timeout_ns(),
+            "timeout_ns": call.timeout_ns,
         }
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -108,7 +108,7 @@ def about(call: Call) -> dict:
         "rank": call.rank,
         "world_size": call.world_size,
         "epoch": as_int32(call.epoch),
-        "timeout_ns": transfer.timeout_ns(),
+        "timeout_ns": call.timeout_ns,
     }
 
 

@@ -108,7 +108,7 @@ def ag_gemm(
             work_counter=gather.call.channel.work_counter,
             rank=gather.call.rank,
             epoch=as_int32(gather.call.epoch),
-            timeout_ns=transfer.timeout_ns(),
+            timeout_ns=gather.call.timeout_ns,
             comm_rows=gather.comm_rows,
             layout=layout,
             tile=plan.tile,
@@ -116,7 +116,7 @@ def ag_gemm(
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
-    gather.close()
+    gather.close(by_kernel=True)
     return y
 
 

@@ -77,14 +77,14 @@ def ag_gemm(
             pad=call.pads[call.rank], status=call.status,
             partial_counters=call.channel.partial_counters,
             work_words=call.channel.work_counter, rank=call.rank,
-            epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+            epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
             split_k_shards=plan.split_k_shards, copy_local=consume is not None, k_parts=k_parts,
             waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
-    gather.close()
+    gather.close(by_kernel=True)
     return y
 
 
@@ -182,7 +182,7 @@ def _start(
             pad=call.pads[call.rank], status=call.status,
             counters=counters, partial_counters=call.channel.partial_counters,
             work_words=call.channel.work_counter, rank=call.rank,
-            world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+            world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
             split_k_shards=plan.split_k_shards, by_sm=by_sm,
             waits=wait_log.next_buffer("hopper_gemm_rs", x.device), gathering=gathering,
@@ -211,7 +211,7 @@ class AllReduce:
             wait_sources(
                 pad=call.pads[rank], status=call.status,
                 first_source=rank + 1, count=call.world_size - 1, world_size=call.world_size,
-                epoch=as_int32(call.epoch), timeout_ns=transfer.timeout_ns(),
+                epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
                 M_shard=self.tiles, comm_rows=self.tiles_comm,
             )  # fmt: skip
         gathered = call.view(rank, self.y.shape, self.y.dtype)

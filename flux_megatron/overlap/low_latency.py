@@ -122,5 +122,5 @@ def _words(call: Call, channel: WordChannel) -> dict[str, Any]:
     return {
         "word_pointers": call.pointers, "half_bytes": channel.region_bytes,
         "epochs": channel.epochs, "work": channel.work, "counters": channel.partial_counters,
-        "status": call.status, "rank": call.rank, "timeout_ns": transfer.timeout_ns(),
+        "status": call.status, "rank": call.rank, "timeout_ns": call.timeout_ns,
     }  # fmt: skip

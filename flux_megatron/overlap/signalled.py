@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import errors, settings
+from flux_megatron import errors
 from flux_megatron.kernels import hopper_config, hopper_gemm, launch
 from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm, table_of
 from flux_megatron.kernels.sizes import cdiv
@@ -29,8 +29,9 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.device import communication_stream
+from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.signals import WORK_WORDS
-from flux_megatron.symm.workspace import Workspace, capturing
+from flux_megatron.symm.workspace import Workspace, capturing, workspaces
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False
@@ -83,6 +84,7 @@ class BandsInFlight:
 
     def finish(self) -> Tensor:
         join(self.workspace)
+        self.workspace.engine.hold(self.y, self.staging)
         return self.y
 
 
@@ -146,6 +148,7 @@ class Stage:
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = False
+        self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
         self._device = device
         self._tables: dict[tuple[Band, ...], Tensor] = {}
 
@@ -155,6 +158,16 @@ class Stage:
             _refuse_capture(self._device)
             self._tables[made] = table_of(made, self._device)
         return self._tables[made]
+
+    def join(self) -> None:
+        """What the current stream gets from now on comes after all collectives so far."""
+        self.stream.join()
+
+    def close(self) -> None:
+        """A peer that is gone is not waited for."""
+        while self.communicators:
+            _, own = self.communicators.popitem()
+            own.abort()
 
     def refuse_second(self) -> None:
         """`WorkspaceError` while a call is open."""
@@ -221,7 +234,7 @@ def join(workspace: Workspace) -> None:
     """What the current stream gets from now on comes after all collectives of the open call."""
     stage = stage_of(workspace)
     workspace.engine.follow()
-    stage.stream.join()
+    stage.join()
     stage.open = False
 
 
@@ -250,10 +263,6 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-# by the group's name and the SMs that they may hold, each with its group: names come back
-_communicators: dict[tuple[str, int], tuple[ProcessGroup, Any]] = {}
-
-
 def communicator(workspace: Workspace, comm_sms: int) -> Any:
     """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
     kernels hold at most `comm_sms` SMs. Collective at its first call.
@@ -261,12 +270,11 @@ def communicator(workspace: Workspace, comm_sms: int) -> Any:
     group = workspace.group
     if not comm_sms or workspace.device.type != "cuda":
         return group
-    key = (group.group_name, comm_sms)
-    found = _communicators.get(key)
-    if found is None or found[0] is not group:
+    own = stage_of(workspace).communicators
+    if comm_sms not in own:
         _refuse_capture(workspace.device)
-        found = _communicators[key] = (group, _nccl(workspace, comm_sms))
-    return found[1]
+        own[comm_sms] = _nccl(workspace, comm_sms)
+    return own[comm_sms]
 
 
 def _nccl(workspace: Workspace, comm_sms: int) -> Any:
@@ -279,7 +287,7 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     # GEMM+RS 8192 x 12288 x 12288 in 8 bands 2321 us, without clusters 1847 (2 x H200, NCCL 2.28.9,
     # docs/results/h200x2/signalled.jsonl).
     options.config.cga_cluster_size = 1
-    options._timeout = timedelta(seconds=settings.get().timeout_s)
+    options._timeout = timedelta(seconds=timeout_s(workspace.group))
     # both for the watchdog's messages
     options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
     options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
@@ -290,7 +298,7 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
 
 @atexit.register
 def _let_communicators_go() -> None:
-    """Their threads must not outlive the device; a peer that is gone must not be waited for."""
-    while _communicators:
-        _, (_, own) = _communicators.popitem()
-        own.abort()
+    """Their threads must not outlive the device."""
+    for space in workspaces():
+        if "signalled" in space.kept:
+            space.kept["signalled"].close()

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flux_megatron import settings
 from flux_megatron.kernels.rank_barrier import rank_barrier
 from flux_megatron.kernels.reduce_received import reduce_received
 from flux_megatron.kernels.wait_sources import wait_sources
@@ -37,11 +36,6 @@ def unequal_shards(problem: Problem) -> str | None:
     return None
 
 
-def timeout_ns() -> int:
-    """The bound of a kernel's waits."""
-    return int(settings.get().timeout_s * 1e9)
-
-
 def begin(
     workspace: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
 ) -> Call:
@@ -58,7 +52,7 @@ def begin(
             status=call.status,
             rank=call.rank,
             world_size=call.world_size,
-            timeout_ns=timeout_ns(),
+            timeout_ns=call.timeout_ns,
         )
     return call
 
@@ -134,12 +128,14 @@ class Gather:
     local_shard: int = 0  # the address that `complete` copies x to, 0 if it copies nothing
     behind_pushes: bool = False  # the copy engine copies, not the caller's stream
     joined: bool = False
+    awaited: int = 1  # ranks whose signals this one has awaited; its own rows need none
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
-        around the ring.
+        around the ring. Each rank once.
         """
         self.engine.follow()
+        self.awaited += count
         with phase("wait"):
             wait_sources(
                 pad=self.call.pads[self.call.rank],
@@ -148,7 +144,7 @@ class Gather:
                 count=count,
                 world_size=self.call.world_size,
                 epoch=as_int32(self.call.epoch),
-                timeout_ns=timeout_ns(),
+                timeout_ns=self.call.timeout_ns,
                 M_shard=self.comm_tiles,
                 comm_rows=1,
             )
@@ -165,11 +161,18 @@ class Gather:
         self.wait_for(self.call.rank + 1, self.call.world_size - 1)
         return self.gathered
 
-    def close(self) -> None:
-        """End the call; everything that reads the gathered rows has been enqueued."""
+    def close(self, *, by_kernel: bool = False) -> None:
+        """End the call; everything that reads the gathered rows has been enqueued.
+
+        No rank ends a call before its stream has awaited every signal of it: by `complete`, by
+        `wait_for`, or in a kernel. Who asked for no rows waits here (docs/memory_model.md, 2).
+        """
         self.engine.follow()
+        if not by_kernel and self.awaited < self.call.world_size:
+            self.wait_for(self.call.rank + 1, self.call.world_size - 1)
         if not self.joined:
             self._join()
+        self.engine.hold(self.x)
         self.workspace.end(self.call)
 
     def _join(self) -> None:
@@ -220,7 +223,7 @@ class ReduceScatter:
     call: Call
     received: Tensor
     comm_rows: int
-    keep_alive: object = None
+    keep_alive: Tensor | None = None
 
     def finish(self) -> Tensor:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
@@ -232,12 +235,13 @@ class ReduceScatter:
                 pad=self.call.pads[self.call.rank],
                 status=self.call.status,
                 epoch=as_int32(self.call.epoch),
-                timeout_ns=timeout_ns(),
+                timeout_ns=self.call.timeout_ns,
                 comm_rows=self.comm_rows,
                 waits=wait_log.next_buffer("reduce_received", self.received.device),
             )
         if self.keep_alive is not None:
             engine.join()
+            engine.hold(self.keep_alive)
         self.workspace.end(self.call)
         return y
 

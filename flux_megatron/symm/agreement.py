@@ -17,8 +17,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux_megatron import errors, settings
+from flux_megatron import errors
 from flux_megatron.symm import objects
+from flux_megatron.symm.groups import is_fake, timeout_s
 
 _REFUSED = "refused: "
 _BROKEN = "broken"  # the key of the first failure in the middle of a call
@@ -33,7 +34,7 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup, note: Callable[[], None]) -> None:
         self._rank, self._world_size, self._note = group.rank(), group.size(), note
-        self._name = group.group_name
+        self._group, self._name = group, group.group_name
         self.broken = ""  # the first failure of a rank in the middle of a call, once it is known
         # a group created later under the same name must not read old answers
         nonce = objects.broadcast(uuid.uuid4().hex, group)
@@ -121,10 +122,12 @@ class Agreement:
 
     def _exchange(self, text: str) -> list[str]:
         """What every rank has published under the next number, "" for a rank that is late."""
+        if is_fake(self._group):
+            return [text] * self._world_size
         self._publish(text)
         self._note()
         number, self._number = self._number, self._number + 1
-        deadline = time.monotonic() + settings.get().timeout_s
+        deadline = time.monotonic() + timeout_s(self._group)
         published = []
         for rank in range(self._world_size):
             key = f"{number}/{rank}"

@@ -50,10 +50,12 @@ class CallLog:
         digest = self._digests.get(description)
         if digest is None:
             digest = self._digests[description] = zlib.crc32(description.encode())
-        self._count += 1
+        number = self._count + 1
         # one aligned store holds number and digest: a reader sees both or neither
-        entry = self._count % _NUMBERS << _DIGEST_BITS | digest
-        self._rings[self._rank][self._count % ENTRIES] = entry
+        self._rings[self._rank][number % ENTRIES] = number % _NUMBERS << _DIGEST_BITS | digest
+        # last: the doorbell's thread would take an entry that is not there yet for one of a call
+        # that it need not compare
+        self._count = number
 
     def difference(self) -> str:
         """The first call that some rank made differently, as far as they have come, or nothing."""
@@ -76,7 +78,8 @@ class CallLog:
 
     def _describe(self, entry: int) -> str:
         named = {zlib.crc32(text.encode()): text for text in (QUESTION, _BROKEN_OFF)}
-        known = named | {digest: description for description, digest in self._digests.items()}
+        # a copy: the doorbell's thread asks while the caller's enters new descriptions
+        known = named | {digest: text for text, digest in self._digests.copy().items()}
         return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")
 
 

@@ -24,6 +24,7 @@ from flux_megatron import settings
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.status import Status
 
 _REGIONS = 3  # two for eager calls, by parity, then that of captured calls
@@ -75,6 +76,10 @@ class Call(NamedTuple):
     channel: Channel
 
     @property
+    def timeout_ns(self) -> int:
+        return self.channel.timeout_ns
+
+    @property
     def rank(self) -> int:
         return self.region.rank
 
@@ -108,6 +113,7 @@ class Channel:
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
         self._group, self._device, self._status = group, device, status
         self._rank, self._world_size = group.rank(), group.size()
+        self._named: list[Tensor] = []
         self._pad_bytes = signals.pad_words(self._world_size) * torch.int32.itemsize
         self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
@@ -121,14 +127,29 @@ class Channel:
         waiter = f"rank {self._rank} of group {group.group_name}"
         awaited = partial(signals.describe_slot, world_size=self._world_size)
         for pads in (self._pads, self._captured_pads):
-            status.name(pads[self._rank], waiter, awaited)
-        status.name(self.partial_counters, waiter, "the partials of tile {}".format)
+            self._name(pads[self._rank], waiter, awaited)
+        self._name(self.partial_counters, waiter, "the partials of tile {}".format)
         self.epoch = 0
         self.open = False  # whether a call is
         self.region_bytes = 0
         self._regions: tuple[Region, ...] = ()
         self._captured = False  # whether a graph holds the addresses of these regions
         self._outgrown: list[tuple[Region, ...]] = []  # that replays of older graphs write
+
+    def _name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
+        self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
+        self._named.append(pad)
+
+    @property
+    def timeout_ns(self) -> int:
+        """The bound of a kernel's waits."""
+        return int(timeout_s(self._group) * 1e9)
+
+    def close(self) -> None:
+        """Nobody uses the channel any more: its waits lose their names."""
+        for pad in self._named:
+            self._status.forget(pad)
+        self._named.clear()
 
     @property
     def size_bytes(self) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from torch import Tensor
+
 from flux_megatron import errors
 from flux_megatron.symm.signals import as_int32
 
@@ -96,6 +98,12 @@ class CopyEngine(ABC):
     @abstractmethod
     def join(self) -> None:
         """What the caller's stream gets from now on comes after what has been pushed."""
+
+    def hold(self, *tensors: Tensor) -> None:  # noqa: B027, a CPU has no streams
+        """For tensors that pushes or a joined stream have used, after the join: where another
+        stream than the caller's made them, their memory is nobody else's before the caller's stream
+        has come so far.
+        """
 
     def stream(self) -> AbstractContextManager[object]:
         """What torch enqueues within comes between what is pushed before and after."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
@@ -139,6 +140,10 @@ class CudaCopyEngine(CopyEngine):
 
     def join(self) -> None:
         self.order(self.current(), self._stream)
+
+    def hold(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._owner)

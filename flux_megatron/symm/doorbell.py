@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 
@@ -29,8 +30,12 @@ def _address(process: int, answer: Callable[[], None]) -> str:
 
 
 def _serve(heard: int, answer: Callable[[], None]) -> None:
+    """For the life of the process: an answer that fails is reported, and the next ring answered."""
     while os.read(heard, _RINGS):
-        answer()
+        try:
+            answer()
+        except Exception as error:  # noqa: PERF203, the thread must go on
+            warnings.warn(f"flux_megatron: a doorbell's answer failed: {error!r}", stacklevel=2)
 
 
 def ring(addresses: Iterable[str]) -> None:

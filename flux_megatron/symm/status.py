@@ -8,8 +8,10 @@ memory, so the host can read it while kernels run, and end their waits by it.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,12 @@ from flux_megatron.symm import signals
 _LOOKS, _LOOK_S = 20, 1e-3
 
 
+class _Named(NamedTuple):
+    waiter: str
+    awaited: Callable[[int], str]
+    bound_s: Callable[[], float]
+
+
 class Status:
     """The record of a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
 
@@ -29,13 +37,21 @@ class Status:
         cuda = device.type == "cuda"
         self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)
         self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
-        self._pads: dict[int, tuple[str, Callable[[int], str]]] = {}
+        self._pads: dict[int, _Named] = {}
         self._late = self._refused = ""
         self.mismatch = ""  # how another rank's call differs from the one that waits for it
 
-    def name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
-        """Name the waits for slots of `pad`: who waits, and what the slot of a number announces."""
-        self._pads[pad.data_ptr()] = (waiter, awaited)
+    def name(
+        self, pad: Tensor, waiter: str, awaited: Callable[[int], str], bound_s: Callable[[], float]
+    ) -> None:
+        """Name the waits for slots of `pad`: who waits, what the slot of a number announces, and
+        how long a wait may take.
+        """
+        self._pads[pad.data_ptr()] = _Named(waiter, awaited, bound_s)
+
+    def forget(self, pad: Tensor) -> None:
+        """The memory of `pad` is given back."""
+        self._pads.pop(pad.data_ptr(), None)
 
     @property
     def tripped(self) -> bool:
@@ -54,9 +70,9 @@ class Status:
     def late(self) -> str:
         """Who waited for what, and how long; "" while no wait is late."""
         if self._record[signals.STATUS_TRIPPED] == signals.STATUS_LATE and not self._late:
-            waiter, awaited, slot, expected, seen = self._recorded()
+            named, slot, expected, seen = self._recorded()
             self._late = (
-                f"{waiter} waited {settings.get().timeout_s:g} s for {awaited(slot)}: "
+                f"{named.waiter} waited {named.bound_s():g} s for {named.awaited(slot)}: "
                 f"epoch {expected} expected, {seen} seen"
             )
         return self._late
@@ -64,11 +80,11 @@ class Status:
     def refused(self) -> str:
         """What a kernel refused to do, on which rank, or nothing."""
         if self._record[signals.STATUS_TRIPPED] == signals.STATUS_REFUSED and not self._refused:
-            who, _, slot, expected, seen = self._recorded()
-            self._refused = f"{who}: {signals.refused(slot, expected, seen)}"
+            named, slot, expected, seen = self._recorded()
+            self._refused = f"{named.waiter}: {signals.refused(slot, expected, seen)}"
         return self._refused
 
-    def _recorded(self) -> tuple[str, Callable[[int], str], int, int, int]:
+    def _recorded(self) -> tuple[_Named, int, int, int]:
         low, high, slot, expected, seen = (
             self._record[word]
             for word in (
@@ -77,5 +93,5 @@ class Status:
             )
         )  # fmt: skip
         address = (high << 32) + low % 2**32
-        who, awaited = self._pads.get(address, ("a rank", "slot {}".format))
-        return who, awaited, slot, expected, seen
+        unknown = _Named("a rank", "slot {}".format, lambda: settings.get().timeout_s or math.nan)
+        return self._pads.get(address, unknown), slot, expected, seen

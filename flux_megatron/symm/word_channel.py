@@ -30,8 +30,7 @@ class WordChannel(Channel):
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
         self._waiter = f"rank {self._rank} of group {group.group_name}"
-
-        status.name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
+        self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
     def begin(self, captured: bool) -> Call:
         """Open the next call. Its `epoch` is the kernel's to know; here it is 0, and the channel's
@@ -55,4 +54,4 @@ class WordChannel(Channel):
         """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""
         super().grow(size_bytes)
         mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
-        self._status.name(mine, self._waiter, "words of rank {}".format)
+        self._name(mine, self._waiter, "words of rank {}".format)

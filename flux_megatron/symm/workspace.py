@@ -11,8 +11,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 from collections.abc import Hashable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import active, copy_engine, why_not_shared
-from flux_megatron.symm.groups import name_of
+from flux_megatron.symm.groups import SHARE, is_destroyed, name_of, timeout_s
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.torch import TORCH
 from flux_megatron.versions.triton import TRITON
+
+_log = logging.getLogger(__name__)
 
 
 def capturing(device: torch.device) -> bool:
@@ -59,7 +62,7 @@ class Workspace:
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         ranks = places(group, device, doorbell.address(_compare))
         self._doorbells = [place.doorbell for place in ranks]
-        self.unavailable = why_unavailable(ranks) or why_not_shared(group, device)
+        self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
@@ -166,6 +169,9 @@ class Workspace:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
         with contextlib.suppress(RuntimeError):  # the device may have failed
             self.engine.join()  # no push reads memory that the caller frees
+            for one in self.kept.values():
+                if one.open:
+                    one.join()  # nor does a collective beside the caller's stream
         if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
             self._report_failure(f"{type(error).__name__}: {error}")
 
@@ -179,6 +185,17 @@ class Workspace:
         difference = self.calls.difference() if self.calls is not None else ""
         reason = self.agreement.failure() or self.agreement.published() or difference
         return failure if reason in failure else f"{failure} ({reason})"
+
+    def close(self) -> None:
+        """Give back all memory. Nothing of a call is enqueued any more."""
+        for channel in self.channels.values():
+            channel.close()
+        for one in self.kept.values():
+            one.close()
+        self.channels.clear()
+        self.kept.clear()
+        self.decisions.clear()
+        self.checked.clear()
 
     @property
     def size_bytes(self) -> int:
@@ -238,11 +255,21 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
         with active(device):
             status = _statuses.setdefault(device, Status(device))
             found = Workspace(group, device, status)
-        for other, space in [*_workspaces.items()]:
-            if space.name == found.name:  # of a group that is gone
-                del _workspaces[other]
         _workspaces[group] = found
+        _give_back([other for other in _workspaces if is_destroyed(other)])
+        _say_bound(group)
     return found
+
+
+@cache
+def _say(text: str) -> None:
+    _log.info(text)
+
+
+def _say_bound(group: ProcessGroup) -> None:
+    given = settings.get().timeout_s is not None
+    why = "FLUX_MEGATRON_TIMEOUT_S" if given else f"{SHARE:g} of the group's timeout"
+    _say(f"flux_megatron: a wait for another rank ends after {timeout_s(group):g} s ({why})")
 
 
 def workspaces() -> list[Workspace]:
@@ -261,10 +288,23 @@ def check() -> None:
         space.check()
 
 
-def release() -> None:
-    """Drop every workspace; the last tensor that uses its memory frees it."""
-    _workspaces.clear()
-    _statuses.clear()
+def release(group: ProcessGroup | None = None) -> None:
+    """Give back the symmetric memory of `group`, or of all groups, with its plans and buffers.
+
+    Every rank of the group calls it, between two calls; none waits for another, each for its own
+    device. Graphs that have captured calls must not be replayed after it. The next call of the
+    group takes memory again. Groups that are destroyed lose theirs by themselves, at the latest
+    when a call of a new group comes.
+    """
+    _give_back([one for one in _workspaces if group is None or one is group])
+
+
+def _give_back(groups: list[ProcessGroup]) -> None:
+    for device in {_workspaces[one].device for one in groups}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    for one in groups:
+        _workspaces.pop(one).close()
 
 
 @atexit.register
@@ -273,5 +313,6 @@ def _let_groups_go() -> None:
 
     A thread that drops the last collective's tensors later aborts the process.
     """
-    release()
+    _workspaces.clear()  # the device may have failed: nothing waits for it
+    _statuses.clear()
     gc.collect()  # workspaces and channels refer to each other

@@ -55,10 +55,13 @@ def run_ranks(config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job
             return ranks.wait()
 
 
+WAIT_S = 240.0  # where the environment gives no time
+
+
 def wait_bound_s() -> float:
-    """How long a rank may wait for another; `ConfigError` where the environment gives no time."""
+    """How long a rank may wait for another; `ConfigError` for a bad value of the environment."""
     try:
-        return settings.get().timeout_s
+        return settings.get().timeout_s or WAIT_S
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

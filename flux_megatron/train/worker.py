@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flux_megatron import settings
 from flux_megatron.train import run_folder
 from flux_megatron.train.config import TrainConfig
+from flux_megatron.train.launcher import wait_bound_s
 from flux_megatron.train.rank_process import INTERRUPTED, send_error
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run(
         device = torch.device("cpu")
         pretend_cuda()
     # NCCL counts from a collective's enqueueing: a kernel's wait before it must end first
-    bound_s = settings.get().timeout_s * (2 if on_gpu else 1)
+    bound_s = wait_bound_s() * (2 if on_gpu else 1)
     with naming_lost_ranks(_starting):
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -140,7 +140,7 @@ def _store(listener: int | None) -> dist.Store:
         )
         store.set(f"started/{os.environ['RANK']}", "")
         store.wait([f"started/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
-    store.set_timeout(datetime.timedelta(seconds=settings.get().timeout_s))
+    store.set_timeout(datetime.timedelta(seconds=wait_bound_s()))
     return store
 
 

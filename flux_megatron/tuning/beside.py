@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import settings
 from flux_megatron.symm import objects
+from flux_megatron.symm.groups import timeout_s
 
 BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one all-reduce
 # The blocks last so many times as long as the longest candidate takes alone: a kernel that gets its
@@ -120,7 +120,7 @@ def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
         nonce = objects.broadcast(uuid.uuid4().hex, group)
         root = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"flux_megatron/beside/{nonce}", root)
-        limit = timedelta(seconds=settings.get().timeout_s)
+        limit = timedelta(seconds=timeout_s(group))
         made: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

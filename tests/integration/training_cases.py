@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import types
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from megatron.core.transformer.moe import moe_utils
 from training_run import Feature
 
 from flux_megatron.integration import apex_shim
+from flux_megatron.symm import places
 
 ALL = os.environ.get("FLUX_MEGATRON_ALL_FEATURES") == "1"
 QUICKEST = "pipelined"  # interpreted, `fused` takes three times as long
@@ -105,7 +105,7 @@ def offload_tensors(model: GPTModel) -> None:
 
 @contextlib.contextmanager
 def each_rank_a_node() -> Iterator[None]:
-    with mock.patch.object(socket, "gethostname", return_value=f"node-{dist.get_rank()}"):
+    with mock.patch.object(places, "machine", return_value=f"node-{dist.get_rank()}"):
         yield
 
 
