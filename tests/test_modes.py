@@ -18,6 +18,7 @@ from closeness import assert_exact
 from layer_cases import check, layer
 from ranks import DEVICE, here, on_device
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
 from flux_megatron import ops, reference
@@ -25,6 +26,7 @@ from flux_megatron.device import Channel
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import workspaces
+from flux_megatron.tuning import timing
 
 STRATEGIES = ("sequential", "pipelined", "fused", "low_latency", "signalled")
 
@@ -74,12 +76,13 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "dispatch mode": Counting,
     "functorch": nullcontext,
 }
+EVERY = MODES | {"fake": FakeTensorMode}  # under which operands of operators are fake too
 
 
 def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
     """What `work` gives in the mode."""
     if mode != "functorch":
-        with MODES[mode]():
+        with EVERY[mode]():
             return work()
     found = []
 
@@ -222,7 +225,7 @@ def _opened(name: str, size_bytes: int) -> list[Tensor]:
 
 def own_channels(rank: int) -> None:
     """Channels of own kernels are opened in a mode itself, not within an operator."""
-    for number, mode in enumerate(MODES):
+    for number, mode in enumerate(EVERY):
         for size_bytes in (64, 8192):
             opened = partial(_opened, f"of {number}", size_bytes)
             within(mode, opened)
@@ -237,3 +240,15 @@ def test_channels_of_own_kernels():
 def test_lasting_leaves_gradients_off():
     with torch.inference_mode(), lasting():
         assert not torch.is_grad_enabled()
+
+
+def timed(rank: int) -> None:
+    """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
+    with default_dtype(torch.bfloat16):
+        measure = timing._cuda_rounds if DEVICE == "cuda" else timing._cpu_rounds
+        found = measure([lambda: None], dist.group.WORLD, here(), 1, None)
+    assert found.dtype == torch.float64
+
+
+def test_times_have_a_dtype_of_their_own():
+    on_device(timed, 1)
