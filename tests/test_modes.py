@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import test_embedding
@@ -24,6 +25,7 @@ import flux_megatron
 from flux_megatron import ops, reference
 from flux_megatron.device import Channel
 from flux_megatron.expert_parallel import ops as expert_ops
+from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import timing
@@ -220,7 +222,10 @@ def test_records_of_waits():
 
 def _opened(name: str, size_bytes: int) -> list[Tensor]:
     with Channel(name, dist.group.WORLD, here()).begin(size_bytes):
-        return []
+        (space,) = workspaces()
+        for region in space.channels[f"kernel {name}"]._regions:
+            region.prepared(lambda region: torch.zeros(1, device=DEVICE))
+    return []
 
 
 def own_channels(rank: int) -> None:
@@ -228,7 +233,8 @@ def own_channels(rank: int) -> None:
     for number, mode in enumerate(EVERY):
         for size_bytes in (64, 8192):
             opened = partial(_opened, f"of {number}", size_bytes)
-            within(mode, opened)
+            with mock.patch.object(workspace_module, "REFRESH_EVERY", 1):
+                within(mode, opened)
             assert_lasting()
             opened()
 
