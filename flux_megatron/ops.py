@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -143,8 +144,12 @@ def _eager(x: Tensor, w: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, fake tensors or a checkpointing policy must see one operator."""
-    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0
+    """Whether torch.compile, fake tensors, a checkpointing policy or functorch must see one
+    operator. A transform of functorch wraps what is made under it, outside of an operator's code.
+    """
+    if is_dynamo_compiling() or _len_torch_dispatch_stack() > 0:
+        return True
+    return maybe_current_level() is not None
 
 
 def group_named(name: str) -> ProcessGroup:

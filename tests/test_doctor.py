@@ -138,6 +138,36 @@ def test_old_torch_stops_a_run(monkeypatch, version, status):
     assert found("torch").status == status
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "text"),
+    [(None, "missing", "not installed"), ("3.0.0", "missing", "3.0.0"), ("3.6.0", "ok", "3.6.0")],
+)
+def test_an_old_triton_or_none_stops_a_run(monkeypatch, version, status, text):
+    monkeypatch.setattr(packages, "version_of", lambda name: version)
+    finding = found("triton")
+    assert (finding.status, finding.text) == (status, text)
+    assert finding.remedy.startswith("pip install") == (status == "missing")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variable", "there", "verdicts"),
+    [
+        (2, "", ("gcc",), [("ok", "/bin/gcc; nvcc is not needed")]),
+        (2, "", ("clang",), [("ok", "/bin/clang; nvcc is not needed")]),
+        (2, "mycc", (), [("ok", "mycc; nvcc is not needed")]),
+        (2, "", (), [("missing", "no C compiler on PATH")]),
+        (0, "", (), []),  # the CPU's kernels are interpreted
+    ],
+)
+def test_triton_needs_a_compiler_where_there_are_gpus(monkeypatch, gpus, variable, there, verdicts):
+    monkeypatch.setattr(packages, "gpus_seen", lambda: gpus)
+    monkeypatch.setenv("CC", variable)
+    which = {name: f"/bin/{name}" for name in there}.get
+    monkeypatch.setattr(packages.shutil, "which", which)
+    findings = [one for one in packages.triton(Wanted()) if one.subject == "compiler"]
+    assert [(one.status, one.text) for one in findings] == verdicts
+
+
 def test_what_nobody_has_run_is_noted(monkeypatch):
     torch = pytest.importorskip("torch")
     assert "version of torch" not in [one.subject for one in examine(Wanted(gpus=0))]

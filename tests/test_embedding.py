@@ -209,6 +209,7 @@ def bad_input(rank: int) -> dict[str, str]:
     attempt("negative", indices=torch.tensor([0, -1, 1, 1]))
     attempt("falling", offsets=torch.tensor([0, 3, 1, 3, 4]))
     attempt("short", offsets=torch.tensor([0, 1, 1, 3, 3]))
+    attempt("late", offsets=torch.tensor([1, 1, 1, 3, 4]))
     attempt("batch", offsets=torch.tensor([0, 1, 4]))
     attempt("tables", tables=[2, 3])
     attempt("ranks", tables=[2])
@@ -224,6 +225,7 @@ WRONG = {
     "negative": "index -1 given at 1, 0 to 2 expected",
     "falling": "offsets 3, 1 given at 1, rising ones expected",
     "short": "offsets from 0 to 3 given, 0 to 4 expected",
+    "late": "offsets from 1 to 4 given, 0 to 4 expected",
     "batch": "1 + a multiple of 2 tables x 2 ranks expected",
     "tables": "[2, 3] tables a rank expected",
     "ranks": "tables [2] given, one number for each of 2 ranks expected",

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors, reference
-from flux_megatron.expert_parallel import call, ops
+from flux_megatron.expert_parallel import call, ops, wgrad
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
 from flux_megatron.problem import Plan, Tile
 
@@ -189,7 +190,9 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
     if spoil == "capacity":
         capacity -= 1
     elif rank == 1:
-        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}[spoil]
+        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
+        if spoil == "negative, the sum right":
+            counts[0, 0] += given.counts[rank].sum() - counts.sum()
     x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
     reported = []
 
@@ -211,6 +214,7 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
         ("too many", "the counts of rank 1 name 14 rows, 12 expected"),
         ("negative", "the counts of rank 1 name 8 rows, 12 expected"),
         ("wrapped", "the counts of rank 1 name 21474836"),
+        ("negative, the sum right", "name 12 rows, and a negative number among them"),
     ],
 )
 @pytest.mark.parametrize("name", ["fused", "sequential"])
@@ -317,3 +321,21 @@ def test_weight_gradient_kernel(sizes):
         x.t() @ y for x, y in zip(*(t[: sum(sizes)].split(sizes) for t in (a, b)), strict=True)
     ]
     assert_exact(expert_wgrad(a, b, ends), torch.stack(right))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_weight_gradients_by_kernel_of_rows_of_several_ranks(adds, monkeypatch):
+    """What runs on GPUs alone: each expert's rows are those of all sources together."""
+    monkeypatch.setattr(wgrad, "_by_kernel", lambda a: True)
+    monkeypatch.setattr(wgrad, "_library_groups", lambda a, b: False)
+    made = torch.Generator().manual_seed(0)
+    received = torch.tensor([[2, 0, 5], [1, 4, 0], [3, 3, 1]], dtype=torch.int32).to(DEVICE)
+    a, b = (small_integers((21, n), torch.float32, made).to(DEVICE) for n in (12, 20))
+    right = torch.stack([x.t() @ y for x, y in zip(a[:19].split([6, 7, 6]), b[:19].split([6, 7, 6]),
+                                                   strict=True)])  # fmt: skip
+    dw = torch.ones(3, 12, 20, device=DEVICE)
+    if adds:
+        wgrad.add_weight_gradient(ExpertWeights(dw), a, b, received)
+        assert_exact(dw, 1 + right)
+    else:
+        assert_exact(wgrad.weight_gradient(a, b, received), right)

@@ -234,6 +234,16 @@ def test_what_a_list_cannot_do_is_left_to_the_strategy(space, driver, monkeypatc
     assert run() is None, "the channel has grown"
 
 
+def test_the_call_that_refreshes_is_left_to_the_strategy(space, driver, monkeypatch):
+    """Slots that small calls leave alone are set there; a list sets none."""
+    steady, by_list = listed(space), []
+    monkeypatch.setattr(steady_module, "REFRESH_EVERY", space.epoch + 2)
+    for number in range(3):
+        one, *_ = through(steady, space, number)
+        by_list.append(one)
+    assert by_list == [True, False, True]
+
+
 def test_an_error_leaves_the_call_open_and_breaks_the_group_off(space, driver):
     steady = listed(space)
     driver.refuse(3)

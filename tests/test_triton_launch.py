@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flux_megatron.kernels import triton_launch
+from flux_megatron.kernels.launch import has_whole_units
 from flux_megatron.problem import Tile
 
 
@@ -136,3 +137,10 @@ def test_constexprs_come_last(kernel):
     kernel.arg_names = ["x", "GROUP_M", "N"]
     with pytest.raises(AssertionError, match="constexprs come last"):
         launcher(kernel)
+
+
+def test_units_are_whole_where_both_operands_begin_with_one():
+    whole, apart = torch.zeros(16)[4:], torch.zeros(16)[1:]
+    assert has_whole_units(whole, whole)
+    for x, w in ((apart, whole), (whole, apart), (apart, apart)):
+        assert not has_whole_units(x, w)

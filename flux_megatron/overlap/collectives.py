@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 import torch.distributed as dist
 
 from flux_megatron.symm.workspace import Workspace
@@ -16,13 +17,14 @@ def wait(work: dist.Work, workspace: Workspace) -> None:
 
     On GPUs the stream waits, not the host. gloo holds who waits, so a thread does: the host may
     learn meanwhile that another rank makes another call. gloo does not say whether a reduce-scatter
-    is complete.
+    is complete. The wait writes the result, so the thread has this one's inference mode.
     """
     if workspace.device.type == "cuda":
         work.wait()
         return
     failures: list[BaseException] = []
-    thread = threading.Thread(target=_wait, args=(work, failures), daemon=True)
+    inference = torch.is_inference_mode_enabled()
+    thread = threading.Thread(target=_wait, args=(work, inference, failures), daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_S)
@@ -31,8 +33,9 @@ def wait(work: dist.Work, workspace: Workspace) -> None:
         raise failures[0]
 
 
-def _wait(work: dist.Work, failures: list[BaseException]) -> None:
+def _wait(work: dist.Work, inference: bool, failures: list[BaseException]) -> None:
     try:
-        work.wait()
+        with torch.inference_mode(inference):
+            work.wait()
     except BaseException as error:
         failures.append(error)

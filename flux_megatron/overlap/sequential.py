@@ -66,12 +66,18 @@ def ag_gemm(
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
     gathered = start_gather(x, plan, workspace).complete()
     with phase("gemm chunk"):
-        y = torch.mm(gathered, w.t() if layout == "nt" else w)
+        y = _gemm(gathered, w, layout)
     if bias is not None:
         y += bias
     if consume is not None:
         consume(gathered)
     return y
+
+
+def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
+    """x @ w in their dtype, which autocast would change but for `out`."""
+    right = w.t() if layout == "nt" else w
+    return torch.mm(x, right, out=x.new_empty(x.shape[0], right.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def start_gemm_rs(
 ) -> CollectiveReduction:
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
-        partial = torch.mm(x, w.t() if layout == "nt" else w)
+        partial = _gemm(x, w, layout)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
@@ -104,7 +110,7 @@ def start_gemm_ar(
 ) -> CollectiveReduction:
     """x @ w, then its all-reduce in the background; `finish` gives y [M, N]."""
     with phase("gemm chunk"):
-        y = torch.mm(x, w.t() if layout == "nt" else w)
+        y = _gemm(x, w, layout)
     with phase("all-reduce"):
         work = dist.all_reduce(y, group=workspace.group, async_op=True)
     return CollectiveReduction(y, y, work, workspace)

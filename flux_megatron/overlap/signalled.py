@@ -30,6 +30,7 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import Workspace, capturing, workspaces
 
@@ -143,6 +144,7 @@ class Stage:
     open call.
     """
 
+    @lasting()
     def __init__(self, device: torch.device) -> None:
         self.stream = communication_stream(device)
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
@@ -152,6 +154,7 @@ class Stage:
         self._device = device
         self._tables: dict[tuple[Band, ...], Tensor] = {}
 
+    @lasting()
     def table(self, made: tuple[Band, ...]) -> Tensor:
         """The kernel's table of the bands; kept, because graphs know its address."""
         if made not in self._tables:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flux_megatron import settings
 from flux_megatron.kernels import wait_records
 from flux_megatron.kernels.wait_records import Wait
+from flux_megatron.symm.lasting import lasting
 
 LAUNCHES = 16  # on each device whose waits are kept
 
@@ -45,6 +46,7 @@ class _Log:
 
 
 @lru_cache(maxsize=8)
+@lasting()
 def _log(device: torch.device) -> _Log:
     return _Log(device)
 

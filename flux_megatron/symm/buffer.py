@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flux_megatron.symm.lasting import lasting
+
 _MAX_VIEWS = 1024  # that are cached: a call needs several, and they are slow to make
 
 
@@ -41,6 +43,7 @@ class SymmetricBuffer:
             self._views[key] = self._new_view(*key)
         return self._views[key]
 
+    @lasting()
     def _new_view(
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int
     ) -> Tensor:

@@ -25,6 +25,7 @@ from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.status import Status
 
 _REGIONS = 3  # two for eager calls, by parity, then that of captured calls
@@ -63,7 +64,8 @@ class Region:
         if key not in self._prepared:
             if len(self._prepared) >= _MAX_PREPARED:  # shapes that change from step to step
                 self._prepared.clear()
-            self._prepared[key] = make(self, *arguments)
+            with lasting():
+                self._prepared[key] = make(self, *arguments)
         return self._prepared[key]
 
 
@@ -174,6 +176,7 @@ class Channel:
             self.poison(call.region)
         self.open = False
 
+    @lasting()
     def poison(self, region: Region) -> None:
         """Fill the region of a call that ends. No peer writes it before our next call announces, by
         its data or its entry, that this one is done.
@@ -190,6 +193,7 @@ class Channel:
         self._regions = tuple(self._new_region(data, aligned, index) for index in range(_REGIONS))
         self.region_bytes = aligned
 
+    @lasting()
     def refresh(self) -> None:
         """Set all slots to the last call, as those in use are: a slot that small calls have left
         alone for 2**31 calls would look like one to come.

@@ -62,6 +62,8 @@ def refused(number: int, expected: int, seen: int) -> str:
     rank, kind = divmod(number, 2)
     if kind == REFUSED_CAPACITY:
         return f"rank {rank} receives {seen} rows, capacity for at most {expected} given"
+    if seen == expected:
+        return f"the counts of rank {rank} name {seen} rows, and a negative number among them"
     return f"the counts of rank {rank} name {seen} rows, {expected} expected: as many as its x has"
 
 

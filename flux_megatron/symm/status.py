@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flux_megatron import settings
 from flux_megatron.symm import signals
+from flux_megatron.symm.lasting import lasting
 
 # A GPU looks by an atomic add of 0, which over PCIe may write back an old 0 behind the host's word:
 # the host looks again.
@@ -33,6 +34,7 @@ class _Named(NamedTuple):
 class Status:
     """The record of a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
 
+    @lasting()
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)

@@ -27,6 +27,7 @@ from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import active, copy_engine, why_not_shared
 from flux_megatron.symm.groups import SHARE, is_destroyed, name_of, timeout_s
+from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
@@ -47,6 +48,7 @@ class Workspace:
     engine. Collective constructor.
     """
 
+    @lasting()
     def __init__(
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
@@ -93,6 +95,7 @@ class Workspace:
         if self.device.type == "cpu":  # kernels have returned: a late wait is known
             self.check()
 
+    @lasting()
     def _enlarged(
         self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
     ) -> Channel:

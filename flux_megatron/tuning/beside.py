@@ -99,7 +99,8 @@ class AllReduces:
         self.start()
         self.wait()
         _synchronize(self._device)
-        took_us = torch.tensor((time.perf_counter() - started) * 1e6, device=self._device)
+        elapsed_us = (time.perf_counter() - started) * 1e6
+        took_us = torch.tensor(elapsed_us, dtype=torch.float64, device=self._device)
         dist.all_reduce(took_us, op=dist.ReduceOp.MIN, group=group)
         return took_us.item()
 

@@ -25,6 +25,7 @@ from flux_megatron.overlap import registry, sequential
 from flux_megatron.perf import hardware
 from flux_megatron.perf.operator_cost import is_one_gemm
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import environment, estimate, plan_cache, tuner
 from flux_megatron.tuning.plan_cache import PlanCache
@@ -233,7 +234,7 @@ def _measured(
 ) -> Entry | None:
     global _spent_s
     started = time.monotonic()
-    with torch.no_grad():
+    with lasting():  # what is measured belongs to no caller
         entry = tuner.measure(problem, plans, space.group, space.device, seconds=seconds)
     _spent_s += time.monotonic() - started
     if entry is None:

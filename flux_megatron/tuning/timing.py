@@ -153,7 +153,9 @@ def _cuda_rounds(
     torch.cuda.synchronize(device)
     times_us = [start.elapsed_time(end) * 1e3 for start, end, _ in events]
     outlived = [last is not None and last.elapsed_time(end) > 0 for _, end, last in events]
-    return torch.tensor([times_us, outlived], device=device).view(2, rounds, len(calls))
+    return torch.tensor([times_us, outlived], dtype=torch.float64, device=device).view(
+        2, rounds, len(calls)
+    )
 
 
 def _cpu_rounds(
@@ -161,7 +163,7 @@ def _cpu_rounds(
     load: AllReduces | None,
 ) -> Tensor:  # fmt: skip
     """What `_slowest` gives, of this rank."""
-    found = torch.zeros(2, rounds, len(calls))
+    found = torch.zeros(2, rounds, len(calls), dtype=torch.float64)
     for number in range(rounds):
         for place, call in enumerate(calls):
             dist.barrier(group=group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -252,3 +253,20 @@ def legacy(rank: int) -> None:
         gradient = getattr(experts, f"weight{number}").grad
         torch.testing.assert_close(gradient, stack.reshape(gradient.shape))
     sbs.stop()
+
+
+def test_which_gradients_the_experts_add_to_main_grad():
+    """Not those of Megatron's FSDP, which hands out its buffers for each call."""
+
+    def fuses(fusion: bool, parameters: list[Any]) -> bool:
+        layer = SimpleNamespace(config=SimpleNamespace(gradient_accumulation_fusion=fusion))
+        return expert_layers._Separate._fuses_wgrad(layer, parameters)
+
+    plain, other, frozen, sharded = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    sharded.__fsdp_param__ = True
+    assert fuses(True, [plain, other])
+    assert not fuses(False, [plain, other])
+    for one in (frozen, sharded):
+        assert not fuses(True, [plain, one])
+        assert not fuses(True, [one, plain])

@@ -1,0 +1,260 @@
+"""Calls under modes of torch: what a call makes for later ones keeps no mode of its caller, so the
+first call may come in a mode and training outside, or the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import test_embedding
+import test_expert_parallel
+import torch
+import torch.distributed as dist
+from cases import Case, call, operands
+from closeness import assert_exact
+from layer_cases import check, layer
+from ranks import DEVICE, here, on_device
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flux_megatron
+from flux_megatron import ops, reference
+from flux_megatron.device import Channel
+from flux_megatron.expert_parallel import ops as expert_ops
+from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.workspace import workspaces
+from flux_megatron.tuning import timing
+
+STRATEGIES = ("sequential", "pipelined", "fused", "low_latency", "signalled")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def side_stream():
+    with torch.cuda.stream(torch.cuda.Stream()) if DEVICE == "cuda" else nullcontext():
+        yield
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """As profilers and FLOP counters are: with it a call is one operator."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], AbstractContextManager]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
+    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "stream": side_stream,
+    "dispatch mode": Counting,
+    "functorch": nullcontext,
+}
+EVERY = MODES | {"fake": FakeTensorMode}  # under which operands of operators are fake too
+
+
+def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What `work` gives in the mode."""
+    if mode != "functorch":
+        with EVERY[mode]():
+            return work()
+    found = []
+
+    def differentiated(z: Tensor) -> Tensor:
+        found.extend(work())
+        return z.sum()
+
+    torch.func.grad(differentiated)(torch.ones(1, device=DEVICE))
+    return found
+
+
+def forward(rank: int, mode: str, rows: int) -> None:
+    """Each pattern in the mode, exactly."""
+    group, options = dist.group.WORLD, {"dtype": torch.float32, "kept": 0.5}
+    cases = [Case(pattern, rows, 16, 24, **options) for pattern in ("ag_gemm", "gemm_rs")]
+    given = [operands(case, 2) for case in cases]
+    x, w = given[1].x, given[1].w
+    both = [t[rank].to(DEVICE) for t in (x, w)]
+    results = within(
+        mode,
+        lambda: [
+            *[call(case, one, group) for case, one in zip(cases, given, strict=True)],
+            ops.gemm_all_reduce(*both, group),
+        ],
+    )
+    right = [*[one.expected[rank] for one in given], reference.gemm_all_reduce(x, w)[rank]]
+    for result, expected in zip(results, right, strict=True):
+        assert_exact(result.clone(), expected, f"{mode}, {rows} rows")
+
+
+def experts(rank: int, mode: str, rows: int) -> None:
+    made = test_expert_parallel.operands(
+        test_expert_parallel.even, 2, 3, rows, 16, torch.float32, "nt", 0
+    )
+    x, w, v, counts = (one[rank].to(DEVICE) for one in (made.x, made.w, made.v, made.counts))
+    group = dist.group.WORLD
+
+    def work() -> list[Tensor]:
+        hidden, _ = expert_ops.a2a_gemm(x, w, counts, group, capacity=made.capacity)
+        return [hidden, expert_ops.gemm_a2a(hidden, v, counts, group, tokens=len(x))]
+
+    for result, expected in zip(
+        within(mode, work), test_expert_parallel.expected(made, "nt"), strict=False
+    ):
+        assert_exact(result.clone(), expected[rank], f"experts, {mode}, {rows}")
+
+
+def bags(rank: int, mode: str, rows: int) -> None:
+    case = test_embedding.Case((1, 2), samples=rows)
+    made = case.operands(0)
+    weight, indices, offsets, _ = (one.to(DEVICE) for one in made[rank])
+    (result,) = within(
+        mode,
+        lambda: [
+            flux_megatron.embedding_all_to_all(
+                weight, indices, offsets, dist.group.WORLD, tables=case.tables
+            )
+        ],
+    )
+    assert_exact(result.clone(), case.expected(made, rank)[0], f"bags, {mode}, {rows}")
+
+
+def assert_lasting() -> None:
+    """No tensor that a workspace holds belongs to a mode."""
+    seen: set[int] = set()
+    held: list[object] = list(workspaces())
+    tensors = 0
+    while held:
+        one = held.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            tensors += 1
+            assert type(one) is Tensor
+            assert not one.is_inference()
+            assert not torch._C._functorch.is_functorch_wrapped_tensor(one)
+            assert one.device.type in ("cpu", DEVICE), one.device
+        elif isinstance(one, (tuple, list)):
+            held += one
+        elif isinstance(one, dict):
+            held += one.values()
+        elif type(one).__module__.startswith("flux_megatron"):
+            held += vars(one).values()
+    assert tensors > 0
+
+
+def train(rank: int, rows: int) -> None:
+    for kind in ("column", "row"):
+        check(layer(kind, 2, torch.float32, (rows, 2), 16, 24, False, 0.5), rank, "xw")
+    flux_megatron.confirm_step()
+
+
+def both_orders(rank: int, mode: str) -> None:
+    """First in the mode, then training; then larger calls in the mode, and training like them."""
+    for rows in (4, 24):
+        forward(rank, mode, rows)
+        assert_lasting()
+        train(rank, rows)
+    train(rank, 40)
+    forward(rank, mode, 40)
+
+
+def others(rank: int, mode: str) -> None:
+    for rows in (4, 24):
+        for work in (experts, bags):
+            work(rank, mode, rows)
+            assert_lasting()
+            work(rank, "no_grad", rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_mode_outlives_its_call(strategy, mode):
+    on_device(both_orders, 2, mode, environment={"FLUX_MEGATRON_STRATEGY": strategy})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", ["sequential", "fused", "signalled"])
+def test_experts_and_bags(strategy, mode):
+    on_device(others, 2, mode, environment={"FLUX_MEGATRON_STRATEGY": strategy})
+
+
+def recorded(rank: int) -> None:
+    """More launches than buffers, which are cleared when they come again."""
+    forward(rank, "inference", 4)
+    for _ in range(20):
+        forward(rank, "no_grad", 4)
+
+
+def test_records_of_waits():
+    environment = {"FLUX_MEGATRON_STRATEGY": "fused", "FLUX_MEGATRON_RECORD_WAITS": "1"}
+    on_device(recorded, 2, environment=environment)
+
+
+def _opened(name: str, size_bytes: int) -> list[Tensor]:
+    with Channel(name, dist.group.WORLD, here()).begin(size_bytes):
+        (space,) = workspaces()
+        for region in space.channels[f"kernel {name}"]._regions:
+            region.prepared(lambda region: torch.zeros(1, device=DEVICE))
+    return []
+
+
+def own_channels(rank: int) -> None:
+    """Channels of own kernels are opened in a mode itself, not within an operator."""
+    for number, mode in enumerate(EVERY):
+        for size_bytes in (64, 8192):
+            opened = partial(_opened, f"of {number}", size_bytes)
+            with mock.patch.object(workspace_module, "REFRESH_EVERY", 1):
+                within(mode, opened)
+            assert_lasting()
+            opened()
+
+
+def test_channels_of_own_kernels():
+    on_device(own_channels, 2)
+
+
+def test_lasting_leaves_gradients_off():
+    with torch.inference_mode(), lasting():
+        assert not torch.is_grad_enabled()
+
+
+def timed(rank: int) -> None:
+    """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
+    with default_dtype(torch.bfloat16):
+        measure = timing._cuda_rounds if DEVICE == "cuda" else timing._cpu_rounds
+        found = measure([lambda: None], dist.group.WORLD, here(), 1, None)
+    assert found.dtype == torch.float64
+
+
+def test_times_have_a_dtype_of_their_own():
+    on_device(timed, 1)
