@@ -20,6 +20,8 @@ from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.site import Site
 from flux_megatron.perf.workload import Arm, Workload
 
+PREFLIGHT_S = 300  # after which a node that is silent is unfit
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -75,7 +77,7 @@ class Command:
 
     def script(self) -> str:
         """The text of command.sh."""
-        return render("command.sh.j2", command=self)
+        return render("command.sh.j2", command=self, preflight_s=PREFLIGHT_S)
 
     def torchrun(self) -> str:
         """The line that starts the ranks, as in command.sh, without the arguments."""
@@ -100,7 +102,7 @@ def _train(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
         program=["-m", "flux_megatron.cli", "train"],
         arguments=["--config", str(folder / "train.yaml"), "--out", str(folder / "train")],
         on_resume=["--resume"],
-        environment=environment.variables(workload) | options.site.environment,
+        environment=environment.variables(workload, options.run) | options.site.environment,
         directory=folder,
         progress="train/checkpoints/latest",
         shown_rank="first",
@@ -135,7 +137,7 @@ def _pretrain_gpt(experiment: Experiment, arm: Arm, options: RunOptions) -> Comm
         program=program,
         arguments=arguments,
         on_resume=resume,
-        environment=environment.variables(workload) | options.site.environment,
+        environment=environment.variables(workload, options.run) | options.site.environment,
         directory=checkout,
         progress="checkpoints/latest_checkpointed_iteration.txt",
         shown_rank="last",  # Megatron logs on the last rank of all

@@ -34,7 +34,7 @@ def launch(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Variables of the ranks")
     ] = None,
     alternate: Annotated[
-        int, typer.Option(metavar="ROUNDS", min=0, help="One job: all arms in turn, so many times")
+        int, typer.Option(metavar="ROUNDS", min=0, help="All arms in turn, so many times")
     ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in RUN_DIR")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print all, write nothing")] = False,

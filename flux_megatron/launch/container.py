@@ -6,16 +6,28 @@ the command of every node. Both see the run's folder, the checkout and the data 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from flux_megatron.perf.workload import Arm
 
+# of Slurm, which command.sh needs: `enroot start` clears the environment, pyxis keeps it
+PASSED = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NODEID",
+    "SLURM_RESTART_COUNT",
+    "SLURMD_NODENAME",
+)
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?")
+
+
+SQUASHED = (".sqsh", ".squashfs")
 
 
 def _mount(text: str) -> str:
@@ -30,9 +42,9 @@ def _image(text: str) -> str:
     """A squashfs file is looked for on the nodes, from whatever folder they start in."""
     if not text or any(character.isspace() for character in text):
         raise ValueError(
-            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:25.06-py3 expected"
+            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:26.03-py3 expected"
         )
-    if text.endswith((".sqsh", ".squashfs")) and not text.startswith("/"):
+    if text.endswith(SQUASHED) and not text.startswith("/"):
         raise ValueError(f"{text!r} given, an absolute path expected")
     return text
 
@@ -61,8 +73,25 @@ class Container(BaseModel):
     mounts: tuple[Mount, ...] = ()
     workdir: Folder | None = None
 
+    @model_validator(mode="after")
+    def _check_enroot(self) -> Container:
+        """`enroot start` imports nothing."""
+        for image in filter(None, (self.image, *self.images.values())):
+            if self.runtime == "enroot" and "/" in image and not image.endswith(SQUASHED):
+                raise ValueError(
+                    f"{image!r} given, a squashfs file (.sqsh) or the name of a container expected:"
+                    f" `enroot import --output /shared/image.sqsh docker://{image}` makes a file"
+                )
+        return self
+
     def image_of(self, arm: Arm) -> str | None:
         return self.images.get(arm, self.image)
+
+    def name(self, arm: Arm) -> str:
+        """The container's for pyxis, the same for arms of one image, else empty."""
+        if self.runtime != "pyxis":
+            return ""
+        return "flux_megatron-" + hashlib.sha256(str(self.image_of(arm)).encode()).hexdigest()[:8]
 
     def srun_options(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
         """Options of srun, where pyxis takes them."""
@@ -80,7 +109,8 @@ class Container(BaseModel):
         if self.runtime != "enroot":
             return []
         mounts = [f"--mount={_fstab(mount)}" for mount in self._mounts(folders)]
-        return ["enroot", "start", "--rw", *mounts, str(self.image_of(arm))]
+        passed = [text for name in PASSED for text in ("--env", name)]
+        return ["enroot", "start", "--rw", *passed, *mounts, str(self.image_of(arm))]
 
     def _mounts(self, folders: Iterable[Path]) -> list[str]:
         """Each once; the site's mount of a folder replaces ours."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flux_megatron.perf.workload import Workload
 
 # One hardware queue: kernels run in the order of their launches, communication first. Megatron
@@ -11,13 +13,23 @@ ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def variables(workload: Workload) -> dict[str, str]:
-    """What every arm of an experiment sets alike; a site's own variables are added to them."""
+# No plans are shipped for most clusters: the first calls measure them. NCCL says why it fails.
+GPU = {"FLUX_MEGATRON_TUNE": "lazy", "NCCL_DEBUG": "WARN"}
+
+
+def variables(workload: Workload, run: Path) -> dict[str, str]:
+    """What every arm of an experiment sets alike; a site's own variables are added to them.
+
+    Caches are in the run's folder, which every container sees; of the home folder that is not so.
+    """
     return {
         **ONE_QUEUE,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
         "PYTHONFAULTHANDLER": "1",  # a rank that gets SIGABRT first writes its stack
-        **(CPU if workload.cluster.gpu == "cpu" else {}),
+        "FLUX_MEGATRON_CACHE": str(run / "cache" / "plans"),
+        "TRITON_CACHE_DIR": str(run / "cache" / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(run / "cache" / "inductor"),
+        **(CPU if workload.cluster.gpu == "cpu" else GPU),
         **dict(workload.cluster.environment),
     }

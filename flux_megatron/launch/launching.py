@@ -60,7 +60,7 @@ class Prepared:
         """The text of job.sbatch."""
         mode = "resume" if self.request.resume else "start"
         name, run = self.experiment.name, self.options.run
-        return sbatch.script(name, run, self.started, mode, alternating=self.request.rounds > 0)
+        return sbatch.script(name, run, self.started, mode)
 
     def shown(self) -> str:
         """All of it in print."""

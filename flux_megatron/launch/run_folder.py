@@ -1,7 +1,8 @@
 """The folder of a launched experiment; whoever reads results begins with its `experiment.json`.
 
 RUN/experiment.json          the experiment as it was resolved, and how it was launched
-RUN/job.sbatch               the arms as a job array, or in turn
+RUN/job.sbatch               trains the arms in turn
+RUN/cache/                   measured plans and compiled kernels, of all arms
 RUN/preflight/JOB-RESTART/   a file for each node: was it fit?
 RUN/ARM/command.sh           what every node runs for an arm
 RUN/ARM/{started,done}       when its ranks started first, and when they had come to the end
@@ -10,7 +11,8 @@ RUN/ARM/logs/node-N/JOB-RESTART_*/attempt_0/RANK/{stdout,stderr}.log     torchru
 RUN/ARM/train/               program train: the folder of `flux-megatron train`
 RUN/ARM/checkpoints/         program pretrain_gpt, with --save-interval
 
-Where arms alternate, RUN/round-N/ holds all of this for each round but job.sbatch and preflight/.
+Where arms alternate, RUN/round-N/ holds all of this for each round but job.sbatch, cache/ and
+preflight/.
 """
 
 from __future__ import annotations

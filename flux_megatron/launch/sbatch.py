@@ -1,4 +1,4 @@
-"""RUN/job.sbatch: the arms of an experiment as a job array of Slurm."""
+"""RUN/job.sbatch: the arms of an experiment, one after the other on the same nodes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from flux_megatron.launch.command_line import Command, render
+from flux_megatron.launch.command_line import PREFLIGHT_S, Command, render
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.site import Site
 from flux_megatron.perf.workload import Workload
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
-PREFLIGHT_S = 300  # after which a silent node is unfit
 GRACE_S = 60  # for ranks that hang to write where they are
 
 
-def script(name: str, run: Path, commands: Sequence[Command], mode: str, alternating: bool) -> str:
-    """The text of job.sbatch. An option of the site replaces ours.
+def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
+    """The text of job.sbatch, which trains all `commands` in turn. `mode`: start or resume.
 
-    `mode`: start or resume. `alternating`: one job trains all `commands` in turn on its nodes, else
-    each of them is a task of an array.
+    An option of the site replaces ours.
     """
     first = commands[0]
     cluster, site = first.workload.cluster, first.site
     return render(
         "job.sbatch.j2",
         name=name,
-        options=[_option(*one) for one in _options(name, run, commands, alternating).items()],
+        options=[_option(*one) for one in _options(name, run, commands).items()],
         run=run,
         arms=[str(command.folder.relative_to(run)) for command in commands],
-        alternating=alternating,
         mode=mode,
         progress=first.progress,
         srun=[
@@ -50,9 +47,7 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str, alterna
     )
 
 
-def _options(
-    name: str, run: Path, commands: Sequence[Command], alternating: bool
-) -> dict[str, str | int | None]:
+def _options(name: str, run: Path, commands: Sequence[Command]) -> dict[str, str | int | None]:
     workload, site = commands[0].workload, commands[0].site
     folder = str(run).replace("%", "%%")
     options: dict[str, str | int | None] = {
@@ -60,27 +55,25 @@ def _options(
         "nodes": workload.cluster.nodes,
         "ntasks-per-node": 1,
         "time": TIME,
-        "open-mode": "append",
+        "open-mode": "append",  # a job that queues up again keeps what it has said
+        "output": f"{folder}/slurm-%j.out",
         "requeue": None,
     }
-    if alternating:
-        options["output"] = f"{folder}/slurm-%j.out"
-    else:
-        # one arm at a time: they are to be compared, and would share the network
-        options |= {"array": f"0-{len(commands) - 1}%1", "output": f"{folder}/slurm-%A_%a.out"}
     if workload.cluster.gpu != "cpu":
-        options |= {"gpus-per-node": workload.cluster.gpus_per_node, "exclusive": None}
-    if commands[0].on_resume or alternating:
+        gpus = workload.cluster.gpus_per_node
+        options |= {"gpus-per-node": gpus, "exclusive": None, "mem": 0}  # 0: all of a node's
+    if commands[0].on_resume or len(commands) > 1:  # an arm that is done is progress too
         options["signal"] = f"B:USR1@{STOP_BEFORE_S}"
     if "gres" in site.sbatch:
         options.pop("gpus-per-node", None)
     return options | site.sbatch
 
 
-def _containers(commands: Sequence[Command]) -> dict[str, tuple[list[str], list[str]]]:
-    """By arm: options of srun, and what precedes the command of a node."""
+def _containers(commands: Sequence[Command]) -> dict[str, tuple[str, list[str], list[str]]]:
+    """By arm: the container's name, options of srun, and what precedes the command of a node."""
     return {
         command.arm: (
+            container.name(command.arm),
             container.srun_options(command.arm, command.folders),
             container.prefix(command.arm, command.folders),
         )
@@ -112,7 +105,7 @@ def check_options(site: Site, workload: Workload) -> None:
                 f"{cluster.nodes} x {cluster.gpus_per_node} ranks; --set cluster.nodes=N changes it"
             )
     if "array" in site.sbatch:
-        raise LaunchError("--sbatch array given: its tasks are the arms, --arm chooses among them")
+        raise LaunchError("--sbatch array given: one job trains all arms, --arm chooses among them")
     if short := [name for name in site.sbatch if len(name) < 2]:
         raise LaunchError(f"--sbatch {short[0]} given, the long name of an option expected")
 

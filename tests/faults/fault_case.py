@@ -6,10 +6,12 @@ import functools
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,9 +104,14 @@ class Case:
 
     def strike(self, job: Job, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank; `Ended` if that is about to be gone by itself."""
-        if ending(job.rank(rank)):
-            raise Ended
-        os.kill(job.rank(rank), number)
+        with _reachable(job, rank) as pid:
+            os.kill(pid, number)
+
+    def limit_files(self, job: Job, rank: int, size: int) -> None:
+        """Let a rank write no file beyond `size` bytes; `Ended` as in `strike`."""
+        with _reachable(job, rank) as pid:
+            hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
     def failed(self, job: Job, says: str, spared: int | None = None) -> End:
         """The job must fail by `says`, and every rank but `spared` must have a named error."""
@@ -164,6 +171,18 @@ class Case:
         pids = [str(job.pid), *(file.read_text() for file in job.pids.iterdir())]
         new = set(os.listdir("/dev/shm")) - self.shared_before
         return sum("flux" in name or any(pid in name for pid in pids) for name in new)
+
+
+@contextmanager
+def _reachable(job: Job, rank: int) -> Iterator[int]:
+    """The process of a rank that gets a fault; `Ended` if it ends by itself before."""
+    pid = job.rank(rank)
+    if ending(pid):
+        raise Ended
+    try:
+        yield pid
+    except ProcessLookupError:
+        raise Ended from None
 
 
 class World:

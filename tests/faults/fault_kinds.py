@@ -105,7 +105,10 @@ def kill_writer(case: Case) -> End:
         pass
     time.sleep(case.random.uniform(0, 0.1))
     case.begin(job)
-    os.kill(job.pid if victim == "launcher" else job.rank(victim), signal.SIGKILL)
+    if victim == "launcher":
+        os.kill(job.pid, signal.SIGKILL)
+    else:
+        case.strike(job, victim, signal.SIGKILL)
     end = case.end(job)
     return case.resumed(end)
 
@@ -115,8 +118,7 @@ def full_disk(case: Case) -> End:
     job, room = case.start(), case.random.choice((0, 100, 4096, 65536))
     case.reach_a_moment(job)
     for rank in range(RANKS):
-        hard = resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(job.rank(rank), resource.RLIMIT_FSIZE, (room, hard))
+        case.limit_files(job, rank, room)
     end = case.failed(job, "File too large|could not be written")
     if job.code == 0:  # nothing was written any more, or only what had room
         raise Ended

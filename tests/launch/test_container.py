@@ -32,7 +32,10 @@ def test_enroot_starts_the_command():
     )
     assert one.srun_options("te", FOLDERS) == []
     assert one.prefix("te", FOLDERS) == [
-        "enroot", "start", "--rw", "--mount=/x:/y:none:x-create=auto,rbind,ro",
+        "enroot", "start", "--rw",
+        "--env", "SLURM_JOB_ID", "--env", "SLURM_JOB_NUM_NODES", "--env", "SLURM_NODEID",
+        "--env", "SLURM_RESTART_COUNT", "--env", "SLURMD_NODENAME",
+        "--mount=/x:/y:none:x-create=auto,rbind,ro",
         "--mount=/run:/run:none:x-create=auto,rbind",
         "--mount=/data:/data:none:x-create=auto,rbind",
         "/te.sqsh",
@@ -49,6 +52,8 @@ WRONG = {
     "container: {image: a, workdir: w}": "container.workdir",
     "container: {image: a, runtime: docker}": "Input should be 'pyxis' or 'enroot'",
     "container: {image: a, images: {fluks: b}}": "container.images.fluks",
+    "container: {runtime: enroot, image: 'a.io#b/c:1'}": "a squashfs file (.sqsh) or the name of",
+    "container: {runtime: enroot, images: {te: b/c}}": "a squashfs file (.sqsh) or the name of",
     "container: {images: {flux: b}}": "none in container.images for ['megatron']",
     "silent_s: 0": "silent_s: Input should be greater than or equal to 1",
     "retries: -1": "retries",

@@ -11,6 +11,7 @@ import yaml
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
+from flux_megatron import settings
 from flux_megatron.launch import (
     command_line,
     environment,
@@ -22,6 +23,7 @@ from flux_megatron.launch import (
 from flux_megatron.launch.command_line import RunOptions
 from flux_megatron.launch.site import Site
 
+RUN = Path("/runs/one")
 RELEASES = parser_signature.releases()
 EXPERIMENTS = {name: experiment.load(name) for name in experiment.names()}
 OF_MEGATRON = [name for name, one in EXPERIMENTS.items() if one.program == "pretrain_gpt"]
@@ -224,10 +226,21 @@ def test_cpu_needs_neither_apex_nor_nccl():
         # with it stock layers would run on our kernel
         assert ("--no-gradient-accumulation-fusion" in given) == (arm == "megatron")
         assert megatron_arguments.needs_bootstrap(workload)
-        assert environment.variables(workload)["TRITON_INTERPRET"] == "1"
+        assert environment.variables(workload, RUN)["TRITON_INTERPRET"] == "1"
     assert not megatron_arguments.needs_bootstrap(GPT["megatron"])
-    assert environment.variables(GPT["flux"])["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert "TRITON_INTERPRET" not in environment.variables(GPT["flux"])
+    on_gpus = environment.variables(GPT["flux"], RUN)
+    assert on_gpus["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "TRITON_INTERPRET" not in on_gpus
+
+
+def test_plans_are_measured_at_the_start_and_kept_in_the_run():
+    """No home folder is needed, and a run's later rounds find them."""
+    variables = environment.variables(GPT["flux"], RUN)
+    found = settings.read(variables)
+    assert (found.tune, found.cache) == ("lazy", RUN / "cache" / "plans")
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert Path(variables[name]).is_relative_to(RUN / "cache")
+    assert variables["NCCL_DEBUG"] == "WARN"
 
 
 @pytest.mark.parametrize("name", OF_OURS)

@@ -59,7 +59,7 @@ def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
     for arm in experiment.load(name).arms:
         assert f"## arm {arm}\n" in done.stdout
     for shown in ("CUDA_DEVICE_MAX_CONNECTIONS=1", "-m torch.distributed.run --nnodes=",
-                  "#SBATCH --array=0-", "after a requeue"):  # fmt: skip
+                  "#SBATCH --open-mode=append", "after a requeue"):  # fmt: skip
         assert shown in done.stdout
     if name == GPT:
         assert "\n--tensor-model-parallel-size 8\n" in done.stdout

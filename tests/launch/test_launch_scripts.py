@@ -85,26 +85,31 @@ def test_scripts_are_bash(name, tmp_path):
             assert done.returncode == 0, done.stdout
 
 
-def test_job_is_an_array_of_arms(tmp_path):
+def test_one_job_trains_all_arms(tmp_path):
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", save_interval=10)
     options = directives(made.job)
-    assert options["array"] == "0-2%1"
+    assert "array" not in options
     assert "arms=(megatron te flux) " in made.job
     assert options["time"] == "04:00:00"
     assert (options["nodes"], options["gpus-per-node"]) == ("16", "8")
     assert options["ntasks-per-node"] == "1"
     assert {"exclusive", "requeue"} <= options.keys()
+    assert options["mem"] == "0"
+    assert options["open-mode"] == "append"
+    assert " --mpi=none " in made.job
     assert options["signal"] == "B:USR1@300"
-    assert options["output"] == f"{tmp_path}/slurm-%A_%a.out"
+    assert options["output"] == f"{tmp_path}/slurm-%j.out"
     two = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux", "megatron"))
     assert "arms=(megatron flux) " in two.job
-    assert directives(two.job)["array"] == "0-1%1"
+    # without checkpoints an arm that is done is kept
+    assert directives(two.job)["signal"] == "B:USR1@300"
+    one = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux",))
     # nothing could be saved before the time limit
-    assert "signal" not in directives(two.job)
+    assert "signal" not in directives(one.job)
 
 
 def test_cpu_job_asks_for_no_gpus(tmp_path):
-    assert not directives(prepared(tmp_path).job).keys() & {"gpus-per-node", "exclusive"}
+    assert not directives(prepared(tmp_path).job).keys() & {"gpus-per-node", "exclusive", "mem"}
 
 
 def test_site_options_stand_instead_of_ours(tmp_path):
@@ -147,7 +152,7 @@ def test_wrong_site_file_is_refused(tmp_path, text, expected):
 
 
 class Slurm:
-    """A pretended one, in which a job of two nodes and two arms lies in a folder with a space."""
+    """A pretended one, in which a job of two nodes and arm flux lies in a folder with a space."""
 
     def __init__(self, folder: Path, **more: object) -> None:
         self.work, self.run = folder, folder / "a run"
@@ -158,13 +163,12 @@ class Slurm:
             file.chmod(0o755)
         site = folder / "site.yaml"
         site.write_text("python: python\n")
-        self.made = prepared(self.run, site=site, **more)
+        self.made = prepared(self.run, site=site, **{"arms": ("flux",), **more})
         self.job = self.made.write()
 
     def environment(self, **more: str) -> dict[str, str]:
         path = f"{self.work / 'bin'}:{os.environ['PATH']}"
-        slurm = {"JOB_ID": "10007", "JOB_NUM_NODES": "2", "JOB_NODELIST": "some[1-2]",
-                 "ARRAY_JOB_ID": "10006", "ARRAY_TASK_ID": "1"}  # fmt: skip
+        slurm = {"JOB_ID": "10007", "JOB_NUM_NODES": "2", "JOB_NODELIST": "some[1-2]"}
         named = {f"SLURM_{name}": value for name, value in slurm.items()}
         return os.environ | {"PATH": path, "WORK": str(self.work)} | named | more
 
@@ -256,12 +260,12 @@ def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
     )
     for restart, times in enumerate((1, 2, 2)):
         assert slurm.start(CODE="7", SLURM_RESTART_COUNT=str(restart)).returncode == 7
-        assert requeued.read_text() == "10006_1\n" * times
+        assert requeued.read_text() == "10007\n" * times
     latest.parent.mkdir(parents=True)
     latest.write_text("step_4\n")
     log = slurm.start(CODE="7", SLURM_RESTART_COUNT="3").stdout
     assert "flux: ranks ended with code 7" in log
-    assert requeued.read_text() == "10006_1\n" * 3
+    assert requeued.read_text() == "10007\n" * 3
 
 
 def test_cancelled_job_does_not_queue_again(slurm):
@@ -274,7 +278,7 @@ def test_ranks_save_before_the_time_limit_and_the_job_queues_again(slurm):
     (slurm.run / "flux" / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
     assert near_time_limit(slurm) == 0
     assert (slurm.work / "latest").read_text() == "step_4\n"
-    assert (slurm.work / "requeued").read_text() == "10006_1\n"
+    assert (slurm.work / "requeued").read_text() == "10007\n"
 
 
 def test_job_that_cannot_save_does_not_queue_again(slurm):

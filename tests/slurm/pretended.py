@@ -24,7 +24,7 @@ for word; do
 done
 part=${{out%/train}} first=1
 [ "$node" = 0 ] || {{ sleep 0.2; exit 0; }}
-echo "${{part#"$RUN/"}} ${{IMAGE-}} $SLURM_JOB_NODELIST" >>"$WORK/trained"
+echo "${{part#"$RUN/"}} ${{IMAGE-}} ${{SLURM_JOB_NODELIST-}}" >>"$WORK/trained"
 mkdir -p "$logs" "$out/checkpoints"
 if [ "$word" = --resume ]; then first=$(($(cat "$out/checkpoints/latest" || echo 0) + 1)); fi
 fault() {{ # NAME: whether it is ordered, once less the next time
@@ -57,28 +57,50 @@ pathlib.Path(os.environ["WORK"], "hangs").touch()
 waits_for_another_rank()
 """
 
-# `enroot start [--OPTION=...] IMAGE COMMAND...`
+# `enroot start [OPTION...] IMAGE COMMAND...`, as strict as the real one: the command sees the
+# image's environment and what --env names, empty where it is not set here; nothing is imported.
 ENROOT = """
 [ "$1" = start ] || exit 64
 shift
-echo "$*" >>"$WORK/enroot"
-while [[ $1 == --* ]]; do shift; done
-IMAGE=$1 exec "${@:2}"
+echo "$*" >>"$WORK/started"
+environment=("PATH=$PATH" "WORK=$WORK" "RUN=$RUN" "STEPS=$STEPS" "PYTHONPATH=${PYTHONPATH-}")
+while [[ $1 == --* ]]; do
+    case $1 in
+    --rw | --mount=/*:/*:none:*) ;;
+    --env)
+        shift
+        case $1 in *=*) environment+=("$1") ;; *) environment+=("$1=${!1-}") ;; esac
+        ;;
+    *) echo "[ERROR] Unknown argument: $1" >&2; exit 1 ;;
+    esac
+    shift
+done
+if [ ! -f "$1" ] && { [[ $1 == */* ]] || [ ! -d "$WORK/containers/$1" ]; }; then
+    echo "[ERROR] Invalid argument: $1" >&2
+    exit 1
+fi
+exec env -i "${environment[@]}" "IMAGE=$1" "${@:2}"
 """
 
-# What pyxis makes of srun: its options are taken out, and enroot starts the command.
+# What pyxis makes of srun: its options are taken out, an image is imported unless there is a
+# container of that name, and the command keeps its environment.
 SRUN = f"""
-options=() started=()
+options=() image= mounts= name=
 while [[ $1 == --* ]]; do
     case $1 in
     --container-image=*) image=${{1#*=}} ;;
-    --container-mounts=*) started+=("--mount=${{1#*=}}") ;;
-    --container-workdir=*) started+=("--workdir=${{1#*=}}") ;;
+    --container-mounts=*) mounts=${{1#*=}} ;;
+    --container-name=*) name=${{1#*=}} ;;
     *) options+=("$1") ;;
     esac
     shift
 done
-[ -z "${{image-}}" ] || set -- enroot start "${{started[@]}}" "$image" "$@"
+if [ -n "$image" ]; then
+    export IMAGE=$image
+    for node in $(seq "$SLURM_JOB_NUM_NODES"); do echo "$mounts" >>"$WORK/started"; done
+    [ -n "$name" ] && [ -e "$WORK/names/$name" ] || echo "$image" >>"$WORK/imported"
+    mkdir -p "$WORK/names/$name"
+fi
 exec {shutil.which("srun")} "${{options[@]}}" "$@"
 """
 

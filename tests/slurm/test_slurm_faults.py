@@ -67,17 +67,17 @@ class Job:
     def order(self, fault: str, times: int) -> None:
         (self.folder / fault).write_text(f"{times}\n")
 
-    def fields(self, task: str = "") -> dict[str, str]:
-        return self.slurm.jobs(self.id)[self.id + task]
+    def fields(self) -> dict[str, str]:
+        return self.slurm.jobs(self.id)[self.id]
 
-    def ends(self, timeout_s: float = 90, said: str = "", **tasks: str) -> None:
-        """Wait until every task is as told, and still is so a second later: `_0="COMPLETED 1"`.
+    def ends(self, outcome: str, timeout_s: float = 90, said: str = "") -> None:
+        """Wait until the job is as told, and still is so a second later: "COMPLETED 1".
 
-        That is its state and how often it was queued again; `job` is the key where no array is. A
-        job that queues itself again says FAILED for seconds, with its new number of restarts, so a
-        test of one that fails names what it says last.
+        That is its state and how often it was queued again. A job that queues itself again says
+        FAILED for seconds, with its new number of restarts, so a test of one that fails names what
+        it says last.
         """
-        expected = {self.id + task.removeprefix("job"): outcome for task, outcome in tasks.items()}
+        expected = {self.id: outcome}
 
         def ended() -> bool:
             return self._outcomes() == expected and said in self.output()
@@ -114,7 +114,7 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     job = Job(slurm, tmp_path)
     job.order("crash-flux", 1)
     job.submit("--alternate", "2")
-    job.ends(job="COMPLETED 1")
+    job.ends("COMPLETED 1")
     rounds = [
         "round-1/megatron",
         "round-1/flux",
@@ -136,8 +136,8 @@ def test_unfit_node_is_named_and_excluded(slurm, tmp_path):
     job = Job(slurm, tmp_path)
     job.order("ecc-cpu1", 5)
     job.submit("--arm", "flux", *ON_GPUS)
-    job.ends(_0="COMPLETED 1")
-    assert job.fields("_0")["ExcNodeList"] == "cpu1"
+    job.ends("COMPLETED 1")
+    assert job.fields()["ExcNodeList"] == "cpu1"
     assert [nodes for _, _, nodes in job.trained()] == ["cpu[2-3]"]
     verdict = "node cpu1: unfit: GPU 1: uncorrected ECC errors since the driver started: 5; not"
     assert verdict in job.output()
@@ -146,12 +146,13 @@ def test_unfit_node_is_named_and_excluded(slurm, tmp_path):
 
 
 def test_crashes_queue_an_arm_again_within_a_bound(slurm, tmp_path):
-    """The second arm never gets on; the first one, a task of the same array, is left alone."""
+    """The second arm never gets on; the first one is done, and is not done again."""
     job = Job(slurm, tmp_path, retries=1)
     job.order("crash-flux", 9)
     job.submit()
     last = "not queued again: 2 failures without progress"
-    job.ends(_0="COMPLETED 0", _1="FAILED 1", said=last)
+    job.ends("FAILED 1", said=last)
+    assert [part for part, _, _ in job.trained()] == ["megatron", "flux", "flux"]
     assert job.output().count("flux: ranks ended with code") == 2
 
 
@@ -159,7 +160,7 @@ def test_silent_ranks_say_where_they_are_and_queue_again(slurm, tmp_path):
     job = Job(slurm, tmp_path, silent_s=16)  # on busy cores a start is silent for seconds
     job.order("hang-flux", 1)
     job.submit("--arm", "flux")
-    job.ends(_0="COMPLETED 1")
+    job.ends("COMPLETED 1")
     assert "flux: no rank has written a line for " in job.output()
     stacks = (job.run / "flux" / "logs" / "node-0" / "0" / "stderr.log").read_text()
     assert "in waits_for_another_rank" in stacks
@@ -172,25 +173,29 @@ def test_cancelled_job_does_not_queue_again(slurm, tmp_path):
     # Slurm's linuxproc loses a process that starts while its parent is killed, and waits for it
     slurm.wait_for((tmp_path / "hangs").exists, 60, "the ranks")
     slurm.run("scancel", job.id)
-    job.ends(_0="CANCELLED 0")
+    job.ends("CANCELLED 0")
     assert not (job.run / "flux" / "failures").exists()
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "enroot"])
 def test_every_arm_runs_in_its_image(slurm, tmp_path, runtime):
-    images = {"image": "/images/stock.sqsh", "images": {"flux": "nvcr.io#nvidia/pytorch:25.06-py3"}}
-    container = {"runtime": runtime, "mounts": ["/data:/d:ro"], **images}
+    """Nodes are examined in it too, each under its own name, and no image is imported twice."""
+    (tmp_path / "stock.sqsh").touch()
+    (tmp_path / "containers" / "ours").mkdir(parents=True)
+    ours = "nvcr.io#nvidia/pytorch:26.03-py3" if runtime == "pyxis" else "ours"
+    images = {"megatron": f"{tmp_path}/stock.sqsh", "flux": ours}
+    container = {"runtime": runtime, "mounts": ["/data:/d:ro"], "images": images}
     job = Job(slurm, tmp_path, container=container, srun={"quiet": None})
-    job.programs |= {"enroot": pretended.ENROOT}
     if runtime == "pyxis":
         job.programs |= {"srun": pretended.SRUN}
-    job.submit("--alternate", "1")
-    job.ends(job="COMPLETED 0")
-    images = {part: image for part, image, _ in job.trained()}
-    assert images == {
-        "round-1/megatron": "/images/stock.sqsh",
-        "round-1/flux": "nvcr.io#nvidia/pytorch:25.06-py3",
-    }
-    started = (tmp_path / "enroot").read_text().splitlines()
-    assert len(started) == 2 * 2 * 2  # arms, nodes, doctor and ranks
+    else:
+        job.programs |= {"enroot": pretended.ENROOT}
+    job.submit(*ON_GPUS)
+    job.ends("COMPLETED 0")
+    assert {part: image for part, image, _ in job.trained()} == images
+    assert {file.name for file in job.run.glob("preflight/*/*")} == {"cpu1", "cpu2"}
+    started = (tmp_path / "started").read_text().splitlines()
+    assert len(started) == 2 * 2 * 2 + 2  # arms, nodes, doctor and ranks; nodes, preflight
     assert all("/data:/d" in one and f"{job.run}:{job.run}" in one for one in started)
+    if runtime == "pyxis":
+        assert (tmp_path / "imported").read_text().splitlines() == [*images.values()]

@@ -104,20 +104,19 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
         "--save-interval", str(SAVE_INTERVAL), "--site", str(tmp_path / "site.yaml"),
         "--data-path", str(text), "--env", "GLOO_SOCKET_IFNAME=lo",
     ).strip()  # fmt: skip
-    requeued = f"{job}_0"
     flux = run / "flux" / "train"
     try:
         slurm.wait_for(
             lambda: going_on(slurm, job) and len(metrics(flux)) >= REQUEUED_AT, 240, "steps"
         )
-        slurm.run("scontrol", "requeue", requeued)
-        slurm.wait_for(lambda: states(slurm, job)[requeued] == "PENDING", 60, "the requeue")
+        slurm.run("scontrol", "requeue", job)
+        slurm.wait_for(lambda: states(slurm, job)[job] == "PENDING", 60, "the requeue")
         first_start = metrics(flux)
         assert REQUEUED_AT <= len(first_start) < STEPS, "it was not halfway"
         # Slurm would let two minutes pass
-        slurm.run("scontrol", "update", f"JobId={requeued}", SOON)
+        slurm.run("scontrol", "update", f"JobId={job}", SOON)
         slurm.wait_for(lambda: not going_on(slurm, job), 240, "the end")
-        assert slurm.jobs(job)[requeued]["Restarts"] == "1"
+        assert slurm.jobs(job)[job]["Restarts"] == "1"
         summary = json.loads((flux / "summary.json").read_text())
         checkpoint = summary["first_step"] - 1
         assert checkpoint == len(first_start) or checkpoint % SAVE_INTERVAL == 0 < checkpoint
