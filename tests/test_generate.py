@@ -159,12 +159,15 @@ def cached_and_whole(rank: int, model: dict) -> tuple[torch.Tensor, torch.Tensor
     decoding = decoder.Decoder(
         module, sampler, rows=len(prompts), slots=30, vocab=vocab, device=cpu
     )
-    texts, steps = [[*prompt] for prompt in prompts], []
+    texts, steps, order = [[*prompt] for prompt in prompts], [], []
+    for owner, name in ((sampler, "draw"), (decoding, "_forward")):
+        setattr(owner, name, noting(order, name, getattr(owner, name)))
     for number in range(STEPS):
         decoding.step() if number else decoding.prefill(prompts, multiple=tp)
         steps.append(decoding.logits.clone())
         for text, token in zip(texts, decoding.token.tolist(), strict=True):
             text.append(token)
+    assert order == ["draw", "_forward"] * STEPS  # each token has noise of its own
     calls = report().calls
     for layer, attention in zip(module.decoder.layers, reference, strict=True):
         layer.self_attention.core_attention = attention
@@ -175,6 +178,10 @@ def cached_and_whole(rank: int, model: dict) -> tuple[torch.Tensor, torch.Tensor
             logits = gather_from_tensor_model_parallel_region(logits)[0, len(prompts[row]) - 1 : -1]
             whole[:, row] = logits[:, :vocab]
     return torch.stack(steps), whole, calls
+
+
+def noting(order: list, name: str, function):
+    return lambda *given: (order.append(name), function(*given))[1]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,15 @@ def test_installing_twice_is_installing_once(capsys):
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("reset", [True, False])
+def test_attention_reads_masks_where_documents_end_within_a_sample(reset):
+    args = parse("--flux-overlap")
+    args.reset_attention_mask = reset
+    install.install_from(args)
+    assert FluxCoreAttention.reads_causal_masks is reset
+
+
 @pytest.mark.parametrize(
     ("requested", "of_te", "can_run", "layers", "message"),
     [
