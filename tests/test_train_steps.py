@@ -43,6 +43,8 @@ def schedules(rank: int) -> dict[str, list[tuple[float, float]]]:
         assert (told.lr, told.min_lr, told.weight_decay, told.clip_grad, told.params_dtype) == (
             loop.lr, loop.min_lr, loop.weight_decay, loop.clip, torch.float32
         )  # fmt: skip
+        plan = trainee.scheduler
+        assert (plan.max_lr, plan.min_lr) == (loop.lr, loop.min_lr)
         found[name] = []
         for _ in range(loop.steps):
             trainee.scheduler.step(1)
