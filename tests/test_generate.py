@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,9 +21,10 @@ from ranks import run_ranks
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.generate import comparison, decoder
+from flux_megatron.generate import comparison, decoder, job
 from flux_megatron.generate import launcher as generate_launcher
 from flux_megatron.generate.comparison import Decoded
+from flux_megatron.generate.request import Request
 from flux_megatron.generate.sampling import Sampler
 from flux_megatron.generate.text_stream import TextStream
 from flux_megatron.overlap.report import report
@@ -196,6 +198,34 @@ def test_the_cache_changes_nothing(model):
 
 
 # what needs no ranks
+
+
+class Seen(Exception):
+    pass
+
+
+def seen(*given):
+    raise Seen(*given)
+
+
+def test_a_request_reaches_the_sampler_and_every_token_is_confirmed(monkeypatch):
+    """Before a token is shown, a wait that ran out of time is an error."""
+    cpu = torch.device("cpu")
+    asked = Request(
+        checkpoint=Path("none"), prompts=("12", "7"), tokens=3, temperature=0.5, top_k=4, seed=7,
+        arms=("flux",), graph=False,
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "Sampler", seen)
+        with pytest.raises(Seen) as sampler:
+            job.decode(config(1), asked, None, cpu)
+    assert sampler.value.args == (2, ByteTokenizer().vocab_size, 0.5, 4, 7, cpu)
+    for name in ("_model", "load_weights"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(job, "Decoder", mock.MagicMock())
+    monkeypatch.setattr(job, "synchronize", seen)
+    with pytest.raises(Seen):
+        job.decode(config(1), asked, None, cpu)
 
 
 def test_a_seed_draws_the_same_and_by_the_distribution():

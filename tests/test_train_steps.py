@@ -50,6 +50,13 @@ def schedules(rank: int) -> dict[str, list[tuple[float, float]]]:
             trainee.scheduler.step(1)
             decays = {g["weight_decay"] for g in trainee.optimizer.param_groups if g["wd_mult"]}
             found[name].append((trainee.learning_rate(), *decays))
+    for tied, position in ((True, "learned_absolute"), (False, "rope")):
+        given = {"tied_embeddings": tied, "position_embedding": position}
+        module = Trainee(config(given), torch.device("cpu")).module
+        assert (module.share_embeddings_and_output_weights, module.position_embedding_type) == (
+            tied, position
+        )  # fmt: skip
+        assert (module.max_sequence_length, module.vocab_size) == (24, 320)
     for dtype in ("bfloat16", "float16"):
         told = Trainee(config(dtype=dtype), torch.device("cpu")).optimizer.config
         given = told.params_dtype, told.bf16, told.fp16
@@ -83,6 +90,19 @@ def test_the_optimizer_gets_each_field_of_the_configuration():
 def test_the_model_gets_each_field_of_the_configuration(model, expected):
     found = transformer_config(config(model))
     assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_half_precision_and_tensor_parallelism_are_those_of_the_configuration():
+    for tp, asked in ((1, True), (2, True), (2, False)):
+        parallel = {"parallel": {"tp": tp, "sequence_parallel": asked}}
+        found = transformer_config(
+            TrainConfig.model_validate(
+                {"model": MODEL, "train": LOOP | {"dtype": "bfloat16"}} | parallel
+            )
+        )
+        assert found.tensor_model_parallel_size == tp
+        assert found.sequence_parallel is (asked and tp > 1)
+        assert (found.params_dtype, found.bf16, found.fp16) == (torch.bfloat16, True, False)
 
 
 @pytest.mark.parametrize("updated", [True, False], ids=["updated", "skipped"])

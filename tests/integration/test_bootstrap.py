@@ -177,6 +177,7 @@ def test_nothing_is_installed_without_the_flag():
 def test_installing_twice_is_installing_once(capsys):
     args = parse("--flux-overlap", "--flux-strategy", "sequential", "--flux-save-gathered")
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
+    assert settings.get().strategy != "sequential"  # it has been read before
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
         install.install_from(args)
