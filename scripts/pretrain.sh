@@ -56,6 +56,9 @@ train() { # LOG RANKS ARGUMENTS...
     sed -nE 's/.* iteration +([0-9]+)\/.* lm loss: ([^ ]+) .*/\1 \2/p' "$log" >"$log.losses"
 }
 
+for model in ${MODELS:-}; do
+    [[ " gpt llama mtp moe " == *" $model "* ]] || { echo "MODELS has $model, gpt, llama, mtp or moe expected" >&2; exit 2; }
+done
 status=0
 for model in ${MODELS:-gpt llama}; do
     for ranks in ${RANKS:-2 4}; do
@@ -66,10 +69,10 @@ for model in ${MODELS:-gpt llama}; do
         train "$work/stock" "$ranks" "${parallel[@]}" "${options[@]}" "$@" $stock
         # shellcheck disable=SC2086
         train "$work/ours" "$ranks" "${parallel[@]}" "${options[@]}" "$@" ${FLUX:---flux-overlap}
-        join <(sort "$work/stock.losses") <(sort "$work/ours.losses") | sort -n | awk -v bound="${BOUND:-1e-5}" '
-            { d = $2 - $3; d = d < 0 ? -d : d; printf "%3d %.6f %.6f %.1e\n", $1, $2, $3, d; if (!(d <= bound)) bad = 1 }
-            END { exit bad || NR < 2 }' || { echo "DIFFERENT"; status=1; }
-        sed -n '/^flux_megatron: .* overlapped/,/^[^ f]/p' "$work/ours" | grep -E '^flux_megatron|^  '
+        join <(sort "$work/stock.losses") <(sort "$work/ours.losses") | sort -n | awk -v bound="${BOUND:-1e-5}" -v iterations="$(wc -l <"$work/stock.losses")" '
+            { d = $2 - $3; d = d < 0 ? -d : d; printf "%3d %.6f %.6f %.1e\n", $1, $2, $3, d; if (!(d <= bound) || ($2 $3) ~ /[^-+.0-9eE]/) bad = 1 } # some take nan for 0
+            END { exit bad || NR < 2 || NR != iterations }' || { echo "DIFFERENT"; status=1; }
+        sed -n '/^flux_megatron: .* overlapped/,/^[^ f]/p' "$work/ours" | grep -E '^flux_megatron|^  ' || true
         sed -n '/^ flux: /p' "$work/ours" | tail -n 2
         grep -qE '^flux_megatron: [1-9][0-9]* of [0-9]+ calls overlapped' "$work/ours" || { echo "NOTHING OVERLAPPED"; status=1; }
     done

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,9 +21,10 @@ from ranks import run_ranks
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.generate import comparison, decoder
+from flux_megatron.generate import comparison, decoder, job
 from flux_megatron.generate import launcher as generate_launcher
 from flux_megatron.generate.comparison import Decoded
+from flux_megatron.generate.request import Request
 from flux_megatron.generate.sampling import Sampler
 from flux_megatron.generate.text_stream import TextStream
 from flux_megatron.overlap.report import report
@@ -159,12 +161,15 @@ def cached_and_whole(rank: int, model: dict) -> tuple[torch.Tensor, torch.Tensor
     decoding = decoder.Decoder(
         module, sampler, rows=len(prompts), slots=30, vocab=vocab, device=cpu
     )
-    texts, steps = [[*prompt] for prompt in prompts], []
+    texts, steps, order = [[*prompt] for prompt in prompts], [], []
+    for owner, name in ((sampler, "draw"), (decoding, "_forward")):
+        setattr(owner, name, noting(order, name, getattr(owner, name)))
     for number in range(STEPS):
         decoding.step() if number else decoding.prefill(prompts, multiple=tp)
         steps.append(decoding.logits.clone())
         for text, token in zip(texts, decoding.token.tolist(), strict=True):
             text.append(token)
+    assert order == ["draw", "_forward"] * STEPS  # each token has noise of its own
     calls = report().calls
     for layer, attention in zip(module.decoder.layers, reference, strict=True):
         layer.self_attention.core_attention = attention
@@ -175,6 +180,10 @@ def cached_and_whole(rank: int, model: dict) -> tuple[torch.Tensor, torch.Tensor
             logits = gather_from_tensor_model_parallel_region(logits)[0, len(prompts[row]) - 1 : -1]
             whole[:, row] = logits[:, :vocab]
     return torch.stack(steps), whole, calls
+
+
+def noting(order: list, name: str, function):
+    return lambda *given: (order.append(name), function(*given))[1]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,34 @@ def test_the_cache_changes_nothing(model):
 
 
 # what needs no ranks
+
+
+class Seen(Exception):
+    pass
+
+
+def seen(*given):
+    raise Seen(*given)
+
+
+def test_a_request_reaches_the_sampler_and_every_token_is_confirmed(monkeypatch):
+    """Before a token is shown, a wait that ran out of time is an error."""
+    cpu = torch.device("cpu")
+    asked = Request(
+        checkpoint=Path("none"), prompts=("12", "7"), tokens=3, temperature=0.5, top_k=4, seed=7,
+        arms=("flux",), graph=False,
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "Sampler", seen)
+        with pytest.raises(Seen) as sampler:
+            job.decode(config(1), asked, None, cpu)
+    assert sampler.value.args == (2, ByteTokenizer().vocab_size, 0.5, 4, 7, cpu)
+    for name in ("_model", "load_weights"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(job, "Decoder", mock.MagicMock())
+    monkeypatch.setattr(job, "synchronize", seen)
+    with pytest.raises(Seen):
+        job.decode(config(1), asked, None, cpu)
 
 
 def test_a_seed_draws_the_same_and_by_the_distribution():

@@ -40,7 +40,7 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if reason := _why_not(self.config, self.tp_size):
+        if reason := why_not(self.config, self.tp_size):
             raise ValueError(f"--flux-experts cannot run this model: {reason}")
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
@@ -68,8 +68,10 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
 
-def _why_not(config: Any, tp_size: int) -> str | None:
-    """Why the dispatcher cannot run a model of this configuration, or None."""
+def why_not(config: Any, tp_size: int) -> str | None:
+    """Why the dispatcher cannot run a model of this configuration, or None. Megatron's arguments
+    have the same names. `tp_size`: of the experts.
+    """
     unsupported = {
         "moe_expert_capacity_factor": "tokens are dropped",
         "moe_pad_expert_input_to_capacity": "experts are padded",
@@ -90,9 +92,10 @@ def _why_not(config: Any, tp_size: int) -> str | None:
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"
-    selective = config.recompute_granularity == "selective"
+    selective = getattr(config, "recompute_granularity", None) == "selective"
     if selective and "moe_act" in (config.recompute_modules or ()):
         return "activations of experts are recomputed (recompute_modules moe_act)"
     if tp_size > 1:
-        return f"experts are divided over {tp_size} tensor-parallel ranks, 1 expected"
+        given = f"experts are divided over {tp_size} tensor-parallel ranks"
+        return f"{given}, 1 expected (--expert-tensor-parallel-size 1)"
     return None

@@ -60,11 +60,6 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     requirements.check(args, known)
     checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
-    if options.experts and args.moe_token_dispatcher_type != "alltoall":
-        given = args.moe_token_dispatcher_type
-        raise ValueError(
-            f"--moe-token-dispatcher-type {given} given, --flux-experts needs alltoall"
-        )
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     install(options, of_te, (getattr(args, "spec", None) or [None])[0])
     # else all masks of causal layers are causal, and torch's flash attention need not read them

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine
 
 from flux_megatron import settings
-from flux_megatron.integration import arguments, explicit_specs, seams
+from flux_megatron.integration import arguments, experts, explicit_specs, seams
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.provider import te_can_run
 from flux_megatron.patching import installed
@@ -149,7 +149,21 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         yield Refusal("--mtp-num-layers", why, may_be_allowed=True)
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
         yield Refusal("--context-parallel-size", "it needs TransformerEngine's attention")
+    if value("flux_experts"):
+        yield from _of_experts(args)
     yield from _of_modelopt(args)
+
+
+def _of_experts(args: Any) -> Iterator[Refusal]:
+    """What our dispatcher would refuse later, when ranks have started and build their layers."""
+    dispatcher = getattr(args, "moe_token_dispatcher_type", None)
+    if dispatcher != "alltoall":
+        why = f"--moe-token-dispatcher-type {dispatcher} given, alltoall expected"
+        yield Refusal("--flux-experts", why)
+    tp = getattr(args, "tensor_model_parallel_size", None)  # Megatron's default for experts too
+    divided = getattr(args, "expert_tensor_parallel_size", None) or tp or 1
+    if getattr(args, "num_experts", None) and (why_not := experts.why_not(args, divided)):
+        yield Refusal("--flux-experts", why_not)
 
 
 def _of_spec(spec: list[str], of_te: bool) -> Refusal:

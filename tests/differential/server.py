@@ -88,10 +88,10 @@ class Server:
 
 def environment(checkout: Path, site: Path | None) -> dict[str, str]:
     """Of a process that imports this checkout, and has no GPU."""
-    from flux_megatron.launch.__main__ import CPU
+    from flux_megatron.launch.environment import CPU, ONE_QUEUE
 
     return {
-        **os.environ, **CPU, "PYTHONPATH": path_of(checkout, site),
+        **os.environ, **CPU, **ONE_QUEUE, "PYTHONPATH": path_of(checkout, site),
         "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_ALGO": "Ring",  # for --deterministic-mode
     }  # fmt: skip

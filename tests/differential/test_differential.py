@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+import runpy
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import arms
@@ -135,6 +137,37 @@ def test_half_precision_is_held_against_stock_s_own_distance():
 
     assert wrong(3.994) == []
     assert "lm loss of ours" in wrong(3.98)[0]
+
+
+def test_a_run_in_which_too_little_is_compared_fails(monkeypatch, tmp_path):
+    """Of the failures of stock and of our refusals, few and a half are borne; then it ends."""
+    run = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("run.py"))))
+
+    def code(*outcomes, count=40):
+        left = iter(outcomes)
+        row = {"release": "a", "number": 0, "why": "", "precision": "fp32", "largest": {},
+               "calls": 1, "overlapped": 1}  # fmt: skip
+        one = SimpleNamespace(row=lambda _: row | {"outcome": next(left)}, close=lambda: None)
+        monkeypatch.setattr(trial, "Trial", lambda *_: one)
+        line = ["--megatron", str(tmp_path), "--count", str(count), "--out", str(tmp_path / "out")]
+        result = run.main(run.parsed(line))
+        return result, len([*left])
+
+    quarter = ["equal", "equal", "stock fails", "equal"]
+    assert code(*quarter * 13, "equal") == (0, 0)
+    assert code(*quarter * 13, "finding") == (1, 0)
+    assert code("stock fails", "refused", "equal", count=2) == (0, 0)
+    assert code(*["stock fails"] * 100) == (1, 89)  # it does not draw for ever
+    assert code(*["refused"] * 40) == (1, 29)
+    with pytest.raises(SystemExit):
+        run.parsed(["--megatron", "a", "b", "--count", "1", "--out", "rows"])
+
+
+def test_megatron_finds_in_the_environment_what_it_demands(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    found = server.environment(tmp_path, None)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert found["TRITON_INTERPRET"] == "1"
 
 
 class FakeArms:

@@ -74,18 +74,23 @@ def main(
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048,1024,512",
     connections: str = "unset,1", width: int = 12288, rounds: int = 12, seconds: float = 280,
 ) -> None:  # fmt: skip
-    """Start the ranks, or be one of them. `seconds` are for each setting of `connections`."""
+    """Start the ranks, or be one of them. `seconds` are for each setting of `connections`. Exits 1
+    if ranks failed.
+    """
     if "RANK" in os.environ:
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         run = gpu_run.start(out, commit, seconds, dtype)
         measure(run, cases([*map(int, M.split(","))], width, tp), rounds)
         gpu_run.finish(run)
+    good = True
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp}"]
     for setting in connections.split(","):
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": setting}
         if setting == "unset":
             del environment["CUDA_DEVICE_MAX_CONNECTIONS"]
-        subprocess.run([sys.executable, *command, *sys.argv], env=environment, check=False)
+        ranks = subprocess.run([sys.executable, *command, *sys.argv], env=environment, check=False)
+        good &= ranks.returncode == 0
+    raise typer.Exit(not good)
 
 
 if __name__ == "__main__":

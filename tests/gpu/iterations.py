@@ -287,7 +287,8 @@ def main(
     timed: int = TIMED, limit_s: float = 150, layers: int = 0,
 ) -> None:  # fmt: skip
     """Measure the models with `models` in their names at every M, as long as `seconds` allow to
-    begin another process; one that takes longer than `limit_s` is stopped.
+    begin another process; one that takes longer than `limit_s` is stopped. Exits 1 if one failed
+    or there was none.
     """
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
     length = Length(block, pairs, timed)
@@ -296,6 +297,7 @@ def main(
         for job in jobs(experiment, rows, tp, more.split(), micro_batches, arms.split(","),
                         layout, length, layers)
     ]  # fmt: skip
+    good = bool(wanted)
     with tempfile.TemporaryDirectory() as folder:
         processes = _one_ahead(wanted, checkout, Path(folder))
         for process in processes:
@@ -303,6 +305,7 @@ def main(
                 found = list(rows(process.job, process.times_ms(limit_s), machine))
             except ResultsError as error:
                 print(error, file=sys.stderr, flush=True)
+                good = False
                 continue
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in found)
@@ -310,6 +313,8 @@ def main(
             if time.monotonic() > end:
                 print("no time for the others")
                 processes.close()
+    if not good:
+        raise typer.Exit(1)
 
 
 def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator[Process]:

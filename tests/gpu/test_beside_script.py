@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import beside
 import gpu_run
+import pytest
 import torch
 import torch.distributed as dist
+import typer
 from ranks import run_ranks
 
 from flux_megatron.bench import provenance, records, suites
@@ -26,6 +29,17 @@ def test_layers_on_four_ranks_are_those_of_the_bench():
     bench = [suites.cases("gpt3-175b", one.pattern, (8192,), 4) for one in ours]
     assert all(one in among for one, among in zip(ours, bench, strict=True))
     assert {one.suite for one in beside.cases([8192], 12288, 2)} == {"local 12288"}
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (1, 0), (0, 1)])
+def test_ranks_that_fail_make_it_fail(codes, tmp_path, monkeypatch):
+    left = iter(codes)
+    monkeypatch.setattr(
+        beside.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=next(left))
+    )
+    with pytest.raises(typer.Exit) as end:
+        beside.main(tmp_path / "rows.jsonl")
+    assert end.value.exit_code == max(codes)
 
 
 def test_every_candidate_alone_and_beside(tmp_path, capfd):

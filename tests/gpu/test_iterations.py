@@ -7,6 +7,7 @@ import re
 
 import iterations
 import pytest
+import typer
 
 RANK = """
 import os, pathlib, sys, time
@@ -122,12 +123,20 @@ def test_a_failed_process_is_reported_and_the_others_still_run(ranks, tmp_path, 
     ranks.write_text(
         "import sys\nif '--tp-comm-overlap' in sys.argv: sys.exit('no such thing')" + RANK
     )
-    iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="4096,2048")
+    with pytest.raises(typer.Exit) as end:
+        iterations.main(tmp_path, tmp_path / "rows.jsonl", tp=2, M="4096,2048")
+    assert end.value.exit_code == 1
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["arm"] for row in rows] == ["stock", "flux"] * 2
     said = capsys.readouterr().err
     for M in (4096, 2048):  # by one rank at least: torchrun may end the other before it has spoken
         assert re.search(rf"tp_comm_overlap, M {M}: 1\n\s*no such thing\n", said)
+
+
+def test_a_measurement_of_nothing_fails(ranks, tmp_path):
+    with pytest.raises(typer.Exit) as end:
+        iterations.main(tmp_path, tmp_path / "rows.jsonl", models="no such model")
+    assert end.value.exit_code == 1
 
 
 def test_models_of_fewer_layers_have_another_name():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import te_launches
+import typer
 
 import flux_megatron
 
@@ -81,3 +82,31 @@ def test_cases_of_four_ranks_share_the_reference_of_two():
         for arm in ("stock", "ours"):
             assert " ".join(asked[arm]).count(more) == 1
         assert not {*more.split()} & {*asked["reference"]} - {"2", "1"}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        (["equal", "refused"], 0),
+        (["equal", "finding"], 1),
+        (["equal", "stock fails"], 1),
+        (["refused"], 1),
+        ([], 1),
+    ],
+)
+def test_launches_that_show_nothing_fail(outcomes, code, monkeypatch, tmp_path):
+    cases = [*te_launches.CASES][: len(outcomes)]
+    ends = dict(zip(cases, outcomes, strict=True))
+    monkeypatch.setattr("iterations.machine_of", lambda *_: {})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr(
+        te_launches,
+        "row",
+        lambda _, case, keep: {"case": case, "outcome": ends[case], "why": "", "seconds": 1},
+    )
+    seconds = 60 if outcomes else -1
+    with pytest.raises(typer.Exit) as end:
+        te_launches.main(
+            tmp_path, tmp_path / "rows", cases=",".join(cases) or "GPT", seconds=seconds
+        )
+    assert end.value.exit_code == code

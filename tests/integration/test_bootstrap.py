@@ -177,6 +177,7 @@ def test_nothing_is_installed_without_the_flag():
 def test_installing_twice_is_installing_once(capsys):
     args = parse("--flux-overlap", "--flux-strategy", "sequential", "--flux-save-gathered")
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
+    assert settings.get().strategy != "sequential"  # it has been read before
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
         install.install_from(args)
@@ -188,6 +189,15 @@ def test_installing_twice_is_installing_once(capsys):
     assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
     install.install(FluxOptions(layers=("fc1",)))
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("reset", [True, False])
+def test_attention_reads_masks_where_documents_end_within_a_sample(reset):
+    args = parse("--flux-overlap")
+    args.reset_attention_mask = reset
+    install.install_from(args)
+    assert FluxCoreAttention.reads_causal_masks is reset
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -20,7 +21,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import expert_layers, experts, gpt_block_spec, install
+from flux_megatron.integration import expert_layers, experts, gpt_block_spec, install, requirements
 from flux_megatron.integration.flags import add_flux_arguments, options_from
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
@@ -136,21 +137,51 @@ def test_the_flag_puts_them_in_place():
     run_ranks(installed, 1)
 
 
+ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 REFUSED = {
-    "tokens are dropped": {"moe_expert_capacity_factor": 1.0},
-    "activations of experts are recomputed": {
-        "recompute_granularity": "selective", "recompute_modules": ["moe_act"],
-        "moe_grouped_gemm": True,
-    },
+    "activations of experts are recomputed": ACT,
+    **{rf"\({name}\)$": {name: 1} for name in (
+        "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
+        "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
+        "moe_shared_expert_overlap", "moe_apply_probs_on_input", "moe_single_grouped_weight",
+        "use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size", "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad", "add_bias_linear",
+        "activation_func_clamp_value", "glu_linear_offset", "fp8", "fp4",
+    )},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_it_cannot_run_is_refused_before_the_start(message):
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--flux-overlap", "--flux-experts"])
+    vars(args).update(moe_token_dispatcher_type="alltoall", num_experts=4)
+    assert not requirements.refusals(args, {})
+    vars(args).update(REFUSED[message])
+    (refusal,) = requirements.refusals(args, {})
+    assert re.search(message, refusal.why)
+
+
+def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--flux-overlap", "--flux-experts"])
+    vars(args).update(moe_token_dispatcher_type="alltoall", num_experts=4)
+    args.tensor_model_parallel_size = 2  # which experts follow unless they have their own
+    with pytest.raises(ValueError, match="over 2 tensor-parallel ranks, 1 expected"):
+        install.install_from(args)
+    args.expert_tensor_parallel_size = 1
+    assert not requirements.refusals(args, {})
+    args.moe_token_dispatcher_type = "allgather"
+    with pytest.raises(ValueError, match="type allgather given, alltoall expected"):
+        install.install_from(args)
 
 
 def refused(rank: int) -> None:
     sbs.start(1, expert_model_parallel_size=2)
-    for message, more in REFUSED.items():
-        with ours(), pytest.raises(ValueError, match=message):
+    for more in ({"moe_expert_capacity_factor": 1.0}, ACT | {"moe_grouped_gemm": True}):
+        with ours(), pytest.raises(ValueError, match="--flux-experts cannot run this model"):
             build(4, **CASES["two a token"], **more)
 
 
-def test_what_it_cannot_run_is_refused():
+def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built():
     run_ranks(refused, 2)

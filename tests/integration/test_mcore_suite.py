@@ -167,6 +167,16 @@ def test_a_test_passes_if_no_rank_fails_it(lines, outcome, tmp_path):
     assert merged == {"t": {"outcome": outcome, "built": 6, "forwards": 0, "backwards": 0}}
 
 
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [([], 1), ([(0, [])], 1), ([(0, []), (3, [])], 0), ([(3, []), (3, ["a"])], 1)],
+    ids=["no file", "none of ours", "good", "one fails"],
+)
+def test_a_suite_that_shows_nothing_fails(rows, status):
+    found = [{"forwards": forwards, "not_ours": failed} for forwards, failed in rows]
+    assert mcore_suite.status_of(found) == status
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")

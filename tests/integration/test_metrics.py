@@ -19,7 +19,7 @@ import torch
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.integration import arm, metrics
+from flux_megatron.integration import arm, coverage, metrics, step_check
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.comparison import FEWEST_PAIRS, Comparison, alternate, speedup
 from flux_megatron.integration.flags import add_flux_arguments, options_from
@@ -281,6 +281,33 @@ def test_installing_twice_is_installing_once(monkeypatch):
     once = module.training_log, module.train_step
     metrics.install(3)
     assert (module.training_log, module.train_step) == once
+
+
+def test_installing_checks_counts_logs_and_compares(monkeypatch):
+    """Each does its part, called as Megatron's loop calls it."""
+    calls, module = [], training_module(log_interval=1)
+    monkeypatch.setattr(step_check, "confirm_step", lambda: calls.append("confirm"))
+    monkeypatch.setattr(metrics.atexit, "register", lambda call, *_: calls.append(call.__name__))
+    monkeypatch.setattr(report_module, "_layers", [])
+    monkeypatch.setattr(coverage, "_of_all_stages", lambda stage: stage)
+    monkeypatch.setitem(sys.modules, metrics.TRAINING, module)
+    step = types.SimpleNamespace(step=lambda: calls.append("update"))
+
+    def train_step(forward_step_func, optimizer):
+        calls.append("stock" if arm.stock_now() else "fused")
+        optimizer.step()
+
+    module.train_step = train_step
+    metrics.install(2)
+    module.setup_model_and_optimizer()
+    for iteration in range(1, 4):
+        module.train_step(None, step)
+        log(module, iteration)
+    module.save_checkpoint()
+    updates = " ".join(f"{name} confirm update" for name in ("stock", "stock", "fused"))
+    assert calls == ["_log_at_exit", *updates.split(), "confirm"]
+    assert flux_megatron.report().layers is not None
+    assert sum(line.startswith(" flux: ours") for line in module.printed) == 3
 
 
 def test_without_megatron_s_loop_nothing_can_be_compared(monkeypatch):

@@ -14,6 +14,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.torch_norm import L2Norm
 from ranks import run_ranks
 from spec_shapes import module_of, submodules_of
 
@@ -51,6 +52,24 @@ def test_layers_and_norms(layers, normalization):
     assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
     norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
     assert norms == {FluxNorm}
+
+
+def test_norms_of_queries_are_those_of_the_configuration():
+    run_ranks(_norms_of_queries, 1)
+
+
+def _norms_of_queries(rank) -> None:
+    sbs.start(1)
+    given = config(qk_layernorm=True)
+    for wanted in (False, True):
+        given.qk_l2_norm = wanted  # before 0.16 no field
+        specs = [gpt_block_spec(given, layers).layer_specs[0] for layers in CLASSES]
+        if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
+            specs += [gpt_layer_spec(given, layers) for layers in CLASSES]
+        for spec in specs:
+            attention = submodules_of(spec.submodules.self_attention)
+            norms = {attention.q_layernorm, attention.k_layernorm}
+            assert norms == {L2Norm if wanted else FluxNorm}
 
 
 @pytest.mark.parametrize("layers", ["flux", "stock"])

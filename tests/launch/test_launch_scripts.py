@@ -134,6 +134,33 @@ def test_site_options_stand_instead_of_ours(tmp_path):
     assert "\npython=/env/bin/python\n" in script
 
 
+@pytest.mark.parametrize("name", ["paper/gpt3-175b_a100-pcie", "cpu/tiny"])
+def test_the_site_s_variables_come_last(name, tmp_path):
+    given = ("OMP_NUM_THREADS=7", "CUDA_DEVICE_MAX_CONNECTIONS=8")
+    for command in prepared(tmp_path, name, environment=given).commands:
+        found = command.environment
+        assert (found["OMP_NUM_THREADS"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("7", "8")
+        assert found["PYTHONUNBUFFERED"] == "1"
+
+
+def test_the_arguments_of_an_arm_reach_its_command(tmp_path):
+    file = tmp_path / "more.yaml"
+    file.write_text(
+        f"base: {experiment.find('paper/gpt3-175b_a100-pcie')[1]}\n"
+        "arguments: [--log-throughput]\n"
+        "arms: {flux: {arguments: [--flux-strict]}}\nassumed: {arguments arms: test}\n"
+    )
+    made = prepared(tmp_path / "run", str(file), data=("/d/a",), save_interval=10)
+    for command in made.commands:
+        more = ["--log-throughput", *["--flux-strict"] * (command.arm == "flux")]
+        assert command.arguments[-len(more) :] == more
+        assert all(option in command.script() for option in more)
+        said = " ".join(command.arguments)
+        assert "--data-path /d/a" in said
+        assert f"--save {command.folder}/checkpoints --save-interval 10" in said
+        assert command.on_resume
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
