@@ -11,7 +11,7 @@ import typer
 
 from flux_megatron import doctor as plain_doctor
 from flux_megatron.bench.commands import app as bench_app
-from flux_megatron.bench.commands import patterns, plot, reliability, trace
+from flux_megatron.bench.commands import trace
 from flux_megatron.bench.tune_commands import tune, tune_experts
 from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
@@ -27,7 +27,7 @@ app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 for command in (
     train, launch, results, simulate, generate,
-    tune, tune_experts, trace, patterns, plot, reliability,
+    tune, tune_experts, trace,
 ):  # fmt: skip
     app.command()(command)
 

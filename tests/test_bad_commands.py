@@ -26,13 +26,7 @@ from flux_megatron.cli import app
 
 ROOT = Path(__file__).parents[1]
 FILES = {
-    "empty.jsonl": "",
-    "garbage.jsonl": "not json\n",
     "bytes.jsonl": b"\xff\xfe\x00\x80",
-    "list.jsonl": "[1, 2]\n",
-    "strange.jsonl": '{"a": 1}\n',
-    "table.jsonl": '{"table": "gemv_ar"}\n',
-    "faults.jsonl": '{"table": "faults"}\n',
     "torn.yaml": "a: [1",
     "empty.yaml": "",
     "words.yaml": "just words",
@@ -47,32 +41,6 @@ TINY = "launch cpu/tiny --run-dir new"
 ON_CPU = "tries it out on the CPU"
 
 ROWS = [
-    # files of rows
-    ("plot none.jsonl --out new", "none.jsonl: no such file or directory", "bench` has written"),
-    ("plot folder --out new", "folder: is a directory"),
-    ("plot empty.jsonl --out new", "empty.jsonl: no rows"),
-    ("plot garbage.jsonl --out new", "garbage.jsonl line 1: 'not json' is not JSON"),
-    ("plot bytes.jsonl --out new", "bytes.jsonl: not text"),
-    ("plot list.jsonl --out new", "list.jsonl line 1: '[1, 2]' given, a row expected"),
-    ("plot strange.jsonl --out new", "strange.jsonl line 1: suite: field required; a row"),
-    ("plot table.jsonl --out new", "table.jsonl: only rows of gemv_ar"),
-    ("plot garbage.jsonl", "Missing option '--out'"),
-    ("plot --out new", "Missing argument"),
-    ("bench check none.jsonl", "none.jsonl: no such file or directory"),
-    ("bench check folder", "folder: is a directory"),
-    ("bench check empty.jsonl", "empty.jsonl: no rows"),
-    ("bench check empty.jsonl garbage.jsonl", "garbage.jsonl line 1: 'not json' is not JSON"),
-    ("bench check bytes.jsonl", "bytes.jsonl: not text"),
-    ("bench check strange.jsonl", "strange.jsonl line 1: suite: field required"),
-    ("bench check --tp 0 empty.jsonl", "--tp", "0"),
-    ("bench check --tp x empty.jsonl", "--tp", "x"),
-    ("reliability none.jsonl --out new.md", "none.jsonl: no such file or directory"),
-    ("reliability empty.jsonl --out new.md", "empty.jsonl: no rows of the tables faults, hold"),
-    ("reliability strange.jsonl --out new.md", "strange.jsonl: no rows of the tables"),
-    ("reliability garbage.jsonl --out new.md", "garbage.jsonl line 1: 'not json' is not JSON"),
-    ("reliability list.jsonl --out new.md", "list.jsonl line 1: '[1, 2]' given"),
-    ("reliability faults.jsonl --out new.md", "faults.jsonl line 1: without fault, device"),
-    ("reliability empty.jsonl", "Missing option '--out'"),
     # tune
     ("tune", "one of --config and --suite is needed"),
     ("tune --suite gpt3-175b --config torn.yaml", "one of --config and --suite is needed"),
@@ -206,7 +174,7 @@ ROWS = [
     ("patch apply folder", "folder is no checkout of Megatron-LM"),
     ("patch undo file", "file is no checkout of Megatron-LM"),
     ("patch nothing", "No such command 'nothing'"),
-    ("patterns --tp 0", "--tp", "0"),
+    ("doctor --strategies 0", "--strategies", "0"),
     ("doctor --need foo", "--need", "'foo'", "transformer_engine"),
     ("doctor --gpus -1", "--gpus", "-1"),
     ("nothing", "No such command 'nothing'"),

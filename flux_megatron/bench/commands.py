@@ -1,10 +1,7 @@
-"""The commands that measure and show: `flux-megatron bench`, `trace`, `patterns`, `plot` and
-`reliability`.
-"""
+"""The commands that measure and show: `flux-megatron bench` and `trace`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -110,31 +107,6 @@ def bench_operations(
     raise typer.Exit(code)
 
 
-@app.command("check")
-def bench_check(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not met")] = False,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the rows that count")] = 4,
-) -> None:
-    """Hold rows against the targets: every target with met, missed or missing; fails unless all are
-    met. Rows of operations are asked for where there are some.
-    """
-    from flux_megatron.bench import check, records
-    from flux_megatron.bench.operations import check as operations_check
-
-    of_layers, of_tables = records.load_all(rows)
-    verdicts: list[check.Verdict | operations_check.Verdict] = []
-    if of_layers or not of_tables:
-        verdicts += check.check(of_layers, tp)
-    verdicts += operations_check.check(of_tables, tp)
-    for verdict in verdicts:
-        if not quiet or verdict.outcome.verdict != check.MET:
-            typer.echo(str(verdict))
-    typer.echo(check.summary(verdicts) if verdicts else f"no row of {tp} ranks counts")
-    met = bool(verdicts) and all(v.outcome.verdict == check.MET for v in verdicts)
-    raise typer.Exit(0 if met else 1)
-
-
 def trace(
     out: Annotated[Path, typer.Option(help="Folder of trace.json, timeline.png, summary.json")],
     layer: Annotated[str, typer.Option(help="column or row")] = "column",
@@ -165,47 +137,3 @@ def trace(
     kept = f"nothing is in {out}: the same command starts again"
     code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
     raise typer.Exit(code)
-
-
-def patterns(
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the problem that is asked about")] = 4,
-) -> None:
-    """Show which strategies can run which patterns on this machine, forward and backward."""
-    from rich.console import Console
-
-    if sys.stderr.isatty():
-        typer.echo("asking every strategy; torch and Triton take seconds to load", err=True)
-    from flux_megatron.bench import patterns as page
-
-    Console().print(page.table(tp))
-
-
-def plot(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],
-) -> None:
-    """Draw rows, and write the page OUT.md with the plots and the tables."""
-    from flux_megatron.bench import records
-
-    loaded = records.load_layers(rows)
-    option_values.folder("--out", out)
-    option_values.file("--out", out.with_suffix(".md"))
-    typer.echo(f"drawing {len(loaded)} rows", err=True)
-    from flux_megatron.bench import page, plots
-
-    files = plots.draw(loaded, out)
-    page.write(out, files, loaded, rows)
-    typer.echo(f"wrote {out.with_suffix('.md')} and {len(files)} plots in {out}")
-
-
-def reliability(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    out: Annotated[Path, typer.Option(help="The page")],
-) -> None:
-    """Write the page of faults, of calls beside held SMs, and of racing orders."""
-    from flux_megatron.bench import reliability as page
-
-    text = page.text(out, rows)
-    option_values.file("--out", out)
-    out.write_text(text)
-    typer.echo(f"wrote {out}")
