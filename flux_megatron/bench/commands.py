@@ -108,7 +108,7 @@ def bench_operations(
 
 
 def trace(
-    out: Annotated[Path, typer.Option(help="Folder of trace.json, timeline.png, summary.json")],
+    out: Annotated[Path, typer.Option(help="Folder of a trace file a rank")],
     layer: Annotated[str, typer.Option(help="column or row")] = "column",
     M: Annotated[int | None, typer.Option("--M", min=1, help="Rows of x")] = None,
     N: Annotated[int | None, typer.Option("--N", min=1, help="Columns of y")] = None,
@@ -116,12 +116,11 @@ def trace(
     tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
     strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    waits: Annotated[bool, typer.Option("--waits", help="Record the waits in kernels")] = False,
     nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
     from flux_megatron.bench import launch, machine
-    from flux_megatron.bench.trace.options import TraceOptions, sizes
+    from flux_megatron.bench.trace_options import TraceOptions, sizes
 
     options = TraceOptions(
         out=str(out),
@@ -130,10 +129,9 @@ def trace(
         tp=machine.ranks(device, tp, "--device cpu"),
         strategy=strategy,
         device=device,
-        waits=waits,
         nvls=nvls,
     )
     option_values.folder("--out", out)
     kept = f"nothing is in {out}: the same command starts again"
-    code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
+    code = launch.start(options, kept, "flux_megatron.bench.trace")
     raise typer.Exit(code)
