@@ -224,7 +224,7 @@ def test_the_command_starts_its_ranks(tmp_path):
     words = "bench --device cpu --scale 512 --tp 2 --M 32 --rounds 2 --pattern gemm_rs"
     done = subprocess.run(
         [sys.executable, "-m", "flux_megatron.cli", *words.split(), "--suite", "llama2-70b",
-         "--candidates", "sequential,auto", "--out", str(file)],
+         "--candidates", "sequential,auto", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -238,8 +238,7 @@ def test_the_command_starts_its_ranks(tmp_path):
 def test_bad_options_end_before_any_rank_is_started(words, monkeypatch, tmp_path):
     for name in provenance.WITHOUT_MULTICAST:
         monkeypatch.delenv(name, raising=False)
-    out = tmp_path / "rows.jsonl"
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(out)])
+    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "expected" in result.output
 

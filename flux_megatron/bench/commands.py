@@ -10,6 +10,7 @@ import typer
 from flux_megatron import option_values
 
 app = typer.Typer(invoke_without_command=True)
+Tp = Annotated[int | None, typer.Option(min=1, help="Ranks; default: all GPUs, on the CPU 2")]
 
 
 @app.callback()
@@ -25,19 +26,20 @@ def bench(
     M: Annotated[
         str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
     ] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
+    out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[
         int | None,
         typer.Option(min=1, help="Every candidate runs once a round; default 12, on the CPU 2"),
     ] = None,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
+        bool,
+        typer.Option("--with-nccl-load", help="Also beside an all-reduce of another communicator"),
     ] = False,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
     ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
+    tp: Tp = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     scale: Annotated[
         int | None,
@@ -46,7 +48,7 @@ def bench(
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
     ] = None,
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time our operations beside NCCL and every installed peer, in one run; see docs/measuring.md.
@@ -61,11 +63,12 @@ def bench(
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = bench_options.parsed(
         suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
-        candidates=candidates, out=str(out), time_limit_s=time_limit, nvls=nvls,
+        candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
         commit=commit, beside=beside, graphs=graphs,
     )  # fmt: skip
-    option_values.file("--out", out)
-    kept = f"{out} has the rows of what is done; --suite, --pattern and --M choose the rest"
+    option_values.folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
     code = launch.start(options, kept)
     raise typer.Exit(code)
 
@@ -73,15 +76,17 @@ def bench(
 @app.command("operations")
 def bench_operations(
     names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("operations.jsonl"),
+    out: Annotated[Path, typer.Option(help="Folder of operations.jsonl, appended to")] = Path(
+        "bench"
+    ),
     only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Every candidate runs once a round")] = 12,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks")] = 2,
+    tp: Tp = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
     ] = None,
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
@@ -92,7 +97,7 @@ def bench_operations(
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = OperationOptions(
         names=tuple(names or NAMES),
-        out=str(out),
+        out=str(out / "operations.jsonl"),
         only=only,
         rounds=rounds,
         tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
@@ -101,8 +106,9 @@ def bench_operations(
         nvls=nvls,
         commit=commit,
     )
-    option_values.file("--out", out)
-    kept = f"{out} has the rows of what is done; --only chooses the rest"
+    option_values.folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = f"{options.out} has the rows of what is done; --only chooses the rest"
     code = launch.start(options, kept, "flux_megatron.bench.operations.worker")
     raise typer.Exit(code)
 
@@ -113,10 +119,10 @@ def trace(
     M: Annotated[int | None, typer.Option("--M", min=1, help="Rows of x")] = None,
     N: Annotated[int | None, typer.Option("--N", min=1, help="Columns of y")] = None,
     K: Annotated[int | None, typer.Option("--K", min=1, help="Columns of x")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
+    tp: Tp = None,
     strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
     from flux_megatron.bench import launch, machine
