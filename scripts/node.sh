@@ -69,7 +69,7 @@ operators)
         step "${connected[@]}" "$python" -m flux_megatron bench --tp "$gpus" --suite llama2-70b --M 4,16,64,128,256 \
             --out "$out" --time-limit "$limit" --commit "$commit"
     done
-    step "$python" tests/gpu/beside.py "$out/beside.jsonl" --tp "$gpus" --seconds "$limit" --commit "$commit"
+    step "$python" -m flux_megatron bench --tp "$gpus" --with-nccl-load --out "$out" --time-limit "$limit" --commit "$commit"
     ranks tests/gpu/hold.py "$out/hold.jsonl" --seconds "$limit" --commit "$commit"
     ;;
 operations)
