@@ -11,8 +11,8 @@ import typer
 
 from flux_megatron import doctor as plain_doctor
 from flux_megatron.bench.commands import app as bench_app
-from flux_megatron.bench.commands import patterns, plot, reliability, trace
-from flux_megatron.bench.tune_commands import tune, tune_experts
+from flux_megatron.bench.commands import trace
+from flux_megatron.bench.tune_commands import tune
 from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
@@ -27,7 +27,7 @@ app.add_typer(patch_app, name="patch")
 app.add_typer(bench_app, name="bench")
 for command in (
     train, launch, results, simulate, generate,
-    tune, tune_experts, trace, patterns, plot, reliability,
+    tune, trace,
 ):  # fmt: skip
     app.command()(command)
 
@@ -41,7 +41,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it, end")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit"
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")] = False,
 ) -> None:
@@ -92,7 +95,6 @@ def run(
         nproc_per_node,
         "--device cpu before the script",
         option="--nproc-per-node",
-        on_gpus=None,
     )
     typer.echo(f"starting torchrun with {ranks} ranks of {script}", err=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -5,12 +5,16 @@ begins its work, and its error is one line.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from flux_megatron.errors import BadInput
+
+STDOUT = Path("-")
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -73,6 +77,20 @@ def file(option: str, path: Path) -> None:
         raise BadInput(
             f"{option} {path}: {_reason(error)}; a file that can be written expected"
         ) from None
+
+
+def json_target(path: Path) -> None:
+    """`--json` names a file that can be written, or - for stdout."""
+    if path != STDOUT:
+        file("--json", path)
+
+
+def write_json(path: Path, values: Any) -> None:
+    text = json.dumps(values, indent=2)
+    if path == STDOUT:
+        print(text)
+    else:
+        path.write_text(text + "\n")
 
 
 def _reason(error: OSError) -> str:

@@ -11,7 +11,6 @@
 | FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
-| FLUX_MEGATRON_RECORD_WAITS | 1: kernels record their waits for other ranks | 0 |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
 
@@ -51,7 +50,6 @@ class Settings:
     beside: str = "auto"
     cache: Path = CACHE
     nvtx: bool = False
-    record_waits: bool = False
     native: bool = True
     allow: tuple[str, ...] = ()
 
@@ -97,7 +95,6 @@ def read(environment: Mapping[str, str]) -> Settings:
         beside=_one_of(environment, "FLUX_MEGATRON_BESIDE", BESIDE),
         cache=Path(cache).expanduser() if cache else default.cache,
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
-        record_waits=_switch(environment, "FLUX_MEGATRON_RECORD_WAITS"),
         native=_switch(environment, "FLUX_MEGATRON_NATIVE", "1"),
         allow=tuple(environment.get("FLUX_MEGATRON_ALLOW", "").split()),
     )

@@ -64,16 +64,16 @@ operators)
     for connections in unset 1; do
         connected=(env -u CUDA_DEVICE_MAX_CONNECTIONS)
         [ $connections = unset ] || connected=(env CUDA_DEVICE_MAX_CONNECTIONS=1)
-        step "${connected[@]}" "$python" -m flux_megatron bench --tp "$gpus" --out "$out/operators.jsonl" \
+        step "${connected[@]}" "$python" -m flux_megatron bench --tp "$gpus" --out "$out" \
             --time-limit "$limit" --commit "$commit"
         step "${connected[@]}" "$python" -m flux_megatron bench --tp "$gpus" --suite llama2-70b --M 4,16,64,128,256 \
-            --out "$out/operators.jsonl" --time-limit "$limit" --commit "$commit"
+            --out "$out" --time-limit "$limit" --commit "$commit"
     done
-    step "$python" tests/gpu/beside.py "$out/beside.jsonl" --tp "$gpus" --seconds "$limit" --commit "$commit"
+    step "$python" -m flux_megatron bench --tp "$gpus" --with-nccl-load --out "$out" --time-limit "$limit" --commit "$commit"
     ranks tests/gpu/hold.py "$out/hold.jsonl" --seconds "$limit" --commit "$commit"
     ;;
 operations)
-    step "$python" -m flux_megatron bench operations --tp "$gpus" --out "$out/operations.jsonl" --time-limit "$limit" \
+    step "$python" -m flux_megatron bench operations --tp "$gpus" --out "$out" --time-limit "$limit" \
         --commit "$commit"
     ;;
 checks)

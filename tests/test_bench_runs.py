@@ -1,4 +1,4 @@
-"""Bench runs on the CPU: verification, rows, the commands, plots and the page."""
+"""Bench runs on the CPU: verification, rows, the command."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bench_rows import H200, row_of, rows_of
 from ranks import DEVICE, run_ranks
 from typer.testing import CliRunner
 
-from flux_megatron.bench import page, plots, provenance, records, runner, suites, targets
+from flux_megatron.bench import provenance, records, runner, suites
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Candidate, with_strategy
 from flux_megatron.bench.competitors.transformer_engine import TransformerEngine
-from flux_megatron.bench.competitors.xformers import Xformers
 from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import Options
 from flux_megatron.bench.verify import examine
@@ -156,7 +154,7 @@ def test_every_candidate_of_every_case_has_a_row(measured):
         expected = {"gemm", "ours_gemm", "gemm_again"}
         if pattern != "gemm":
             expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
-            expected |= {*targets.COMPETITORS[pattern]}
+            expected |= {*suites.PEERS[pattern]}
         assert expected <= group.keys()
         for row in group.values():
             assert row.status in (records.OK, records.MISSING, records.UNSUPPORTED), row
@@ -195,7 +193,9 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
     shown, _ = run_ranks(_run, 2, asked)
     assert shown == [case for case in asked.cases() for _ in range(2)]
     rows = records.load(file)
-    alone, beside = (records.latest(rows, beside=which) for which in (False, True))
+    alone, beside = ({}, {})
+    for row in rows:
+        (beside if row.beside else alone).setdefault(row.case, {})[row.candidate] = row
     assert [*alone] == [*beside]
     assert len(rows) == sum(len(group) for group in [*alone.values(), *beside.values()])
     for key, group in alone.items():
@@ -224,7 +224,7 @@ def test_the_command_starts_its_ranks(tmp_path):
     words = "bench --device cpu --scale 512 --tp 2 --M 32 --rounds 2 --pattern gemm_rs"
     done = subprocess.run(
         [sys.executable, "-m", "flux_megatron.cli", *words.split(), "--suite", "llama2-70b",
-         "--candidates", "sequential,auto", "--out", str(file)],
+         "--candidates", "sequential,auto", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -238,8 +238,7 @@ def test_the_command_starts_its_ranks(tmp_path):
 def test_bad_options_end_before_any_rank_is_started(words, monkeypatch, tmp_path):
     for name in provenance.WITHOUT_MULTICAST:
         monkeypatch.delenv(name, raising=False)
-    out = tmp_path / "rows.jsonl"
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(out)])
+    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "expected" in result.output
 
@@ -268,8 +267,7 @@ def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
 
 def test_a_missing_peer_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for competitor in (Xformers(), TransformerEngine()):
-        assert "not installed" in competitor.unavailable()
+    assert "not installed" in TransformerEngine().unavailable()
 
 
 def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
@@ -281,54 +279,3 @@ def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
     assert with_strategy("auto", lambda: (settings.get().strategy, 1))() == ("auto", 1)
     monkeypatch.undo()
     settings.reload()
-
-
-def losing_rows():
-    (case, *_) = suites.cases("gpt3-175b", "gemm_rs", (8192,), 4)
-    times = {"gemm": 3000.0, "serial": 3500.0, "auto": 3100.0, "te_pipeline": 3600.0}
-    rows = rows_of(case, times)
-    return [
-        *rows,
-        row_of(case, "xformers", status="wrong"),
-        row_of(case, "async_tp", status="missing"),
-    ]
-
-
-def test_plots_and_page(tmp_path):
-    file, out = tmp_path / "rows.jsonl", tmp_path / "benchmarks"
-    rows = losing_rows() + [
-        row
-        for pattern in plots.OVERLAPPED
-        for case in suites.cases("llama2-70b", pattern, (64, 1024), 4)
-        for row in rows_of(case, {"gemm": 90.0, "serial": 120.0, "auto": 95.0, "xformers": 99.0})
-    ]
-    rows += [replace(row, beside=True, median_us=77.0) for row in rows if row.pattern == "gemm_rs"]
-    records.append(file, rows)
-    result = CliRunner().invoke(app, ["plot", str(file), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    names = {f"{kind}_{p}_connections-unset.png" for kind in plots.PLOTS for p in plots.OVERLAPPED}
-    names |= {f"{kind}_gemm_rs_connections-unset_beside.png" for kind in plots.PLOTS}
-    assert {picture.name for picture in out.iterdir()} == names
-    assert all(1000 < picture.stat().st_size < 150_000 for picture in out.iterdir())
-    text = (tmp_path / "benchmarks.md").read_text()
-    assert all(f"(benchmarks/{name})" in text for name in names)
-    assert f"flux-megatron plot {file} --out {out}" in text
-    assert f"| {H200.run} |" in text
-    assert (
-        "8192 x 12288 x 3072 nt | 3000 | 3500 | 3100 (0.80) | **3600 (-0.20)** | **wrong** | - |"
-        in text
-    )
-    alone, beside = text.split("### gemm_rs beside, gpt3-175b, connections unset")
-    assert " | 77 | " not in alone
-    assert " | 77 | 77 | " in beside
-    assert "| gemm_rs beside, M = 4096 .. 8192: E >= 0.90 | 0 of 16, 15 missing | 0.800 .. " in text
-    assert "| gemm_rs, M = 4096 .. 8192: E >= 0.95 | 0 of 16, 15 missing | 0.800 .. 0.800 |" in text
-
-
-@interpreted
-def test_rows_of_the_cpu_can_be_drawn(measured, tmp_path):
-    rows = records.load(measured)
-    files = plots.draw(rows, tmp_path / "plots")
-    page.write(tmp_path / "plots", files, rows, [measured])
-    assert not [file for file in files if file.name.startswith("roofline")]  # no facts, no roof
-    assert "### backward, llama2-70b, connections unset" in (tmp_path / "plots.md").read_text()

@@ -27,14 +27,14 @@ def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def failing(monkeypatch):
-    """A function that makes `flux-megatron patterns` raise what it is given."""
-    from flux_megatron.bench import patterns
+    """A function that makes `flux-megatron results` raise what it is given."""
+    from flux_megatron.results import report
 
     def raises(error: BaseException) -> None:
-        def table(tp: int) -> None:
+        def read(folder: object) -> None:
             raise error
 
-        monkeypatch.setattr(patterns, "table", table)
+        monkeypatch.setattr(report, "read", read)
 
     return raises
 
@@ -49,33 +49,33 @@ def failing(monkeypatch):
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
             2,
-            "flux-megatron patterns: yaml is not installed: pip install 'flux-megatron[launch]'",
+            "flux-megatron results: yaml is not installed: pip install 'flux-megatron[launch]'",
         ),
         (
             OSError(28, "No space left\non device"),
             1,
             "OSError: [Errno 28] No space left on device (run again with --debug for the "
-            "traceback: flux-megatron --debug patterns ...)",
+            "traceback: flux-megatron --debug results ...)",
         ),
         (
             KeyError(),
             1,
-            "KeyError (run again with --debug for the traceback: flux-megatron --debug patterns "
+            "KeyError (run again with --debug for the traceback: flux-megatron --debug results "
             "...)",
         ),
     ],
 )
 def test_an_error_is_one_line_with_its_status(failing, monkeypatch, capsys, error, status, line):
     failing(error)
-    assert ended(monkeypatch, capsys, "patterns") == (status, "", f"{line}\n")
+    assert ended(monkeypatch, capsys, "results", ".") == (status, "", f"{line}\n")
     # as other tests run commands
-    assert CliRunner().invoke(cli.app, ["patterns"]).exit_code == status
+    assert CliRunner().invoke(cli.app, ["results", "."]).exit_code == status
 
 
 def test_debug_shows_the_traceback(failing, monkeypatch):
-    failing(errors.BadInput("--x: 1 given"))
-    monkeypatch.setattr(sys, "argv", ["flux-megatron", "--debug", "patterns"])
-    with pytest.raises(errors.BadInput, match="--x: 1 given"):
+    failing(errors.RunFailed("rank 1 failed"))
+    monkeypatch.setattr(sys, "argv", ["flux-megatron", "--debug", "results", "."])
+    with pytest.raises(errors.RunFailed, match="rank 1 failed"):
         entry.main()
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from bench_rows import H200, rows_of
 
 pytest.importorskip("matplotlib", reason="needs the extra `bench`")
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.bench import panels, plots, roofline, suites
 from flux_megatron.launch.experiment import load
-from flux_megatron.perf import layer, layer_timeline
 from flux_megatron.results import plot, report
 from flux_megatron.results.iterations import Iteration, Series
 from flux_megatron.train import curves
@@ -59,54 +56,6 @@ def test_steps_are_whole_numbers(tmp_path, monkeypatch):
     curves.draw(tmp_path / "x.png", rows(LOSSES), "a run")
     (axes,) = made[0].axes
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
-
-
-def clipped_cases(gpu="NVIDIA H200"):
-    """A case whose competitor has an E of -2."""
-    (case, *_) = suites.cases("gpt3-175b", "gemm_rs", (8192,), 4)
-    times = {"gemm": 3000.0, "serial": 3500.0, "auto": 3100.0, "te_pipeline": 4500.0}
-    found = {row.candidate: row for row in rows_of(case, times)}
-    return {("gpt3-175b", "gemm_rs", case.op, 8192): found}
-
-
-@pytest.mark.parametrize("of", [plots.efficiency_by_shape, plots.efficiency_over_M])
-def test_what_lies_below_the_axis_has_a_mark_and_its_value(of):
-    axis = of(clipped_cases()).axes[0]
-    assert axis.get_ylim()[0] > -2
-    assert [text.get_text() for text in axis.texts] == ["-2.0"]
-    assert [one for one in axis.lines if one.get_marker() == "v"]
-
-
-def test_a_title_names_the_gpus():
-    assert panels.machine(clipped_cases()) == f"4 x {H200.gpu}"
-
-
-def test_both_roofs_have_names():
-    (axis,) = roofline.draw(clipped_cases()).axes
-    link, gemm = (text.get_text() for text in axis.texts)
-    assert link.startswith("link: ")
-    assert gemm.startswith("GEMM: ")
-    figure = axis.figure
-    figure.canvas.draw()
-    ticks = [label.get_text() for label in axis.get_xticklabels() if label.get_text()]
-    assert ticks
-    assert all(tick.replace(".", "").isdigit() for tick in ticks)  # 2000, no power of ten
-
-
-def test_a_layers_timeline_has_its_tensor_parallel_communication():
-    workloads = load("paper/gpt3-175b_a100-pcie").arms
-    exposed = {}
-    for arm, workload in workloads.items():
-        pieces = layer.pieces(workload)
-        spans = layer_timeline.spans(pieces)
-        whole = sum(piece.forward_us + piece.backward_us for piece in pieces)
-        assert spans[-1].start_us + spans[-1].time_us == pytest.approx(whole)
-        assert all(span.time_us > 0 for span in spans)
-        forward = [span.name for span in spans if span.kind == "forward"]
-        backward = [span.name for span in spans if span.kind == "backward"]
-        assert forward == backward[::-1]
-        exposed[arm] = sum(span.time_us for span in spans if span.kind == "exposed")
-    assert exposed["megatron"] > exposed["flux"] > 0
 
 
 @pytest.mark.parametrize(

@@ -174,12 +174,13 @@ def test_the_problems_of_a_layer():
         (["--topk", "9"], "topk 9 of 4 experts given"),
         (["--ep", "1"], "--ep 1 given, at least 2 expected"),
         (["--ep", "0"], "--ep 0 given, at least 2 expected"),
+        (["--topk", None], "--experts needs --topk too"),
     ],
 )
 def test_wrong_options_end_before_any_rank_is_started(options, message):
     given = {"--hidden": "8", "--ffn": "8", "--experts": "4", "--topk": "2", "--tokens": "8"}
     given |= dict([options])
-    words = [word for pair in given.items() for word in pair]
-    result = CliRunner().invoke(app, ["tune-experts", "--device", "cpu", *words])
+    words = [word for pair in given.items() if pair[1] for word in pair]
+    result = CliRunner().invoke(app, ["tune", "--device", "cpu", *words])
     assert result.exit_code == 2
     assert message in result.output

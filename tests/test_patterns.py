@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-import pattern_evidence
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from flux_megatron import ops, reference
-from flux_megatron.bench import patterns as page
-from flux_megatron.cli import app
+from flux_megatron import doctor, ops, reference
+from flux_megatron.doctor import strategies as page
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.registry import forward
 from flux_megatron.patterns import COLUMN, ROW, Pattern
@@ -75,7 +72,7 @@ def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
     assert {*said.values()} == {"no link"}
 
 
-def test_the_command_says_what_works_and_why_not(monkeypatch):
+def test_the_command_says_what_works_and_why_not(monkeypatch, capsys):
     found = {(line.operation, line.strategy): line for line in page.lines(4)}
     assert found["ag_gemm", "sequential"][2:4] == ("works", "works")
     one, other = found["ag_gemm", "pipelined"], found["gemm_ar", "pipelined"]
@@ -88,28 +85,16 @@ def test_the_command_says_what_works_and_why_not(monkeypatch):
     if not torch.cuda.is_available():
         assert "compute capability 9" in found["ag_gemm", "hopper"].forward
     assert "not built" not in {cell for line in found.values() for cell in line}
-    shown = CliRunner().invoke(app, ["patterns", "--tp", "2"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    assert "embedding_a2a" in shown.stdout
+    assert doctor.main(["--strategies", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 ranks")
+    assert all(line.forward in shown for line in page.lines(2))
     built = dict(registry.STRATEGIES[ROW])
     built.pop("pipelined")
     monkeypatch.setattr(registry, "STRATEGIES", {**registry.STRATEGIES, ROW: built})
     found = {(line.operation, line.strategy): line for line in page.lines(4)}
     assert found["ag_gemm", "pipelined"].backward == page.NOT_BUILT
     assert found["gemm_rs", "pipelined"].forward == page.NOT_BUILT
-
-
-def test_the_evidence_is_that_of_the_tests_and_the_rows():
-    """Else `python tests/pattern_evidence.py` writes it anew."""
-    assert pattern_evidence.evidence() == page.EVIDENCE
-    for line in page.lines(2):
-        everywhere = "" if "impossible" in line.forward else "1 2 3 4 8"
-        assert line.cpu_ranks == everywhere, f"{line.operation} {line.strategy}"
-    assert {
-        test for *_, test in pattern_evidence.EXACT if not pattern_evidence.worlds(test)
-    } == set()
-    rows = page.EVIDENCE["gemm_rs signalled"]["forward"]
-    assert "h200x2/signalled_hopper" in rows
 
 
 class Pieces:

@@ -35,7 +35,6 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_BESIDE": "1",
         "FLUX_MEGATRON_CACHE": "/somewhere",
         "FLUX_MEGATRON_NVTX": "1",
-        "FLUX_MEGATRON_RECORD_WAITS": "1",
         "FLUX_MEGATRON_NATIVE": "0",
         "FLUX_MEGATRON_ALLOW": "sft  train_step",
     }
@@ -45,7 +44,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, record_waits=True, native=False, allow=("sft", "train_step"),
+        nvtx=True, native=False, allow=("sft", "train_step"),
     )  # fmt: skip
 
 
@@ -69,7 +68,6 @@ def test_strategies(strategy):
         ("FLUX_MEGATRON_STRICT", "", "expected 0 or 1"),
         ("FLUX_MEGATRON_POISON", "2", "expected 0 or 1"),
         ("FLUX_MEGATRON_NVTX", "on", "expected 0 or 1"),
-        ("FLUX_MEGATRON_RECORD_WAITS", "all", "expected 0 or 1"),
         ("FLUX_MEGATRON_NATIVE", "all", "expected 0 or 1"),
         ("FLUX_MEGATRON_TIMEOUT_S", "0", "expected seconds above 0"),
         ("FLUX_MEGATRON_TIMEOUT_S", "-1", "expected seconds above 0"),

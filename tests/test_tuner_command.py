@@ -118,7 +118,7 @@ def test_the_command(tmp_path):
 
     for entry in entries:  # as if they had been measured: emulated that takes minutes
         plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
-    second = run_command(cache, *SMALL, "--beside", "--out", str(out))
+    second = run_command(cache, *SMALL, "--with-nccl-load", "--out", str(out))
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("(known, noise") == 16
     said = " ".join(second.stdout.split())  # titles are wrapped

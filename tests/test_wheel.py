@@ -128,8 +128,8 @@ def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
     assert text in ran(tmp_path, core / "flux-megatron", *words.split(), path=extra)
 
 
-def test_patterns_works_outside_a_checkout(core, extra, tmp_path):
-    command = [core / "python", "-m", "flux_megatron", "patterns"]
+def test_strategies_are_named_outside_a_checkout(core, extra, tmp_path):
+    command = [core / "python", "-m", "flux_megatron", "doctor", "--strategies"]
     assert "ag_gemm" in ran(tmp_path, *command, path=extra)
 
 

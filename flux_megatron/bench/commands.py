@@ -1,10 +1,7 @@
-"""The commands that measure and show: `flux-megatron bench`, `trace`, `patterns`, `plot` and
-`reliability`.
-"""
+"""The commands that measure and show: `flux-megatron bench` and `trace`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +10,7 @@ import typer
 from flux_megatron import option_values
 
 app = typer.Typer(invoke_without_command=True)
+Tp = Annotated[int | None, typer.Option(min=1, help="Ranks; default: all GPUs, on the CPU 2")]
 
 
 @app.callback()
@@ -28,19 +26,20 @@ def bench(
     M: Annotated[
         str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
     ] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("rows.jsonl"),
+    out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[
         int | None,
         typer.Option(min=1, help="Every candidate runs once a round; default 12, on the CPU 2"),
     ] = None,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Also beside an all-reduce of another communicator")
+        bool,
+        typer.Option("--with-nccl-load", help="Also beside an all-reduce of another communicator"),
     ] = False,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
     ] = False,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
+    tp: Tp = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     scale: Annotated[
         int | None,
@@ -49,7 +48,7 @@ def bench(
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
     ] = None,
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time our operations beside NCCL and every installed peer, in one run; see docs/measuring.md.
@@ -64,11 +63,12 @@ def bench(
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = bench_options.parsed(
         suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
-        candidates=candidates, out=str(out), time_limit_s=time_limit, nvls=nvls,
+        candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
         commit=commit, beside=beside, graphs=graphs,
     )  # fmt: skip
-    option_values.file("--out", out)
-    kept = f"{out} has the rows of what is done; --suite, --pattern and --M choose the rest"
+    option_values.folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
     code = launch.start(options, kept)
     raise typer.Exit(code)
 
@@ -76,15 +76,17 @@ def bench(
 @app.command("operations")
 def bench_operations(
     names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines, appended to")] = Path("operations.jsonl"),
+    out: Annotated[Path, typer.Option(help="Folder of operations.jsonl, appended to")] = Path(
+        "bench"
+    ),
     only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Every candidate runs once a round")] = 12,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks")] = 2,
+    tp: Tp = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
     ] = None,
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
@@ -95,7 +97,7 @@ def bench_operations(
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = OperationOptions(
         names=tuple(names or NAMES),
-        out=str(out),
+        out=str(out / "operations.jsonl"),
         only=only,
         rounds=rounds,
         tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
@@ -104,52 +106,27 @@ def bench_operations(
         nvls=nvls,
         commit=commit,
     )
-    option_values.file("--out", out)
-    kept = f"{out} has the rows of what is done; --only chooses the rest"
+    option_values.folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = f"{options.out} has the rows of what is done; --only chooses the rest"
     code = launch.start(options, kept, "flux_megatron.bench.operations.worker")
     raise typer.Exit(code)
 
 
-@app.command("check")
-def bench_check(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not met")] = False,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the rows that count")] = 4,
-) -> None:
-    """Hold rows against the targets: every target with met, missed or missing; fails unless all are
-    met. Rows of operations are asked for where there are some.
-    """
-    from flux_megatron.bench import check, records
-    from flux_megatron.bench.operations import check as operations_check
-
-    of_layers, of_tables = records.load_all(rows)
-    verdicts: list[check.Verdict | operations_check.Verdict] = []
-    if of_layers or not of_tables:
-        verdicts += check.check(of_layers, tp)
-    verdicts += operations_check.check(of_tables, tp)
-    for verdict in verdicts:
-        if not quiet or verdict.outcome.verdict != check.MET:
-            typer.echo(str(verdict))
-    typer.echo(check.summary(verdicts) if verdicts else f"no row of {tp} ranks counts")
-    met = bool(verdicts) and all(v.outcome.verdict == check.MET for v in verdicts)
-    raise typer.Exit(0 if met else 1)
-
-
 def trace(
-    out: Annotated[Path, typer.Option(help="Folder of trace.json, timeline.png, summary.json")],
+    out: Annotated[Path, typer.Option(help="Folder of a trace file a rank")],
     layer: Annotated[str, typer.Option(help="column or row")] = "column",
     M: Annotated[int | None, typer.Option("--M", min=1, help="Rows of x")] = None,
     N: Annotated[int | None, typer.Option("--N", min=1, help="Columns of y")] = None,
     K: Annotated[int | None, typer.Option("--K", min=1, help="Columns of x")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks; default 4, on the CPU 2")] = None,
+    tp: Tp = None,
     strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    waits: Annotated[bool, typer.Option("--waits", help="Record the waits in kernels")] = False,
-    nvls: Annotated[bool, typer.Option("--nvls", help="Allow NVLink multicast")] = False,
+    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
     from flux_megatron.bench import launch, machine
-    from flux_megatron.bench.trace.options import TraceOptions, sizes
+    from flux_megatron.bench.trace_options import TraceOptions, sizes
 
     options = TraceOptions(
         out=str(out),
@@ -158,54 +135,9 @@ def trace(
         tp=machine.ranks(device, tp, "--device cpu"),
         strategy=strategy,
         device=device,
-        waits=waits,
         nvls=nvls,
     )
     option_values.folder("--out", out)
     kept = f"nothing is in {out}: the same command starts again"
-    code = launch.start(options, kept, "flux_megatron.bench.trace.worker")
+    code = launch.start(options, kept, "flux_megatron.bench.trace")
     raise typer.Exit(code)
-
-
-def patterns(
-    tp: Annotated[int, typer.Option(min=1, help="Ranks of the problem that is asked about")] = 4,
-) -> None:
-    """Show which strategies can run which patterns on this machine, forward and backward."""
-    from rich.console import Console
-
-    if sys.stderr.isatty():
-        typer.echo("asking every strategy; torch and Triton take seconds to load", err=True)
-    from flux_megatron.bench import patterns as page
-
-    Console().print(page.table(tp))
-
-
-def plot(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    out: Annotated[Path, typer.Option(help="Folder of plots; the page goes beside it")],
-) -> None:
-    """Draw rows, and write the page OUT.md with the plots and the tables."""
-    from flux_megatron.bench import records
-
-    loaded = records.load_layers(rows)
-    option_values.folder("--out", out)
-    option_values.file("--out", out.with_suffix(".md"))
-    typer.echo(f"drawing {len(loaded)} rows", err=True)
-    from flux_megatron.bench import page, plots
-
-    files = plots.draw(loaded, out)
-    page.write(out, files, loaded, rows)
-    typer.echo(f"wrote {out.with_suffix('.md')} and {len(files)} plots in {out}")
-
-
-def reliability(
-    rows: Annotated[list[Path], typer.Argument(help="Files of rows")],
-    out: Annotated[Path, typer.Option(help="The page")],
-) -> None:
-    """Write the page of faults, of calls beside held SMs, and of racing orders."""
-    from flux_megatron.bench import reliability as page
-
-    text = page.text(out, rows)
-    option_values.file("--out", out)
-    out.write_text(text)
-    typer.echo(f"wrote {out}")

@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from flux_megatron.bench import targets
 from flux_megatron.bench.options import Options
 from flux_megatron.bench.records import COMPETITOR, MISSING, OK, Row
-from flux_megatron.bench.suites import Case
+from flux_megatron.bench.suites import GEMM_PEERS, Case
 
 
 class Display:
@@ -65,7 +64,7 @@ def summary(measured: list[list[Row]]) -> Table:
         competitors = [
             row
             for row in by_name.values()
-            if row.role == COMPETITOR and row.candidate not in targets.GEMM_PEERS
+            if row.role == COMPETITOR and row.candidate not in GEMM_PEERS
         ]
         first = rows[0]
         table.add_row(

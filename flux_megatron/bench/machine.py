@@ -38,11 +38,10 @@ def ranks(
     trial: str,
     *,
     option: str = "--tp",
-    on_gpus: int | None = 4,
     least: int = 1,
 ) -> int:
-    """The number of ranks on `device`: what `option` has `given`, else `on_gpus`, or all GPUs for
-    None, or 2 on the CPU. `trial`: what tries it out without GPUs.
+    """The number of ranks on `device`: what `option` has `given`, else all GPUs, or 2 on the CPU.
+    `trial`: what tries it out without GPUs.
 
     `BadInput` where fewer than `least` are given, or this machine cannot run them.
     """
@@ -55,7 +54,7 @@ def ranks(
             raise BadInput(f"{option} {wanted} given, at most {ON_CPU_MAX} on the CPU expected")
         return wanted
     found = gpu_count()
-    wanted = given or on_gpus or max(found, 1)
+    wanted = given or max(found, least)
     if found < wanted:
         fewer = f"{option} {found} fits here; " if found > 1 else ""
         raise BadInput(

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flux_megatron import option_values, settings
-from flux_megatron.bench import machine, suites, targets
+from flux_megatron.bench import machine, suites
 from flux_megatron.bench.suites import Case
 from flux_megatron.errors import BadInput
 
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 COMPETITORS = (
-    *dict.fromkeys(n for names in targets.COMPETITORS.values() for n in names),
-    *targets.GEMM_PEERS,
+    *dict.fromkeys(n for names in suites.PEERS.values() for n in names),
+    *suites.GEMM_PEERS,
 )
 KNOWN = (*settings.STRATEGIES, *COMPETITORS, *BASELINES)  # every candidate's name
 # what is measured where nothing else is asked for

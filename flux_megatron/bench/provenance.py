@@ -31,7 +31,7 @@ def refuse_multicast() -> None:
         expected = " ".join(f"{name}={value}" for name, value in WITHOUT_MULTICAST.items())
         raise BadInput(
             f"{wrong} given, {expected} expected: results are labelled NVLS off. "
-            "--nvls allows NVLink multicast, which not every machine survives"
+            "--allow-multicast allows NVLink multicast, which not every machine survives"
         )
 
 

@@ -6,19 +6,12 @@ A row has everything that its time depends on, and neither a host's name nor a p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from flux_megatron.errors import BadInput
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from typing import Any
 
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
-WRITTEN_BY = "a file that `flux-megatron bench` has written expected"
 OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported", "missing"
 
 
@@ -29,8 +22,6 @@ class Provenance:
     `nvls` says whether NVLink multicast was allowed; `max_connections` is
     CUDA_DEVICE_MAX_CONNECTIONS or "unset".
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     run: str
     date: str
@@ -64,8 +55,6 @@ class Row:
     `beside`: all its times, those of the baselines too, are of calls beside all-reduces of another
     communicator. The `reason` of an `ok` row says in how many rounds those ended before the call.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     suite: str
     pattern: str
@@ -106,92 +95,6 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """Every row of a file but those of other tables. `BadInput` names the line that is none."""
-    return [_row(values, place) for values, place in lines(path) if "table" not in values]
-
-
-def load_tables(path: Path) -> list[dict[str, Any]]:
-    """The other rows of a file, which name their table. `BadInput` as for `load`."""
-    return [values for values, _ in lines(path) if "table" in values]
-
-
-def load_all(paths: Iterable[Path]) -> tuple[list[Row], list[dict[str, Any]]]:
-    """What `load` and `load_tables` give of all files; `BadInput` where that is nothing."""
-    paths = [*paths]
-    rows = [row for path in paths for row in load(path)]
-    tables = [row for path in paths for row in load_tables(path)]
-    if not rows and not tables:
-        raise BadInput(f"{_named(paths)}: no rows, {WRITTEN_BY}")
-    return rows, tables
-
-
-def load_layers(paths: Iterable[Path]) -> list[Row]:
-    """What `load` gives of all files; `BadInput` where that is nothing."""
-    paths = [*paths]
-    rows, tables = load_all(paths)
-    if not rows:
-        found = ", ".join(sorted({str(row["table"]) for row in tables}))
-        raise BadInput(f"{_named(paths)}: only rows of {found}, {WRITTEN_BY}")
-    return rows
-
-
-def lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Objects, and where they stand. `BadInput` for a file or a line that has none."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise BadInput(f"{path}: {reason}; {WRITTEN_BY}") from None
-    except UnicodeDecodeError:
-        raise BadInput(f"{path}: not text; {WRITTEN_BY}") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        place = f"{path} line {number}"
-        try:
-            values = json.loads(line)
-        except ValueError:
-            raise BadInput(f"{place}: {line[:40]!r} is not JSON, a row expected") from None
-        if not isinstance(values, dict):
-            raise BadInput(f"{place}: {line[:40]!r} given, a row expected")
-        yield values, place
-
-
-def _named(paths: Iterable[Path]) -> str:
-    return ", ".join(map(str, paths))
-
-
-@cache
-def _checked() -> TypeAdapter[Row]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Row)
-
-
-def _row(values: dict[str, Any], place: str) -> Row:
-    from pydantic import ValidationError
-
-    try:
-        return _checked().validate_json(json.dumps(values), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        names = ", ".join(field.name for field in fields(Row))
-        raise BadInput(
-            f"{place}: {field}: {first['msg'].lower()}; a row with {names} expected"
-        ) from None
-
-
-def latest(
-    rows: Iterable[Row], beside: bool = False
-) -> dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]]:
-    """Rows by (max_connections, case) and candidate: all of the run that measured the case last,
-    of those alone or of those beside others.
-    """
-    newest: dict[tuple[str, tuple[str, str, str, int]], dict[str, Row]] = {}
-    for row in rows:
-        if row.beside != beside:
-            continue
-        group = newest.setdefault((row.provenance.max_connections, row.case), {})
-        if any(other.provenance.run != row.provenance.run for other in group.values()):
-            group.clear()
-        group[row.candidate] = row
-    return newest
+    """The rows of a file that `append` has written."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Row(**row | {"provenance": Provenance(**row["provenance"])}) for row in found]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.bench import provenance, records, targets
+from flux_megatron.bench import provenance, records
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.backward_ar import AllReducedBackward
 from flux_megatron.bench.candidates import Call, Candidate, in_graphs
@@ -28,7 +28,7 @@ from flux_megatron.bench.efficiency import baselines, percentile
 from flux_megatron.bench.forward import Forward
 from flux_megatron.bench.options import BASELINES, Options
 from flux_megatron.bench.records import COMPETITOR, Provenance, Row
-from flux_megatron.bench.suites import Case
+from flux_megatron.bench.suites import GEMM_PEERS, Case
 from flux_megatron.bench.verify import Verdict, examine
 from flux_megatron.tuning.timing import Race, host_time_us, race
 
@@ -137,7 +137,7 @@ def _of_competitors(
         except Exception as error:  # `examine` reports it to the other ranks
             calls = {name: _raise(error) for name in names}
         for name in names:
-            yield Candidate(name, COMPETITOR, calls[name], local=name in targets.GEMM_PEERS)
+            yield Candidate(name, COMPETITOR, calls[name], local=name in GEMM_PEERS)
 
 
 def _raise(error: Exception) -> Call:

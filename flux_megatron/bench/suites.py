@@ -12,8 +12,14 @@ PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
+# other libraries' candidates of a pattern
+PEERS: dict[str, tuple[str, ...]] = dict.fromkeys(PATTERNS, ()) | {
+    "ag_gemm": ("async_tp", "te_ring", "quack"),
+    "gemm_rs": ("async_tp", "te_ring", "te_pipeline"),
+    "backward": ("async_tp", "te"),
+}
+GEMM_PEERS = ("quack_gemm",)  # they only multiply
 CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
-ALL_M = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)

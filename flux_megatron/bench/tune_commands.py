@@ -1,4 +1,4 @@
-"""The commands `flux-megatron tune` and `tune-experts`: they measure plans, and keep them."""
+"""The command `flux-megatron tune`: it measures plans, and keeps them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tune(
     config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
     tp: Annotated[
-        int | None, typer.Option(min=2, help="Ranks of the suite; default 4, on the CPU 2")
+        int | None, typer.Option(min=2, help="Ranks of the suite; default: all GPUs, on the CPU 2")
     ] = None,
     M: Annotated[
         str | None,
@@ -32,22 +32,47 @@ def tune(
     sequence_parallel: Annotated[
         bool, typer.Option(help="Of the suite; without it GEMM+AR is tuned")
     ] = True,
-    connections: Annotated[
+    cuda_max_connections: Annotated[
         int, typer.Option(min=0, help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Also beside NCCL, for data and pipeline parallelism")
+        bool,
+        typer.Option(
+            "--with-nccl-load", help="Also beside NCCL, for data and pipeline parallelism"
+        ),
     ] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
+    again: Annotated[bool, typer.Option("--force", help="Measure what is known too")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; default: of the config, else cuda")
     ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead: strategies for so many experts, of all ranks"),
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width of an expert's token")] = None,
+    ffn: Annotated[int | None, typer.Option(min=1, help="Width of an expert")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a micro-batch, on each expert-parallel rank")
+    ] = None,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, at least 2")] = 2,
+    gated: Annotated[
+        bool, typer.Option("--gated", help="An expert's first GEMM is twice as wide")
+    ] = False,
 ) -> None:
     """Measure which plan is the fastest for each problem of a model, and keep it for later runs."""
     from flux_megatron.bench import tune_request
+
+    if experts is not None:
+        sizes = {"--hidden": hidden, "--ffn": ffn, "--topk": topk, "--tokens": tokens}
+        _tune_experts(
+            experts, sizes, ep, gated, dtype or "bfloat16", device or "cuda", again,
+            cuda_max_connections,
+        )  # fmt: skip
+        return
 
     request = tune_request.Request(
         config, suite, tp, M, dtype, scale, sequence_parallel, beside, device
@@ -57,34 +82,26 @@ def tune(
         option_values.folder("--out", out)
     if "RANK" not in os.environ:
         ranks, on = problems[0].world_size, problems[0].device
-        raise typer.Exit(tune_request.start(ranks, on, connections, sys.argv[1:]))
+        raise typer.Exit(tune_request.start(ranks, on, cuda_max_connections, sys.argv[1:]))
     from flux_megatron.bench import tune as tuning
 
     tuning.tune(problems, again, out, name)
 
 
-def tune_experts(
-    hidden: Annotated[int, typer.Option(min=1, help="Width of a token")],
-    ffn: Annotated[int, typer.Option(min=1, help="Width of an expert")],
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks")],
-    topk: Annotated[int, typer.Option(min=1, help="Experts of a token")],
-    tokens: Annotated[int, typer.Option(min=1, help="Of a micro-batch, on each rank")],
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, at least 2")] = 2,
-    gated: Annotated[bool, typer.Option("--gated", help="The first GEMM is twice as wide")] = False,
-    dtype: Annotated[str, typer.Option(help="Data type")] = "bfloat16",
-    connections: Annotated[
-        int, typer.Option(min=0, help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
-    ] = 1,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known too")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-) -> None:
-    """Measure which strategy is the fastest for a model's experts, and keep it for later runs."""
+def _tune_experts(
+    experts: int, sizes: dict[str, int | None], ep: int, gated: bool, dtype: str, device: str,
+    again: bool, cuda_max_connections: int,
+) -> None:  # fmt: skip
     from flux_megatron.bench import machine, tune_request
     from flux_megatron.bench import tune_experts as of_experts
+    from flux_megatron.errors import BadInput
 
+    if lacking := [name for name, size in sizes.items() if size is None]:
+        raise BadInput(f"--experts needs {', '.join(lacking)} too")
+    hidden, ffn, topk, tokens = (size or 0 for size in sizes.values())
     option_values.names("--dtype", dtype, tune_request.DTYPES)
     machine.ranks(device, ep, "--device cpu with a small model", option="--ep", least=2)
     wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
     if "RANK" not in os.environ:
-        raise typer.Exit(tune_request.start(ep, device, connections, sys.argv[1:]))
+        raise typer.Exit(tune_request.start(ep, device, cuda_max_connections, sys.argv[1:]))
     of_experts.run(wanted, again)

@@ -1,4 +1,4 @@
-"""`flux-megatron tune-experts`: measure the strategies of a model's experts ahead of a run."""
+"""`flux-megatron tune --experts`: measure the strategies of a model's experts ahead of a run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from flux_megatron.command_errors import Parser
 from flux_megatron.doctor import calls, machine, packages
-from flux_megatron.doctor.finding import Finding, Wanted
+from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
 
 COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 PACKAGES = ("transformer_engine", "apex")
@@ -35,6 +35,10 @@ def parser() -> Parser:
     add("--need", action="append", default=[], choices=PACKAGES, help="Must be there")
     add("--quiet", action="store_true", help="Only what is missing")
     add("--json", action="store_true", help="For programs")
+    add(
+        "--strategies", type=_ranks, nargs="?", const=0, metavar="RANKS",
+        help="Instead: which strategies can run which operations; default: as many ranks as GPUs",
+    )  # fmt: skip
     return parser
 
 
@@ -44,9 +48,20 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} given, a number of ranks from 1 on expected")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     given = parser().parse_args(arguments)
+    if given.strategies is not None:
+        from flux_megatron.doctor import strategies
+
+        print(strategies.text(given.strategies or max(2, gpus_seen())))
+        return 0
     findings = []
     for finding in examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need))):
         findings.append(finding)

@@ -25,7 +25,6 @@ from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_aft
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher, empty
-from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Problem, Tile
 
 
@@ -37,7 +36,7 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, waits, work_counter, rank, epoch, timeout_ns: tl.int64,
+    x, gathered, w, bias, y, pad, status, work_counter, rank, epoch, timeout_ns: tl.int64,
     comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
@@ -57,9 +56,7 @@ def ag_gemm_kernel(
         rows = x
         if source != rank:
             last_row = tl.minimum(row + BLOCK_M, M_shard) - 1
-            begin_ns = wait_begins(waits)
             wait_rows(pad, source, row, last_row, comm_rows, epoch, deadline, status)  # wait [A]
-            wait_ends(waits, begin_ns, tile, source)
             if TMA:
                 acquire_for_tma_loads()
             rows = gathered + source.to(tl.int64) * M_shard * K
@@ -79,7 +76,7 @@ def ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, whole: bool, recorded: bool,
+    bias: bool, layout: str, tile: Tile, whole: bool,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
@@ -93,21 +90,21 @@ def _launcher(
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
-    comm_rows: int, layout: str, tile: Tile, waits: Tensor | None = None,
+    comm_rows: int, layout: str, tile: Tile,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
-    Gives y [R * M_shard, N]. `waits` is a buffer of `wait_records`, or None.
+    Gives y [R * M_shard, N].
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        launch.has_whole_units(x, w), waits is not None,
+        launch.has_whole_units(x, w),
     )  # fmt: skip
     run(
-        (x, gathered, w, bias if bias is not None else x, y, pad, status, waits, work_counter),
+        (x, gathered, w, bias if bias is not None else x, y, pad, status, work_counter),
         (rank, epoch, timeout_ns, comm_rows),
     )
     return y

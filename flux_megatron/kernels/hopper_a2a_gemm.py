@@ -145,7 +145,7 @@ def hopper_a2a_gemm_kernel(
     sizes = Sizes(
         rank, capacity, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K
     )
-    signals = Signals(pad, status, None, epoch, timeout_ns)
+    signals = Signals(pad, status, epoch, timeout_ns)
     routing = Routes(
         routes, pointers, pad_pointers, signals, rank, CONFIG.WORLD_SIZE, CONFIG.EXPERTS,
         CONFIG.PER_SIGNAL, CONFIG.BLOCK_G, CONFIG.HEADER,

@@ -67,7 +67,7 @@ class AgConfig(Config):
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, w_rest, bias, x, local_rows, partials, pad,
-    status, waits, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
+    status, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
     K, early_tiles, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
@@ -82,7 +82,7 @@ def hopper_ag_gemm_kernel(
         work_tiles, 0, early_tiles, last_wave_first,
         CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
     )  # fmt: skip
-    signals = Signals(pad, status, waits, epoch, timeout_ns)
+    signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(GROUPS + 1 if COPY_LOCAL else GROUPS)
     w_descs = (w_desc,)
     if w_rest is not None:
@@ -161,22 +161,21 @@ def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
     epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, split_k_shards: int,
-    copy_local: bool, k_parts: int = 1, waits: Tensor | None = None,
+    copy_local: bool, k_parts: int = 1,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_local`: the kernel also copies x to the local shard of
     `gathered`. `split_k_shards`: how many shards' tiles are split along K, if a shard has fewer
     than there are SMs. `k_parts`: the rows come in so many parts of K (`sizes.part_columns`), in
-    place of communication tiles of `comm_rows` rows. `waits` is a buffer of `wait_records`, or
-    None.
+    place of communication tiles of `comm_rows` rows.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     run, sums, in_slice, columns, rest = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        split_k_shards, copy_local, k_parts, waits is not None,
+        split_k_shards, copy_local, k_parts,
     )  # fmt: skip
     described = hopper_descriptors.described
     run(
@@ -187,7 +186,7 @@ def ag_gemm(
             described(y, *in_slice),
             rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             bias if bias is not None else x, x, local_rows,
-            empty(x, sums, dtype=torch.float32) if sums else x, pad, status, waits,
+            empty(x, sums, dtype=torch.float32) if sums else x, pad, status,
             partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, comm_rows),

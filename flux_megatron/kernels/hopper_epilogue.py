@@ -210,7 +210,7 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
                     source = (here(sizes.rank) + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
                     comm_tile = number // targets.tiles_comm
                     arrived = signals.await_once(
-                        arrived, source, comm_tile, comm_tiles, work.tile, deadline
+                        arrived, source, comm_tile, comm_tiles, deadline
                     )  # wait [B]
                     targets.fetch(source * per_shard + number, staging, fetched)
                     fetched += 1

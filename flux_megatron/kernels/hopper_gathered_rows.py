@@ -90,7 +90,7 @@ class GatheredRows:
             comm_tile = (min(in_shard + sizes.BLOCK_M, sizes.M_shard) - 1) // self.comm_rows
             comm_tiles = gl.cdiv(sizes.M_shard, self.comm_rows)
             arrived = self.signals.await_once(
-                arrived, source, comm_tile, comm_tiles, work.tile, deadline
+                arrived, source, comm_tile, comm_tiles, deadline
             )  # wait [A]
             loaded, ticket = ring.load_tile(
                 self.gathered_desc, self.w_descs, row, col, work, loaded, scheduler.words
@@ -108,9 +108,7 @@ class GatheredRows:
         part = min(work.first, k_tiles - 1) // gl.cdiv(k_tiles, self.K_PARTS)
         for distance in range(1, sizes.WORLD_SIZE):
             other = (sizes.rank + distance) % sizes.WORLD_SIZE
-            arrived = self.signals.await_once(
-                arrived, other, part, self.K_PARTS, work.tile, deadline
-            )
+            arrived = self.signals.await_once(arrived, other, part, self.K_PARTS, deadline)
         return arrived
 
     @gluon.jit
@@ -121,7 +119,7 @@ class GatheredRows:
         first = work.first
         for part in range(work.first // part_k_tiles, last_part):
             arrived = self.signals.await_once(
-                arrived, source, part, self.K_PARTS, work.tile, deadline
+                arrived, source, part, self.K_PARTS, deadline
             )  # wait [A]
             last = (part + 1) * part_k_tiles
             loaded = ring.load_k_tiles(
@@ -129,7 +127,7 @@ class GatheredRows:
             )
             first = last
         arrived = self.signals.await_once(
-            arrived, source, last_part, self.K_PARTS, work.tile, deadline
+            arrived, source, last_part, self.K_PARTS, deadline
         )  # wait [A]
         loaded, ticket = ring.load_tile(
             self.gathered_desc, self.w_descs, row, col, work.behind(first - work.first), loaded,

@@ -140,7 +140,7 @@ def hopper_gemm_a2a_kernel(
     )  # fmt: skip
     HALVES: gl.constexpr = CONFIG.HALVES
     sizes = Sizes(rank, N, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
-    signals = Signals(pad, status, None, epoch, timeout_ns)
+    signals = Signals(pad, status, epoch, timeout_ns)
     routing = Routes(
         routes, pointers, pad_pointers, signals, rank, CONFIG.WORLD_SIZE, CONFIG.EXPERTS,
         CONFIG.PER_SIGNAL, CONFIG.BLOCK_G, CONFIG.HEADER,

@@ -162,7 +162,7 @@ class RsConfig(Config):
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, partials, received_pointers,
-    pad_pointers, gathered_pointers, gather_pads, pad, status, waits, counters, partial_counters,
+    pad_pointers, gathered_pointers, gather_pads, pad, status, counters, partial_counters,
     work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch, M_shard, N, K,
     early_first, early_last, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -175,7 +175,7 @@ def hopper_gemm_rs_kernel(
         work_tiles, early_first, early_last, last_wave_first,
         CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
     )  # fmt: skip
-    signals = Signals(pad, status, waits, epoch, timeout_ns)
+    signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(2)
     ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
@@ -198,14 +198,14 @@ def hopper_gemm_rs_kernel(
             (move_tiles, (targets, staging, exchange, tiles, sizes, signals)),
         ],
         [1, 1],
-        [48, 40 if waits is None else 48],  # with 40 both spill, the recording one 40 bytes
+        [48, 40],  # with 40 both spill
     )
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, split_k_shards: int, by_sm: bool, gathers: bool = False, recorded: bool = False,
+    tile: Tile, split_k_shards: int, by_sm: bool, gathers: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     M, K = x
     M_shard, k_tiles = M // world_size, cdiv(K, tile.block_k)
@@ -244,7 +244,7 @@ def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, received: Tensor, received_pointers: Tensor,
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
     work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
-    layout: str, tile: Tile, split_k_shards: int, by_sm: bool, waits: Tensor | None = None,
+    layout: str, tile: Tile, split_k_shards: int, by_sm: bool,
     gathering: Gathering | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
@@ -254,7 +254,6 @@ def gemm_rs(
     | --- | --- |
     | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
-    | waits | a buffer of `wait_records`, or None |
 
     `split_k_shards` of 1: the last tiles of remote shards, which fill no wave, are split along K,
     so that they are sent before the last wave ends.
@@ -264,7 +263,7 @@ def gemm_rs(
     block = (tile.block_m, tile.block_n)
     run, sums = _launcher(
         x.shape, N, world_size, x.dtype, x.device, layout, tile, split_k_shards, by_sm,
-        gathering is not None, waits is not None,
+        gathering is not None,
     )  # fmt: skip
     described = hopper_descriptors.described
     run(
@@ -275,7 +274,7 @@ def gemm_rs(
             empty(x, sums, dtype=torch.float32) if sums else x,
             received_pointers, pad_pointers,
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
-            pad, status, waits, counters, partial_counters, work_words,
+            pad, status, counters, partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch),
     )  # fmt: skip

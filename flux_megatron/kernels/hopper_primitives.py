@@ -9,7 +9,7 @@
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
 | `signal_release_sys` | what has been counted, then the signal, seen by any rank |
 | `begin_draw`, `begin_claim`, `end_draw` | none: which CTA makes which tile |
-| `count_relaxed_gpu` | none: the number of a record |
+| `count_relaxed_gpu` | none: a number that outlives the launch |
 | `uniform` | none: the value of one warp's lanes, which are equal, in a uniform register |
 """
 

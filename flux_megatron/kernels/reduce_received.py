@@ -16,14 +16,13 @@ from torch import Tensor
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import Launcher, empty
-from flux_megatron.kernels.wait_records import wait_begins, wait_ends
 from flux_megatron.problem import Tile
 
 
 # numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["epoch", "timeout_ns", "comm_rows"])
 def reduce_received_kernel(
-    received, y, pad, status, waits, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
+    received, y, pad, status, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
@@ -37,18 +36,14 @@ def reduce_received_kernel(
     offsets = rows[:, None] * N + cols[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for source in range(0, WORLD_SIZE):
-        begin_ns = wait_begins(waits)
         wait_rows(pad, source, row, last_row, comm_rows, epoch, deadline, status)  # wait [B]
-        wait_ends(waits, begin_ns, tile, source)
         block = received + tl.cast(source, tl.int64) * M_shard * N
         acc += tl.load(block + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=1024)
-def _launcher(
-    received: torch.Size, dtype: torch.dtype, device: torch.device, recorded: bool
-) -> Launcher:
+def _launcher(received: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
     world_size, M_shard, N = received
     # 16 rows of 256 columns give each of 8 warps 16-byte loads; on CPU few large tiles are cheaper
     # than many
@@ -67,13 +62,9 @@ def _launcher(
 
 def reduce_received(
     received: Tensor, *, pad: Tensor, status: Tensor, epoch: int, timeout_ns: int, comm_rows: int,
-    waits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """received [R, M_shard, N], a block of each rank  ->  their sum [M_shard, N].
-
-    `waits` is a buffer of `wait_records`, or None.
-    """
+    """received [R, M_shard, N], a block of each rank  ->  their sum [M_shard, N]."""
     y = empty(received, *received.shape[1:])
-    run = _launcher(received.shape, received.dtype, received.device, waits is not None)
-    run((received, y, pad, status, waits), (epoch, timeout_ns, comm_rows))
+    run = _launcher(received.shape, received.dtype, received.device)
+    run((received, y, pad, status), (epoch, timeout_ns, comm_rows))
     return y

@@ -14,7 +14,7 @@ from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import transfer, wait_log
+from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -112,7 +112,6 @@ def ag_gemm(
             comm_rows=gather.comm_rows,
             layout=layout,
             tile=plan.tile,
-            waits=wait_log.next_buffer("ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())

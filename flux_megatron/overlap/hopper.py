@@ -23,7 +23,7 @@ from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.overlap import hopper_plans, transfer, wait_log
+from flux_megatron.overlap import hopper_plans, transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -80,7 +80,6 @@ def ag_gemm(
             epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
             split_k_shards=plan.split_k_shards, copy_local=consume is not None, k_parts=k_parts,
-            waits=wait_log.next_buffer("hopper_ag_gemm", x.device),
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
@@ -185,7 +184,7 @@ def _start(
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
             split_k_shards=plan.split_k_shards, by_sm=by_sm,
-            waits=wait_log.next_buffer("hopper_gemm_rs", x.device), gathering=gathering,
+            gathering=gathering,
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):

@@ -40,7 +40,7 @@ class Steady:
         self._engine = space.engine
         now = settings.get()  # a decision belongs to its settings
         recordable = recordable and isinstance(space.engine, NativeCopyEngine)
-        self._attempts = 0 if not recordable or now.nvtx or now.record_waits else _ATTEMPTS
+        self._attempts = 0 if not recordable or now.nvtx else _ATTEMPTS
         self._poison = now.poison
         self._channel: Channel | None = None
         self._regions: tuple[Region, ...] = ()  # to which the lists belong

@@ -17,7 +17,6 @@ from torch import Tensor
 from flux_megatron.kernels.rank_barrier import rank_barrier
 from flux_megatron.kernels.reduce_received import reduce_received
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.overlap import wait_log
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel, Region
@@ -237,7 +236,6 @@ class ReduceScatter:
                 epoch=as_int32(self.call.epoch),
                 timeout_ns=self.call.timeout_ns,
                 comm_rows=self.comm_rows,
-                waits=wait_log.next_buffer("reduce_received", self.received.device),
             )
         if self.keep_alive is not None:
             engine.join()

@@ -1,7 +1,7 @@
 """The few numbers of the cost model that are fitted to measured rows.
 
-`FITTED` is the result of `calibration.fit` for docs/results/h200x4/operators_*.jsonl; a test
-compares the two. No number is fitted to a published speedup.
+`FITTED` was fitted to 4 x H200's operations of 2026-11-21 (TP 4, bf16). No number is fitted to a
+published speedup.
 """
 
 from __future__ import annotations

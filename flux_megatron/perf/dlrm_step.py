@@ -20,7 +20,7 @@ from flux_megatron.perf.dlrm import Gpu, Study
 from flux_megatron.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
 from flux_megatron.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
-from flux_megatron.perf.least_squares import Terms, total
+from flux_megatron.perf.terms import Terms, total
 
 Arm = Literal["unfused", "forward", "both", "ours"]
 ARMS: tuple[Arm, ...] = ("unfused", "forward", "both", "ours")

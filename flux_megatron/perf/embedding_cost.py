@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# us of one unit of each term: fitted to docs/results/h200x2/embedding_a2a.jsonl
-# (`operation_fits`), us/thousand entries and us/kB.
+# us of one unit of each term: fitted to docs/results/h200x2/embedding_a2a.jsonl,
+# us/thousand entries and us/kB.
 LOOKUP = {"entries": 0.2165, "row_bytes": 7.0721e-05, "pooled_bytes": 0.0031162}
 FUSED = {"entries": 0.015168, "row_bytes": 0.00030296, "pooled_bytes": 0.0017655}
 # The two copies beside the all-to-all together.

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flux_megatron.perf.hardware import H200, Hardware
-from flux_megatron.perf.least_squares import Terms, total
+from flux_megatron.perf.terms import Terms, total
 
 OPERATIONS = ("a2a_gemm", "gemm_a2a")
 FUSED_TERMS = ("gflop", "gemm_bytes", "remote_bytes")
 
-# us of one unit of each term on 2 x H200: fitted to docs/results/h200x2/expert_parallel.jsonl
-# (`operation_fits`). FLOPs are in 1e9, bytes in kB.
+# us of one unit of each term on 2 x H200: fitted to docs/results/h200x2/expert_parallel.jsonl.
+# FLOPs are in 1e9, bytes in kB.
 COSTS: dict[str, dict[str, float]] = {
     "gemm": {"gflop": 1.2296, "gemm_bytes": 0.00018622},
     "a2a": {"remote_bytes": 0.0029546, "call": 41.726},

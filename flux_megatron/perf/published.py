@@ -131,3 +131,7 @@ def kernels_table() -> str:
             f"| {nccl:.0f} | {one.flux_us} | {ours:.0f} |"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(), kernels_table(), sep="\n\n")

@@ -6,17 +6,14 @@ iteration on Selene, 8 x A100 80 GB and 8 HDR cards a node, with and without the
 same table is in Megatron-LM's README as MFU (41.5, 51.4, 56.0 and 56.3 %), and in
 github.com/calculon-ai/calculon (`validation/seqsel/tab5`, `calculon/llm/validation.py`).
 
-`python -m flux_megatron.perf.published_runs docs/simulator.md` renews the table of that page.
+`python -m flux_megatron.perf.published_runs` prints the table.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
-from flux_megatron.perf import flops, schedule
-from flux_megatron.perf.calibration import renew
+from flux_megatron.perf import flops
 from flux_megatron.perf.step import predict
 from flux_megatron.perf.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
 
@@ -79,8 +76,8 @@ def workload(run: Published, *, full: bool) -> Workload:
 
 
 def seconds(run: Published, *, full: bool) -> tuple[float, float]:
-    """(published, predicted), in the closed form: 64 stages take seconds to simulate."""
-    step = predict(workload(run, full=full), schedule.closed_form)
+    """(published, predicted)."""
+    step = predict(workload(run, full=full))
     return run.full_s if full else run.selective_s, step.step_us * 1e-6
 
 
@@ -105,5 +102,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(renew(page.read_text(), "published runs", table()))
+    print(table())

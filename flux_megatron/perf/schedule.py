@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order in which a rank computes, and the times of the parts of a step.
+"""Pipeline schedules: the times of the parts of a step.
 
 1F1B, and with several chunks of layers on each rank its interleaved form (Narayanan et al.,
 Efficient Large-Scale Language Model Training on GPU Clusters, 2021), as Megatron runs them.
@@ -6,24 +6,10 @@ Efficient Large-Scale Language Model Training on GPU Clusters, 2021), as Megatro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 Times = tuple[float, ...]
 Buckets = tuple[tuple[Times, ...], ...]  # [rank][chunk][bucket]
-
-
-class Op(NamedTuple):
-    """One micro-batch through one chunk of a rank's layers."""
-
-    kind: Literal["forward", "backward"]
-    micro_batch: int
-    chunk: int = 0
-
-    @property
-    def label(self) -> str:
-        return f"{self.micro_batch}.{self.chunk}"
 
 
 @dataclass(frozen=True)
@@ -80,36 +66,10 @@ class Parts:
         return self.compute_us + self.bubble_us + self.pp_us + self.dp_us + self.optimizer_us
 
 
-def order(pp: int, rank: int, micro_batches: int, chunks: int = 1) -> list[Op]:
-    """What pipeline rank `rank` computes, in its order: forwards alone, then one forward and one
-    backward in turn, then backwards alone. `ValueError` if micro-batches cannot be interleaved.
-    """
-    if chunks > 1 and micro_batches % pp:
-        raise ValueError(
-            f"{micro_batches} micro-batches do not divide by {pp} pipeline stages, as "
-            f"interleaving {chunks} chunks needs"
-        )
-    turns = list(_turns(pp, micro_batches, chunks))
-    forwards = [Op("forward", m, c) for m, c in turns]
-    backwards = [Op("backward", m, chunks - 1 - c) for m, c in turns]
-    first = min(warmup(pp, rank, chunks), len(turns))
-    in_turn = [op for pair in zip(forwards[first:], backwards, strict=False) for op in pair]
-    return [*forwards[:first], *in_turn, *backwards[len(turns) - first :]]
-
-
 def warmup(pp: int, rank: int, chunks: int) -> int:
     """Forwards that a rank runs before its first backward's turn, if there are so many."""
     after = pp - rank - 1
     return after if chunks == 1 else 2 * after + (chunks - 1) * pp
-
-
-def _turns(pp: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk): groups of `pp` micro-batches, each group through all chunks."""
-    group = pp if chunks > 1 else micro_batches
-    for first in range(0, micro_batches, group):
-        for chunk in range(chunks):
-            for micro_batch in range(first, first + group):
-                yield micro_batch, chunk
 
 
 def closed_form(costs: Costs) -> Parts:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flux_megatron.perf import flops, layer, memory, network, simulation, stages
+from flux_megatron.perf import flops, layer, memory, network, schedule, stages
 from flux_megatron.perf.layer import Piece
 from flux_megatron.perf.memory import Memory
-from flux_megatron.perf.schedule import Buckets, Costs, Parts, Times
+from flux_megatron.perf.schedule import Buckets, Costs, Times
 from flux_megatron.perf.workload import Workload
 
 TP = "tensor-parallel communication"
@@ -39,12 +39,9 @@ class Step:
     memory: Memory
 
 
-def predict(workload: Workload, form: Callable[[Costs], Parts] = simulation.extrapolate) -> Step:
-    """The step of a workload by `form`: the event simulation, or `schedule.closed_form`.
-
-    `ValueError` for a cluster without a GPU model, and for what cannot be shared out.
-    """
-    parts = form(costs(workload))
+def predict(workload: Workload) -> Step:
+    """`ValueError` for a cluster without a GPU model, and for what cannot be shared out."""
+    parts = schedule.closed_form(costs(workload))
     named = _work(workload)
     named |= {
         "pipeline bubble": parts.bubble_us,
@@ -69,7 +66,7 @@ def predict(workload: Workload, form: Callable[[Costs], Parts] = simulation.extr
 
 
 def costs(workload: Workload) -> Costs:
-    """The times of the parts of a step, for either form. `ValueError` as `predict`."""
+    """The times of the parts of a step. `ValueError` as `predict`."""
     parallel, training = workload.parallel, workload.training
     if workload.micro_batches < 1:
         raise ValueError(

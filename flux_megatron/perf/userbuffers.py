@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flux_megatron.perf import least_squares
 from flux_megatron.perf.gemm import ELEMENT_BYTES
 from flux_megatron.perf.hardware import H200, in_training
+from flux_megatron.perf.terms import total
 from flux_megatron.perf.workload import Workload
 
 NAME = "userbuffers"
@@ -33,4 +33,4 @@ def added_us(workload: Workload) -> float:
     """
     costs = dict(COSTS)
     costs["biased GB"] *= H200.memory_gbps / in_training(workload.cluster).memory_gbps
-    return least_squares.total(costs, terms(workload))
+    return total(costs, terms(workload))

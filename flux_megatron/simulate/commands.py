@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,13 +11,7 @@ import typer
 from flux_megatron.simulate import given
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
-
-    from flux_megatron.simulate.predictions import Predictions
-
-
-GPUS_MAX = 1 << 20  # of a sweep
 
 
 def simulate(
@@ -36,17 +28,8 @@ def simulate(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
     ] = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="gpus=A..B | assumed",
-            help="A, 2A, 4A ... B GPUs, each with its best split; or the experiment's other values "
-            "of what it assumes",
-        ),
-    ] = None,
-    nic_gbps: Annotated[
-        float | None, typer.Option(help="Gb/s of each network card, as between sites")
-    ] = None,
-    nic_latency_us: Annotated[float | None, typer.Option(help="Of a message between nodes")] = None,
+        bool, typer.Option("--sweep", help="Also other values of what the experiment assumes")
+    ] = False,
     gpu: Annotated[
         str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
     ] = None,
@@ -72,61 +55,40 @@ def simulate(
     assumptions: Annotated[
         bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the timeline, a PNG")] = None,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures there")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures there; -: to stdout, instead")
+    ] = None,
 ) -> None:
     """Predict what a step of an experiment's arms takes, and what of it is exposed.
 
     docs/simulator.md has the model and how to read the output.
     """
     from flux_megatron import option_values
-    from flux_megatron.simulate import predictions, study
+    from flux_megatron.simulate import dlrm_tables, predictions, study, tables
 
     of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
                              swiglu, micro_batch)  # fmt: skip
     try:
         name, overrides = _what(name, of_options, set_ or [])
-        gpus, alternatives = _sweeps(sweep or [])
-        option_values.number("--nic-gbps", nic_gbps, unit="Gb/s")
-        option_values.number("--nic-latency-us", nic_latency_us, zero=True, unit="microseconds")
         if json_ is not None:
-            option_values.file("--json", json_)
+            option_values.json_target(json_)
         if study.is_study(name):
-            if arm or gpus or nic_gbps is not None or nic_latency_us is not None or out:
-                raise ValueError(f"{name}: --set, --sweep assumed and --json expected with a study")
-            _study(name, overrides, alternatives, json_)
-            return
-        if out is not None:
-            option_values.folder("--out", out)
-        network = predictions.Network(nic_gbps, nic_latency_us)
-        found = predictions.predict(name, overrides, arm or [], network, gpus, alternatives)
+            if arm:
+                raise ValueError(f"{name}: --set, --sweep and --json expected with a study")
+            of_study = study.load(name, overrides)
+            shown = [*dlrm_tables.shown(of_study, sweep)]
+            plain = dlrm_tables.plain(of_study, sweep)
+        else:
+            found = predictions.predict(name, overrides, arm or [], sweep)
+            shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
+            plain = tables.plain(found)
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    _show(found, assumptions, out, json_)
-
-
-def _study(name: str, overrides: dict[str, Any], alternatives: bool, json_: Path | None) -> None:
-    from flux_megatron.simulate import dlrm_tables, study
-
-    found = study.load(name, overrides)
-    _print(dlrm_tables.shown(found, alternatives))
+    if json_ != option_values.STDOUT:
+        _print(shown)
     if json_ is not None:
-        json_.write_text(json.dumps(dlrm_tables.plain(found, alternatives)) + "\n")
-
-
-def _show(found: Predictions, assumptions: bool, out: Path | None, json_: Path | None) -> None:
-    from flux_megatron.perf import timeline
-    from flux_megatron.simulate import tables
-
-    console = _print((*tables.tables(found), *tables.remarks(found, assumptions)))
-    if json_ is not None:
-        json_.write_text(json.dumps(tables.plain(found), indent=2) + "\n")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        file = out / f"{found.experiment.name.replace('/', '_')}.png"
-        timeline.draw(found.workloads, file, tables.title(found))
-        console.print(f"wrote {file}", soft_wrap=True, highlight=False)
+        option_values.write_json(json_, plain)
 
 
 def _what(
@@ -145,7 +107,7 @@ def _what(
     return name or given.NAME, overrides | dict(map(parse_override, texts))
 
 
-def _print(items: Iterable[str | Table]) -> Console:
+def _print(items: Iterable[str | Table]) -> None:
     from rich.console import Console
 
     console = Console()
@@ -153,22 +115,3 @@ def _print(items: Iterable[str | Table]) -> Console:
         console = Console(width=120)
     for item in items:
         console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
-    return console
-
-
-def _sweeps(texts: list[str]) -> tuple[list[int], bool]:
-    """(numbers of GPUs, whether other values are swept). `ValueError` for anything else."""
-    gpus, alternatives = [], False
-    for text in texts:
-        bounds = re.fullmatch(r"gpus=(\d+)(?:\.\.(\d+))?", text)
-        if text == "assumed":
-            alternatives = True
-        elif bounds and 0 < int(bounds[1]) <= int(bounds[2] or bounds[1]) <= GPUS_MAX:
-            first, last = int(bounds[1]), int(bounds[2] or bounds[1])
-            gpus += [first << n for n in range((last // first).bit_length())]
-        else:
-            raise ValueError(
-                f"--sweep {text} given, assumed or gpus=FIRST..LAST expected, such as "
-                f"gpus=8..16384; at most {GPUS_MAX}"
-            )
-    return gpus, alternatives

@@ -1,19 +1,11 @@
-"""What is predicted of a DLRM study: tables of the terminal and of docs/dlrm.md, and JSON.
-
-    python -m flux_megatron.simulate.dlrm_tables docs/dlrm.md
-
-renews the tables of that page.
-"""
+"""What is predicted of a DLRM study: tables of the terminal, and JSON."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flux_megatron.perf.calibration import renew
 from flux_megatron.perf.dlrm_step import ARMS, Arm
 from flux_megatron.simulate import study
 from flux_megatron.simulate.study import Alternative, StudyFile
@@ -21,7 +13,6 @@ from flux_megatron.simulate.study import Alternative, StudyFile
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHIPPED = "study/dlrm-128-nodes"
 NEAR = (0.19, 0.23)  # of the study's figure, about 21 %
 FUSED: tuple[Arm, ...] = ARMS[1:]
 
@@ -127,26 +118,3 @@ def _table(rows: Rows) -> Table:
     for row in rows[1:]:
         table.add_row(*row)
     return table
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *rest = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rest])
-
-
-def tables() -> dict[str, str]:
-    """Of docs/dlrm.md, by their marks."""
-    found = study.load(SHIPPED)
-    made = {"steps": steps, "ranges": ranges, "alternatives": alternatives}
-    return {name: markdown(rows(found)) for name, rows in made.items()}
-
-
-def main(page: Path) -> None:
-    text = page.read_text()
-    for name, table in tables().items():
-        text = renew(text, name, table)
-    page.write_text(text)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,33 +1,19 @@
-"""What is predicted of an experiment: its arms, other values of what it assumes, more GPUs."""
+"""What is predicted of an experiment: its arms, and other values of what it assumes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flux_megatron.launch import experiment as experiments
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.perf import step as steps
-from flux_megatron.perf import sweep
 from flux_megatron.perf.step import Step
-from flux_megatron.perf.sweep import Point
 from flux_megatron.perf.workload import Arm, Workload
 
 Steps = dict[Arm, Step]
-
-
-@dataclass(frozen=True)
-class Network:
-    """What replaces the cluster's network cards: Gb/s of each and us of a message, where given."""
-
-    gbit: float | None = None
-    latency_us: float | None = None
-
-    def of(self, workload: Workload) -> Workload:
-        cluster = sweep.with_nics(workload.cluster, self.gbit, self.latency_us)
-        return replace(workload, cluster=cluster)
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,6 @@ class Predictions:
     workloads: dict[Arm, Workload]
     steps: Steps
     alternatives: list[Alternative]
-    points: dict[Arm, list[Point]]
     is_published: bool
 
     @property
@@ -74,10 +59,9 @@ class Predictions:
 
 
 def predict(
-    name: str, overrides: Mapping[str, Any], arms: Iterable[str], network: Network,
-    gpus: list[int], alternatives: bool,
-) -> Predictions:  # fmt: skip
-    """Of `arms`, or all without any; with a sweep over `gpus`, and with `alternatives`.
+    name: str, overrides: Mapping[str, Any], arms: Iterable[str] = (), alternatives: bool = False
+) -> Predictions:
+    """Of `arms`, or all without any; with `alternatives` too.
 
     `ExperimentError` for what is wrong with the experiment, `ValueError` for an arm that it has
     not and for a cluster that the cost model does not know.
@@ -86,38 +70,33 @@ def predict(
     chosen = [*arms] or [*experiment.arms]
     if unknown := [arm for arm in chosen if arm not in experiment.arms]:
         raise ValueError(f"{name} has arms {[*experiment.arms]}, {unknown} given")
-    workloads = _workloads(experiment, chosen, network)
+    workloads = _workloads(experiment, chosen)
     return Predictions(
         experiment=experiment,
         workloads=workloads,
         steps=_steps(workloads),
         alternatives=[
-            _alternative(name, {**overrides, key: value}, key, chosen, network)
+            _alternative(name, {**overrides, key: value}, key, chosen)
             for key, values in (experiment.sweep if alternatives else {}).items()
             for value in values
             if not _is_current(workloads, key, value)
         ],
-        points={arm: sweep.points(w, gpus) for arm, w in workloads.items() if gpus},
-        is_published=not overrides and network == Network(),
+        is_published=not overrides,
     )
 
 
-def _workloads(
-    experiment: Experiment, arms: Iterable[str], network: Network
-) -> dict[Arm, Workload]:
-    return {arm: network.of(w) for arm, w in experiment.arms.items() if arm in arms}
+def _workloads(experiment: Experiment, arms: Iterable[str]) -> dict[Arm, Workload]:
+    return {arm: w for arm, w in experiment.arms.items() if arm in arms}
 
 
 def _steps(workloads: Mapping[Arm, Workload]) -> Steps:
     return {arm: steps.predict(workload) for arm, workload in workloads.items()}
 
 
-def _alternative(
-    name: str, overrides: Mapping[str, Any], key: str, arms: list[str], network: Network
-) -> Alternative:
+def _alternative(name: str, overrides: Mapping[str, Any], key: str, arms: list[str]) -> Alternative:
     value = overrides[key]
     try:
-        workloads = _workloads(experiments.load(name, overrides), arms, network)
+        workloads = _workloads(experiments.load(name, overrides), arms)
     except ExperimentError as error:
         return Alternative(key, value, {}, error.rule)
     return Alternative(key, value, _steps(workloads))

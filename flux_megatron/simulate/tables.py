@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from flux_megatron.perf import accuracy
 from flux_megatron.perf.step import Step
-from flux_megatron.perf.sweep import Point, costly_from
 from flux_megatron.simulate.predictions import Predictions
 
 if TYPE_CHECKING:
@@ -16,21 +15,17 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 A_NANOSECOND = 1e-3  # less is what rounding leaves
-COSTLY = 0.1  # of a step
-KINDS = {"tensor": ("tp",), "pipeline": ("pp", "bubble"), "data": ("dp",)}
 
 
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
     yield title(found)
+    yield accuracy.sentence(next(iter(found.workloads.values())).cluster)
     yield _parts(found)
     yield _arms(found)
     if found.alternatives:
         yield "\nOther values of what is assumed, one at a time"
         yield _alternatives(found)
-    for arm, points in found.points.items():
-        yield f"\n{arm}: the best split of so many GPUs, and the exposed shares of its step"
-        yield _points(points)
 
 
 def _parts(found: Predictions) -> Table:
@@ -97,49 +92,9 @@ def _alternatives(found: Predictions) -> Table:
     return table
 
 
-def _points(points: list[Point]) -> Table:
-    """A row for each number of GPUs; `gain` is the speedup over half as many, of 2 at best."""
-    from rich.table import Table
-
-    unit = _unit(point.step for point in points if point.step)
-    headers = (f"step, {unit}", "gain", "tp, %", "bubble, %", "pp, %", "dp, %", "MFU, %", "GiB")
-    table = Table("GPUs", "tp x pp x dp", *headers)
-    before: dict[int, Step] = {}
-    for point in points:
-        step = point.step
-        if step is None or point.workload is None:
-            table.add_row(str(point.gpus), point.reason)
-            continue
-        parallel = point.workload.parallel
-        chunks = f" ({parallel.virtual_stages} chunks)" if parallel.virtual_stages > 1 else ""
-        half = before.get(point.gpus // 2)
-        gain = f"{half.step_us / step.step_us:.2f}" if half else ""
-        table.add_row(
-            str(point.gpus),
-            f"{parallel.tp} x {parallel.pp} x {parallel.dp}{chunks}",
-            _time(step.step_us, unit),
-            gain,
-            *(
-                f"{step.exposed[kind] / step.step_us * 100:.1f}"
-                for kind in ("tp", "bubble", "pp", "dp")
-            ),
-            f"{step.mfu * 100:.1f}" if step.mfu else "?",
-            f"{step.memory.total / GIB:.0f}",
-        )
-        before[point.gpus] = step
-    return table
-
-
 def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
     """What the figures rest on; all `assumptions`, or how many."""
     experiment = found.experiment
-    for arm, points in found.points.items():
-        costly = ((name, costly_from(points, kinds, COSTLY)) for name, kinds in KINDS.items())
-        spans = [
-            f"{name} from {gpus} GPUs on" if gpus else f"{name} never" for name, gpus in costly
-        ]
-        yield f"{arm}: parallelism that costs more than {COSTLY:.0%} of a step: {', '.join(spans)}."
-    yield accuracy.sentence(next(iter(found.workloads.values())).cluster)
     if "section" in experiment.paper and found.is_published:
         yield f"The paper's figures: {experiment.paper['section']}."
     yield from _assumed(experiment.assumed, assumptions)
@@ -181,18 +136,6 @@ def plain(found: Predictions) -> dict[str, Any]:
             }
             for alternative in found.alternatives
         ],
-        "gpus": {
-            arm: [
-                {
-                    "gpus": point.gpus,
-                    "reason": point.reason,
-                    "parallel": asdict(point.workload.parallel) if point.workload else None,
-                    "step": _plain_step(point.step) if point.step else None,
-                }
-                for point in points
-            ]
-            for arm, points in found.points.items()
-        },
     }
 
 

@@ -1,60 +1,10 @@
-"""The order in which pipeline ranks compute, and the closed form by hand."""
+"""The closed form of pipeline schedules, by hand."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from step_costs import uniform
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from step_costs import WORKLOAD, uniform, with_
-
-from flux_megatron.perf import memory
-from flux_megatron.perf.schedule import Op, closed_form, order
-
-
-def words(ops: list[Op]) -> str:
-    """`F2` is the third micro-batch's forward, `B2'` its backward through the second chunk."""
-    return " ".join(f"{op.kind[0].upper()}{op.micro_batch}{chr(39) * op.chunk}" for op in ops)
-
-
-def test_1f1b_of_three_ranks():
-    assert words(order(3, 0, 4)) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert words(order(3, 1, 4)) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert words(order(3, 2, 4)) == "F0 B0 F1 B1 F2 B2 F3 B3"
-
-
-def test_interleaved_1f1b_of_two_ranks():
-    """Rank 0 runs ahead by 2 (p - 1) + (v - 1) p = 4 forwards."""
-    first = "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
-    assert words(order(2, 0, 4, chunks=2)) == first
-    second = "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3"
-    assert words(order(2, 1, 4, chunks=2)) == second
-
-
-def test_fewer_micro_batches_than_ranks():
-    assert words(order(4, 0, 2)) == "F0 F1 B0 B1"
-    assert words(order(4, 3, 2)) == "F0 B0 F1 B1"
-
-
-def test_micro_batches_that_cannot_be_interleaved():
-    with pytest.raises(ValueError, match="6 micro-batches do not divide by 4 pipeline stages"):
-        order(4, 0, 6, chunks=2)
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.data())
-def test_every_rank_computes_everything_once_and_backward_after_forward(pp, groups, chunks, data):
-    chunks = chunks if pp > 1 else 1
-    rank = data.draw(st.integers(0, pp - 1))
-    ops = order(pp, rank, groups * pp, chunks)
-    assert len(set(ops)) == len(ops) == 2 * groups * pp * chunks
-    for index, op in enumerate(ops):
-        assert op.kind == "forward" or op._replace(kind="forward") in ops[:index]
-    held = accumulate(1 if op.kind == "forward" else -1 for op in ops)
-    parallel = {"pp": pp, "dp": 1, "virtual_stages": chunks}
-    workload = with_(WORKLOAD, "parallel", **parallel)
-    workload = with_(workload, "training", global_batch=2 * groups * pp)
-    assert max(held) == memory.in_flight(workload, rank)
+from flux_megatron.perf.schedule import closed_form
 
 
 def test_the_bubble_is_p_minus_1_of_m():

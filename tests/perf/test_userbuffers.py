@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.perf import least_squares, userbuffers
-from flux_megatron.simulate.predictions import Network, predict
+from flux_megatron.simulate.predictions import predict
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 
@@ -45,29 +44,12 @@ def predicted(model, M, tp, sequence):
         "parallel.tp": tp, "cluster.gpus_per_node": tp, "model.seq_length": sequence,
         "training.micro_batch": batch, "training.global_batch": batch,
     }  # fmt: skip
-    return predict(f"node/{model}_h200", values, (), Network(), [], alternatives=False)
+    return predict(f"node/{model}_h200", values)
 
 
 @pytest.fixture(scope="module")
 def steps():
     return {key: (predicted(*key[:4]), times) for key, times in measured().items()}
-
-
-def test_costs_are_fitted_to_the_rows_and_hold_without_each(steps):
-    rows, whole = [], []
-    for found, (stock_ms, te_ms) in steps.values():
-        workload = found.workloads["te"]
-        layers = workload.model.layers
-        already = layers * userbuffers.added_us(workload)
-        model = found.steps["te"].step_us - already - found.steps["megatron"].step_us
-        terms = {name: amount * layers for name, amount in userbuffers.terms(workload).items()}
-        rows.append((terms, (te_ms - stock_ms) * 1e3 - model))
-        whole.append(te_ms * 1e3)
-    assert len(rows) == 12
-    assert least_squares.fit(rows) == pytest.approx(userbuffers.COSTS, rel=1e-4)
-    left_out = zip(least_squares.left_out(rows), rows, whole, strict=True)
-    of_step = [error * extra / step for error, (_, extra), step in left_out]
-    assert max(map(abs, of_step)) < 0.013
 
 
 def test_userbuffers_are_predicted_on_the_side_of_stock_where_they_are_measured(steps):

@@ -45,10 +45,6 @@ from flux_megatron.problem import Pattern, Plan, Problem
 _SM_90 = GPUTarget("cuda", 90, 32)
 SMS = 132  # of an H100 or H200
 WORLD_SIZE = 4
-RECORDED = (
-    "ag_gemm bfloat16 nt 128x256 plain",
-    "gemm_rs bfloat16 nt 128x256 copy_engine",
-)
 _GL_DTYPE = {"bfloat16": (gl.bfloat16, "bf16"), "float16": (gl.float16, "fp16")}
 _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
 _BLOCKS = {  # of tensor descriptors, by the fields of a tile
@@ -66,7 +62,6 @@ _PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
 _TYPES = {
     "timeout_ns": "i64",
     "partials": "*fp32",
-    "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
     **dict.fromkeys(("gathered_pointers", "gather_pads", "pointers"), "*i64"),
@@ -214,12 +209,10 @@ def _type(name: str, configuration: Configuration) -> str:
     return f"*{short}" if name in _PAYLOAD else _TYPES.get(name, "i32")
 
 
-def compiled(configuration: Configuration, recorded: bool = False) -> dict:
-    """What Triton makes of it, and what the assembler says; waits are `recorded` or not."""
+def compiled(configuration: Configuration) -> dict:
+    """What Triton makes of it, and what the assembler says."""
     launcher = configuration.launcher
     names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
-    if not recorded:
-        constexprs |= dict.fromkeys({"waits"} & {*names})
     if not configuration.name.startswith("gemm_ar"):
         constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
     if not hopper_config.column_parts(launcher._tile.block_n)[1]:
@@ -269,8 +262,6 @@ def main(path: str) -> None:
     ):
         found = shipped()
         work = {name: partial(compiled, made) for name, made in found.items()}
-        # behind those without
-        work |= {f"{n} recorded": partial(compiled, found[n], recorded=True) for n in RECORDED}
         write_results(work, path)
 
 

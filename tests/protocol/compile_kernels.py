@@ -40,7 +40,6 @@ ARCHITECTURES = {80: tuple(SHORT), 90: tuple(SHORT), 100: ("bfloat16",)}
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     **dict.fromkeys(("timeout_ns", "half_words"), "i64"),
-    "waits": "*i64",
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
     "table": "*i32",
     **dict.fromkeys(("epochs", "work", "arrivals"), "*i32"),
@@ -50,14 +49,10 @@ _TYPES = {
 _PAYLOAD = ("x", "gathered", "w", "bias", "y", "received", "out", "source", "target")
 
 
-def compiled(
-    kernel, architecture: int, dtype: str, tile: Tile, *, recorded: bool = False, **constexprs
-) -> dict:
-    """What Triton makes of `kernel` for sm_<architecture>; waits are `recorded` or not."""
+def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) -> dict:
+    """What Triton makes of `kernel` for sm_<architecture>."""
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
     names = kernel.arg_names
-    if not recorded:
-        constexprs |= dict.fromkeys({"waits"} & {*names})
     signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") or n in _ALIGNED_NUMBERS]
     source = ASTSource(
@@ -133,16 +128,11 @@ def shipped(architecture: int, dtypes: Iterable[str]) -> Iterator[tuple[str, Cal
                         f"{prefix} signalled_gemm {name}",
                         partial(make, signalled_gemm_kernel, **shards, SHARDS=4),
                     )
-            if dtype == "bfloat16":
-                recorded = partial(make, ag_gemm_kernel, recorded=True, **ag)
-                yield f"{prefix} recorded_ag_gemm {name}", recorded
         reduce = partial(
             compiled, reduce_received_kernel, architecture, dtype, Tile(),
             WORLD_SIZE=4, BLOCK_M=16, BLOCK_N=256,
         )  # fmt: skip
         yield f"{prefix} reduce_received {dtype}", reduce
-        if dtype == "bfloat16":
-            yield f"{prefix} recorded_reduce_received {dtype}", partial(reduce, recorded=True)
     one_warp = partial(
         compiled, architecture=architecture, dtype="float32", tile=Tile(num_warps=1, num_stages=1)
     )

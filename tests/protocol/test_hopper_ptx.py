@@ -73,15 +73,6 @@ def test_rows_in_parts_of_k_are_compiled(compiled):
         assert named(compiled, "ag_gemm", "parts", tile)
 
 
-def test_waits_can_be_recorded(compiled):
-    """And their cost is in the recording kernel only: there, two looks at the clock a wait."""
-    recorded = named(compiled, "recorded")
-    assert len(recorded) == 2
-    for name, result in recorded.items():
-        plain = compiled[name.removesuffix(" recorded")]["ptx"]
-        assert len(parsed(result["ptx"]).find(CLOCK)) == len(parsed(plain).find(CLOCK)) + 2
-
-
 def test_shared_memory_suffices(compiled):
     for name, result in compiled.items():
         assert result["shared_bytes"] <= SHARED_BYTES_MAX, name

@@ -110,7 +110,7 @@ def _waits_and_loads(source: int, rank: int, world_size: int, k_parts: int) -> l
     """Of a work tile of `source` that begins in the second of `k_parts` parts, in order."""
     done: list[str] = []
 
-    def await_once(arrived, waited, part, parts, tile, deadline):
+    def await_once(arrived, waited, part, parts, deadline):
         done.append(f"wait {waited} {part}")
         return arrived
 

@@ -22,11 +22,9 @@ pytestmark = pytest.mark.timeout(900)
 
 CHECKS = {
     "ag_gemm": [check_acquire, check_bounded, check_gives_up],
-    "recorded_ag_gemm": [check_acquire, check_bounded],
     "gemm_rs": [check_release, check_count],
     "signalled_gemm": [check_release],
     "reduce_received": [check_acquire, check_bounded, check_gives_up],
-    "recorded_reduce_received": [check_acquire, check_bounded],
     "wait_sources": [check_bounded, check_gives_up],
     "rank_barrier": [check_bounded, check_gives_up],
 }

@@ -12,7 +12,6 @@ from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.competitors.async_tp import AsyncTp
 from flux_megatron.bench.competitors.quack import Quack, QuackGemm
 from flux_megatron.bench.competitors.transformer_engine import TransformerEngine
-from flux_megatron.bench.competitors.xformers import Xformers
 from flux_megatron.bench.forward import Forward
 
 
@@ -31,4 +30,4 @@ class Competitor(Protocol):
 
 
 def all_competitors() -> list[Competitor]:
-    return [AsyncTp(), TransformerEngine(), Xformers(), Quack(), QuackGemm()]
+    return [AsyncTp(), TransformerEngine(), Quack(), QuackGemm()]

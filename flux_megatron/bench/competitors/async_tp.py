@@ -11,7 +11,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.targets import COMPETITORS
+from flux_megatron.bench.suites import PEERS
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 
@@ -21,7 +21,7 @@ class AsyncTp:
     name = "async_tp"
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in COMPETITORS[pattern] else ()
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():

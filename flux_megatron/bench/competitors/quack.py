@@ -20,8 +20,7 @@ from torch import Tensor
 from flux_megatron.bench.backward import Backward
 from flux_megatron.bench.candidates import Call
 from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.suites import BACKWARDS
-from flux_megatron.bench.targets import COMPETITORS
+from flux_megatron.bench.suites import BACKWARDS, PEERS
 from flux_megatron.symm import objects
 from flux_megatron.tuning.timing import race
 
@@ -69,7 +68,7 @@ class Quack:
         self._runner: Any = None
 
     def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in COMPETITORS[pattern] else ()
+        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if reason := _unavailable("quack.distributed"):

@@ -26,7 +26,6 @@ class TraceOptions:
     tp: int = 4
     strategy: str = "auto"
     device: str = "cuda"
-    waits: bool = False
     nvls: bool = False
 
     def __post_init__(self) -> None:

@@ -1,1 +1,0 @@
-"""`flux-megatron trace`: one layer, forward and backward, as a trace file and as a picture."""
