@@ -65,10 +65,9 @@ def wrapped(rank: int) -> None:
     R, group = dist.get_world_size(), dist.group.WORLD
     made = layer("column", R, torch.float32, (4, 3), 8, 16, True)
     x, w, bias = mine(made, rank, "")
-    under_way = functional.all_gather_tensor(x.chunk(2)[0], 0, group)
-    assert operands.awaited(under_way).shape == (2 * R, 3, 16)
-    late = functional.wait_tensor(x) if rank else functional.AsyncCollectiveTensor(x)
-    assert_exact(apply(made, late, w, bias), made.y[rank], "AsyncCollectiveTensor")
+    parts = torch.cat(made.x).to(x.device) * (rank == 0)
+    under_way = functional.reduce_scatter_tensor(parts, "sum", 0, group)
+    assert_exact(apply(made, under_way, w, bias), made.y[rank], "AsyncCollectiveTensor")
     mesh = init_device_mesh(here().type, (R,))
     sharded = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, w, bias)]
     for tensor in sharded:
@@ -103,6 +102,8 @@ def biased(rank: int) -> None:
     wanted = all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5
     assert y.dtype is torch.float32
     assert_exact(y, wanted.float(), "y")
+    plain = flux_megatron.all_gather_gemm(x, w.detach(), group, bias=bias.detach())
+    assert_exact(plain, wanted.float(), "y of the operation")
     y.sum().backward()
     assert bias.grad.dtype is torch.float32
     assert_exact(bias.grad, torch.full((4,), 8.0), "db")

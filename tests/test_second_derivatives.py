@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import flux_megatron
 from flux_megatron.nn.all_reduced import local_linear, row_linear
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.nn.norm import rms_norm
+from flux_megatron.overlap import differentiable
 from flux_megatron.wgrad import IntoMainGrad
 
 S, K, N = 8, 12, 16
@@ -24,17 +27,18 @@ def whole() -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def penalty(y: Tensor, x: Tensor) -> Tensor:
-    """What a gradient penalty minimizes; on ranks their sum of squares is the whole one's."""
-    (gradient,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
-    return y.pow(2).sum() + gradient.pow(2).sum()
+def penalty(y: Tensor, x: Tensor, weights: list[Tensor], whole: Callable = lambda t: t) -> Tensor:
+    """What a gradient penalty minimizes. `whole` sums over all ranks what is of a rank's shards."""
+    dx, *dws = torch.autograd.grad(y.pow(2).sum(), [x, *weights], create_graph=True)
+    of_weights = sum(dw.pow(2).sum() for dw in dws)
+    return y.pow(2).sum() + dx.pow(2).sum() + 0.1 * whole(of_weights)
 
 
 def expected() -> list[Tensor]:
     given = [tensor.requires_grad_() for tensor in whole()]
     x, first, second, gamma = given
     y = torch.tanh(torch.nn.functional.rms_norm(x, (K,), gamma, 1e-5) @ first.t()) @ second.t()
-    return list(torch.autograd.grad(penalty(y, x), given))
+    return list(torch.autograd.grad(penalty(y, x, [first, second]), given))
 
 
 def penalized(rank: int, sequence: bool) -> None:
@@ -52,10 +56,12 @@ def penalized(rank: int, sequence: bool) -> None:
     if sequence:
         inner = column_parallel_linear(normed, first, None, group=group)
         y = row_parallel_linear(torch.tanh(inner), second, group=group)
+        loss = penalty(y, x, [first, second])
     else:
         inner = local_linear(normed, first, None, allreduce_group=group)
         y = row_linear(torch.tanh(inner), second, group=group)
-    dx, d_first, d_second, d_gamma = torch.autograd.grad(penalty(y, x), given)
+        loss = penalty(y, x, [first, second], lambda t: differentiable.reduce(t, group))
+    dx, d_first, d_second, d_gamma = torch.autograd.grad(loss, given)
     if sequence:  # each rank has its rows' part
         dist.all_reduce(d_gamma)
     right = expected()
