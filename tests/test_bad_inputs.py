@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,8 @@ from cases import Case, check
 from ranks import DEVICE, FUSED, on_device
 from torch.testing._internal.two_tensor import TwoTensor
 
-from flux_megatron import errors, ops
+import flux_megatron
+from flux_megatron import errors, ops, settings
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.problem import Plan
 from flux_megatron.symm import workspace as workspaces
@@ -53,6 +55,10 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
         "bias shape": (
             lambda: GATHER(tensor(6, 4), w, group, bias=tensor(4)),
             [f"bias {text(4)} given", "[5] torch.float32 expected"],
+        ),
+        "integer bias": (
+            lambda: GATHER(tensor(6, 4), w, group, bias=tensor(5, dtype=torch.int32)),
+            [f"bias {text(5, dtype='int32')} given", "[5] torch.float32 expected"],
         ),
         "weight of a layer": (
             lambda: column_parallel_linear(tensor(3, 2, 6), w, None, group=group),
@@ -107,6 +113,24 @@ def all_are_bad(rank: int) -> None:
 
 def test_every_rank_gets_the_error_and_the_group_still_works():
     on_device(all_are_bad, 2)
+
+
+def other_settings(rank: int) -> list[str]:
+    """The strategies of one call, which is known, under one setting after the other."""
+    took = []
+    for wanted in ("fused", "pipelined", "fused", "sequential"):
+        os.environ["FLUX_MEGATRON_STRATEGY"] = wanted
+        settings.reload()
+        flux_megatron.reset_report()
+        check(Case("gemm_rs", 3, 5, 4))
+        took += {strategy for _, strategy in flux_megatron.report().calls}
+    return took
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPU ranks serve other tests, with these settings")
+def test_new_settings_count_for_calls_that_are_known():
+    for took in on_device(other_settings, 2):
+        assert took == ["fused", "pipelined", "fused", "sequential"]
 
 
 def another_device(rank: int) -> list[str]:
