@@ -166,7 +166,8 @@ def test_every_dependency_has_its_licence_in_the_docs(wheel):
 
 
 def test_every_file_of_a_release_has_the_version():
-    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    release = rf"^## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)$"
+    assert re.search(release, (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"flux_megatron-{__version__}-py3" in (ROOT / "docs/install.md").read_text()
 
