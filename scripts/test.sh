@@ -74,10 +74,12 @@ if [ -n "$whole" ]; then
     and=""
     # one kernel of each kind is for where not every kernel is compiled
     test+=(--ignore=tests/protocol/test_sample_ptx.py)
-    scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 else
     echo "== left out: what nothing has changed of since $(cat tests/whole_suite.txt), newest Triton"
     and=" and not whole"
+fi
+if [ -n "$whole" ] || grep -q -E '/(launch|slurm)/' <<<"$CHANGED"; then
+    scripts/slurm_install.sh || echo "The tests of Slurm jobs will be skipped." >&2
 fi
 cores=$(nproc)
 # many tests start ranks of their own; on few cores there is one more worker, as others wait

@@ -55,8 +55,8 @@ ONE_WORKER = (
 FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing", "test_trace")
-# files that take minutes, which `scripts/test.sh` leaves out, and what they are about: files below
-# tests/ and flux_megatron/ whose change brings them back
+# files that take minutes, which scripts/test.sh leaves out, and what they are about: folders below
+# tests/ and flux_megatron/ whose change brings them back, as their own does
 WHOLE = {
     "test_ptx": (),
     "test_hopper_ptx": (),
@@ -64,9 +64,13 @@ WHOLE = {
     "test_embedding_ptx": (),
     "test_word_ptx": (),
     "test_device_ptx": ("device/",),
+    "test_hopper_ranks": ("overlap/", "symm/"),
+    "test_hopper_worlds": ("overlap/", "symm/", "expert_parallel/"),
     "test_slurm_jobs": ("slurm/", "launch/"),
     "test_slurm_faults": ("slurm/", "launch/"),
     "test_faults": ("faults/", "symm/", "train/"),
+    "test_train_runs": ("train/", "symm/"),
+    "test_in_small": ("gpu/", "bench/"),
     "test_differential": ("differential/",),
 }
 # the files that have changed and the mutants that are new, one a line; unset: nobody asked, so
@@ -105,7 +109,8 @@ def of_the_whole(file: str, callspec: Any, changed: frozenset[str] | None = CHAN
     """
     if file in WHOLE:
         about = tuple(f"{top}/{path}" for path in WHOLE[file] for top in ("tests", "flux_megatron"))
-        return not any(path.startswith(about) for path in changed or ())
+        own = f"/{file}.py"
+        return not any(path.startswith(about) or path.endswith(own) for path in changed or ())
     mutant = callspec.params.get("mutant") if callspec else None
     if mutant is None or changed is None or mutant.name in changed:
         return False
