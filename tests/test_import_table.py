@@ -90,7 +90,7 @@ TABLE = {
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`
     "device": room("errors symm kernels overlap", "torch triton"),
-    "nn": room("errors ops wgrad kernels.norm embedding", "torch"),
+    "nn": room("errors ops patterns wgrad kernels.norm embedding", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
