@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
-import feature_table
 import side_by_side as sbs
 import torch
 from ranks import be_late, run_ranks
@@ -184,9 +183,3 @@ def _refused(rank: int, name: str) -> None:
     feature, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         Training(feature, "flux")
-
-
-def test_every_feature_stands_in_the_page():
-    assert f"{feature_table.START}{feature_table.table()}{feature_table.END}" in (
-        feature_table.PAGE.read_text()
-    ), "docs/megatron.md is old: python tests/integration/feature_table.py"
