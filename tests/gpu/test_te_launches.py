@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import te_launches
 import typer
 
-import flux_megatron
-
-SIGNATURES = Path(flux_megatron.__file__).parent / "launch" / "signatures"
+from flux_megatron.launch.parser_signature import recorded
 
 
 def log(losses: list[float], first: int = 1) -> tuple[int, str]:
@@ -67,7 +62,7 @@ def test_a_case_that_stock_cannot_run_tells_nothing():
 
 
 def test_megatron_knows_every_option():
-    known = json.loads((SIGNATURES / "core_v0.16.1.json").read_text())
+    known = recorded()["core_v0.16.1"]
     for case in te_launches.CASES:
         for arm in te_launches.ARMS:
             words = [w for w in te_launches.arguments(case, arm) if w.startswith("--")]
