@@ -133,7 +133,7 @@ AT_IMPORT = {
         frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
-    "doctor": Room(BASE | {"command_errors", "versions"}),
+    "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE

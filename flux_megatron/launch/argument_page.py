@@ -6,7 +6,6 @@ first names the options that nobody has classified.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -36,7 +35,7 @@ FOLD = '<details markdown="1"><summary>{}</summary>'
 def options_by_release() -> dict[str, frozenset[str]]:
     """What each recorded parser accepts, oldest release first."""
     return {
-        release: frozenset(json.loads((parser_signature.FOLDER / f"{release}.json").read_text()))
+        release: frozenset(parser_signature.recorded()[release])
         for release in parser_signature.releases()
     }
 
