@@ -1,4 +1,4 @@
-"""Python. Megatron-LM from 0.17 on imports `typing.override`, which Python 3.11 and older lack."""
+"""Python. Megatron-LM after 0.17 takes `override` from `typing`, where 3.12 put it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from flux_megatron.versions.library import Library
 
 PYTHON = Library("Python", "", oldest="3.10", newest="3.13")
-CHILD = "flux_megatron.versions.spawned"
 
 
 def provide_override() -> None:
@@ -25,10 +24,13 @@ def provide_override() -> None:
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        data: dict[str, Any] = original(name)
-        if script := data.pop("init_main_from_path", None):
-            data["init_main_from_name"] = CHILD
-            data["sys_argv"] = [script, *data["sys_argv"][1:]]
-        return data
+        return original(name) | {"flux_megatron": _Provided()}
 
     spawn.get_preparation_data = get_preparation_data
+
+
+class _Provided:
+    """Whoever unpickles it has `override`; a new process does so before it imports the script."""
+
+    def __reduce__(self) -> Any:
+        return provide_override, ()
