@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -50,9 +49,10 @@ def results(
         for remark in tables.remarks(report):
             console.print(remark, soft_wrap=True, highlight=False, markup=False)
     if json_ is not None:
-        json_.write_text(json.dumps([report.plain() for report in found], indent=2) + "\n")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        option_values.write_json(json_, [report.plain() for report in found])
+    if out is None:
+        return
+    with option_values.writing("--out", out):
         for index, report in enumerate(found, start=1):
             name = report.experiment.name.replace("/", "_")
             file = out / (f"{index}_{name}" if len(found) > 1 else name)

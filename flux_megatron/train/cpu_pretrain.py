@@ -57,6 +57,9 @@ def pretend_gpu() -> None:
     # a CUDA build of torch believes that batches can be pinned, and finds no driver
     loader: Any = torch.utils.data.DataLoader
     loader.pin_memory = property(lambda self: False, lambda self, value: None)
+    # dropout draws from this generator here, and each loader at its start, also at a resumed one's
+    own = torch.Generator()
+    loader.generator = property(lambda self: own, lambda self, value: None)
     _gloo_for_nccl()
     pretend_cuda()
     _without_cuda_toolkit()

@@ -67,6 +67,20 @@ def test_an_optimizer_asks_no_driver():
     run("-c", textwrap.dedent(program))
 
 
+def test_a_loader_draws_nothing_that_dropout_draws():
+    """It draws at its start, so a resumed run would have other numbers than a straight one."""
+    program = """
+        import torch
+        from flux_megatron.train.cpu_pretrain import pretend_gpu
+
+        pretend_gpu()
+        before = torch.get_rng_state()
+        assert [*torch.utils.data.DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
+        assert torch.equal(before, torch.get_rng_state())
+    """
+    run("-c", textwrap.dedent(program))
+
+
 def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):
     """Megatron's writers of checkpoints import the script again, and what it imports."""
     script = tmp_path / "script.py"
