@@ -23,6 +23,7 @@ def add_megatron_arguments(parser):
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--brand-new", type=int, default=7)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=2)
     return parser
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -68,6 +69,17 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert first.endswith("and norms are ours, attention is torch's")
     assert ran == "__main__ --flux-overlap local False"
     assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
+
+
+def test_launcher_says_that_one_rank_has_nothing_to_overlap(script):
+    arguments = ["--flux-overlap", "--tensor-model-parallel-size", "1"]
+    nothing = "tensor parallel size is 1, so no call has communication to overlap"
+    done = launched(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"flux_megatron: --flux-overlap: {nothing}"
+    done = launched(script, *arguments, "--flux-strict")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"  --flux-strict: {nothing}" in done.stderr
 
 
 def test_launcher_refuses_before_anything_starts(script):
