@@ -101,13 +101,14 @@ TABLE = {
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "command_errors config_files errors settings ops nn integration overlap.report symm.step "
-        "versions",
+        "command_errors config_files errors option_values settings ops nn integration "
+        "overlap.report symm.step versions",
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "generate": room(
-        "command_errors overlap.report symm.step train", "torch megatron pydantic rich typer"
+        "command_errors option_values overlap.report symm.step train",
+        "torch megatron pydantic rich typer",
     ),
 }
 BELOW = frozenset(TABLE)

@@ -51,8 +51,9 @@ def results(
             console.print(remark, soft_wrap=True, highlight=False, markup=False)
     if json_ is not None:
         option_values.write_json(json_, [report.plain() for report in found])
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    if out is None:
+        return
+    with option_values.writing("--out", out):
         for index, report in enumerate(found, start=1):
             name = report.experiment.name.replace("/", "_")
             file = out / (f"{index}_{name}" if len(found) > 1 else name)
