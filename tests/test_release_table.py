@@ -1,4 +1,4 @@
-"""docs/megatron.md says of each recorded Megatron-LM what the committed rows say."""
+"""docs/support.md says of each recorded Megatron-LM what the committed rows say."""
 
 from __future__ import annotations
 
