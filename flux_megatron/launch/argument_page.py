@@ -22,7 +22,7 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
 Written by `python -m flux_megatron.launch.argument_page` from
 `flux_megatron/integration/arguments.tsv`; change that file.
-[Use in Megatron](megatron.md#what-is-refused-by-name-before-the-run-starts) says what happens when
+[Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when
 an argument is not at its default. An argument that is not in the table is untried.
 
 Releases: those whose parsers have the argument, `main` is d98e8a64.

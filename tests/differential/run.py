@@ -2,7 +2,7 @@
 
 Random valid arguments of the unedited pretrain_gpt.py, five iterations on CPU: stock layers beside
 ours. A row for each combination. Exits 1 if one is a finding, or if too few were compared.
-docs/testing.md.
+docs/tests.md.
 """
 
 from __future__ import annotations

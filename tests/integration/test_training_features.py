@@ -1,6 +1,6 @@
 """Every feature of a training run, on our layers and on stock ones: the same losses and weights.
 
-What "the same" means is docs/decisions/0007; docs/megatron.md lists the features. Those that are
+What "the same" means is docs/tests.md; docs/support.md lists the features. Those that are
 quick are tested always, all with two strategies under FLUX_MEGATRON_ALL_FEATURES=1.
 """
 
@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
+import feature_table
 import side_by_side as sbs
 import torch
 from ranks import be_late, run_ranks
@@ -183,3 +184,9 @@ def _refused(rank: int, name: str) -> None:
     feature, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         Training(feature, "flux")
+
+
+def test_every_feature_stands_in_the_page():
+    assert f"{feature_table.START}{feature_table.table()}{feature_table.END}" in (
+        feature_table.PAGE.read_text()
+    ), "docs/support.md is old: python tests/integration/feature_table.py"
