@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -78,7 +77,7 @@ def run(
 
     Under torchrun this is one rank of the run, otherwise it starts torchrun on this machine.
     """
-    from flux_megatron.integration import bootstrap
+    from flux_megatron.integration import bootstrap, torchrun
 
     command = ["--device", device, str(script), *(arguments or [])]
     if "RANK" in os.environ:
@@ -89,7 +88,7 @@ def run(
     from flux_megatron.bench import machine
 
     machine.check_device(device)
-    bootstrap.check(str(script))
+    bootstrap.check(str(script), arguments or [])
     ranks = machine.ranks(
         device,
         nproc_per_node,
@@ -97,9 +96,7 @@ def run(
         option="--nproc-per-node",
     )
     typer.echo(f"starting torchrun with {ranks} ranks of {script}", err=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    torchrun += ["-m", "flux_megatron.launch", *command]
-    os.execv(sys.executable, [sys.executable, *torchrun])
+    torchrun.run(ranks, command)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class CommandGroup(TyperGroup):
     def main(  # type: ignore[override]  # typer gives names
         self, args: Any = None, *, standalone_mode: bool = True, **options: Any
     ) -> Any:
+        _open_standard_streams()
         options |= {"args": args, "standalone_mode": False}  # it raises: nothing is printed
         try:
             status = super().main(**options)
@@ -50,6 +52,13 @@ class CommandGroup(TyperGroup):
         if standalone_mode:
             sys.exit(status or 0)
         return status
+
+
+def _open_standard_streams() -> None:
+    """Those that the shell has closed (`>&-`): else a file of ours would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, while the process runs
 
 
 def _usage(error: Any, words: Sequence[str]) -> str:

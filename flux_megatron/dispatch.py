@@ -102,10 +102,9 @@ def decide(
     if space.settings is not (now := settings.get()):
         space.settings = now
         space.checked.clear()
-    # everything that the checks read
+    # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
-        pattern, layout, plan, x.shape, x.dtype, x.device, x.is_contiguous(),
-        w.shape, w.dtype, w.device, w.is_contiguous(),
+        pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     decision = space.checked.get(key)
@@ -185,8 +184,6 @@ def _error(
         return f"x {_described(x)} and w {_described(w)} given, one device expected"
     if x.device != space.device:
         return f"x {_described(x)} given, {space.device} expected, where the group's first call was"
-    if not x.is_contiguous() or not w.is_contiguous():
-        return f"strides x {x.stride()}, w {w.stride()} given, contiguous rows expected"
     inner, outer = (w.shape[1], w.shape[0]) if layout == "nt" else (w.shape[0], w.shape[1])
     if inner != x.shape[1]:
         return (

@@ -18,7 +18,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
+from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
+from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
@@ -28,12 +30,17 @@ __all__ = [
     "OPERATIONS",
     "Layers",
     "all_gather_gemm",
+    "awaited",
+    "differentiable",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "group_named",
     "guard",
+    "is_plain",
     "is_traced",
+    "local",
+    "local_shards",
     "note_fallback",
     "note_layers",
     "phase",
@@ -63,10 +70,16 @@ def all_gather_gemm(
     | bias | [N / R] or None |
     | result | [M, N / R] |
 
-    Dense, contiguous, one dtype, one device. `ValueError` names what was given and expected;
+    One dtype, one device. Operands with gaps, transposed or at an odd address are copied, which
+    `report()` counts. A bias of another dtype is added to y as torch adds it. No rows, no call.
+    A DTensor counts as what this rank has of it, if its placement is that of the table; other
+    wrappers are refused by name. `ValueError` names what was given and expected;
     `ProblemMismatch`, on every rank, if the ranks' problems differ; `SignalTimeout` if a rank makes
     no call.
     """
+    x, w, bias = local_shards(Pattern.AG_GEMM, x, w, bias, group, layout)
+    if bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
+        return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
     return _all_gather_gemm(x, w, bias, name_of(group), group.size(), layout, _text(plan))
@@ -88,6 +101,7 @@ def gemm_reduce_scatter(
     M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is
     rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
     """
+    x, w, _ = local_shards(Pattern.GEMM_RS, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan)
     return _gemm_reduce_scatter(x, w, name_of(group), group.size(), layout, _text(plan))
@@ -109,6 +123,7 @@ def gemm_all_reduce(
     Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. If M is no multiple of R
     only `signalled` and, for few rows, `low_latency` overlap.
     """
+    x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
     return _gemm_all_reduce(x, w, name_of(group), layout, _text(plan))
@@ -129,9 +144,37 @@ def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = 
         name_of(group)
         error = f"gemv_all_reduce: {x.shape[0]} rows given, {MOST_ROWS} at most expected"
         refuse(error, group, x.device)
+    x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout)
     return _gemv_all_reduce(x, w, name_of(group), layout)
+
+
+def local_shards(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, layout: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands, of DTensors what this rank has. Differentiable; refuses other placements."""
+    if is_plain(x) and is_plain(w) and (bias is None or is_plain(bias)):
+        return x, w, bias
+    name = name_of(group)
+    gathers = pattern.spec.gathers
+    try:
+        x = local("x", x, 0 if gathers else -1, name)
+        w = local("w", w, 0 if gathers == (layout == "nt") else 1, name)
+        bias = bias if bias is None else local("bias", bias, 0, name)
+    except ValueError as error:
+        refuse(f"{pattern}: {error}", group, x.device)
+    return x, w, bias
+
+
+def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
+    """Whether the bias could be added: else `decide` says what is wrong with it."""
+    return (
+        w.dim() == 2
+        and bias.dtype.is_floating_point
+        and bias.device == w.device
+        and bias.shape == (w.shape[0 if layout == "nt" else 1],)
+    )
 
 
 def _eager(x: Tensor, w: Tensor) -> bool:
@@ -206,13 +249,15 @@ def _(x, w, group, layout):
 
 
 def _keep_operands(ctx, inputs, output) -> None:
-    x, w, _, ctx.layout = inputs
+    x, w, ctx.group, ctx.layout = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
 
 
 def _local_gradients(ctx, dy: Tensor):
     x, w = ctx.saved_tensors
+    if torch.is_grad_enabled():  # to be differentiated again: dy is that of all ranks
+        dy = differentiable.copy(dy, group_named(ctx.group))
     nt = ctx.layout == "nt"
     dx = None if w is None else dy @ (w if nt else w.t())
     dw = None if x is None else (dy.t() @ x if nt else x.t() @ dy)
@@ -244,6 +289,41 @@ OPERATIONS: dict[Pattern, Callable[..., Tensor]] = {
 }
 
 
+def _memory(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    try:
+        return memory("x", x), memory("w", w)
+    except ValueError as error:
+        refuse(f"{pattern}: {error}", group, x.device)
+
+
+def _no_rows(x: Tensor, w: Tensor, layout: str) -> bool:
+    """Whether no rank has rows, as shards are equal: then nobody is asked. Of other errors `decide`
+    tells.
+    """
+    if x.shape[0] or x.dim() != 2 or w.dim() != 2 or 0 in w.shape or x.dtype != w.dtype:
+        return False
+    return x.shape[1] == w.shape[1 if layout == "nt" else 0]
+
+
+def _product(x: Tensor, w: Tensor, layout: str) -> Tensor:
+    return x @ (w.t() if layout == "nt" else w)
+
+
+class _Made:
+    """A call in pieces of no rows: there is nothing to wait for."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def complete(self) -> Tensor:
+        return self._result
+
+    def finish(self) -> Tensor:
+        return self._result
+
+    def close(self) -> None: ...
+
+
 def run_ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *,
     layout: str = "nt", plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
@@ -251,6 +331,12 @@ def run_ag_gemm(
     """`all_gather_gemm` for callers that need the gathered rows [M, K] too: `consume` borrows them
     and enqueues its reads before it returns.
     """
+    x, w = _memory(Pattern.AG_GEMM, x, w, group)
+    if _no_rows(x, w, layout):
+        if consume is not None:
+            consume(x)
+        return _product(x, w, layout)
+    bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.report_fallback()
     space = decision.workspace
@@ -266,6 +352,9 @@ def run_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
     """`gemm_reduce_scatter` without torch's operator."""
+    x, w = _memory(Pattern.GEMM_RS, x, w, group)
+    if _no_rows(x, w, layout):
+        return _product(x, w, layout)
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.report_fallback()
     space, steady = decision.workspace, decision.steady.plain
@@ -281,6 +370,9 @@ def run_gemm_ar(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
     """`gemm_all_reduce` without torch's operator."""
+    x, w = _memory(Pattern.GEMM_AR, x, w, group)
+    if _no_rows(x, w, layout):
+        return _product(x, w, layout)
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.report_fallback()
     space, steady = decision.workspace, decision.steady.plain
@@ -296,6 +388,9 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     """Gather x as `run_ag_gemm(x, w, ...)` does, in the background. The result's `complete` gives
     the rows [M, K], borrowed until its `close`.
     """
+    x, w = _memory(Pattern.AG_GEMM, x, w, group)
+    if _no_rows(x, w, layout):
+        return _Made(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     strategy, plan, space = decision.strategy, decision.plan, decision.workspace
     with space.guard():
@@ -308,6 +403,10 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
 
     The strategy of the GEMM+RS also gathers x [M / R, K].
     """
+    dy, w = _memory(Pattern.GEMM_RS, dy, w, group)
+    x = memory("x", x)
+    if _no_rows(dy, w, "nn"):
+        return _Made(x), _Made(_product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
     strategy, space, steady = decision.strategy, decision.workspace, decision.steady
@@ -327,6 +426,9 @@ def start_gemm_rs(
     """`gemm_reduce_scatter` in two steps: the `finish` of what this returns gives the result. The
     caller may enqueue other work in between.
     """
+    x, w = _memory(Pattern.GEMM_RS, x, w, group)
+    if _no_rows(x, w, layout):
+        return _Made(_product(x, w, layout))
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.report_fallback()
     strategy, plan, space = decision.strategy, decision.plan, decision.workspace
@@ -342,6 +444,9 @@ def start_gemm_ar(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ):
     """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
+    x, w = _memory(Pattern.GEMM_AR, x, w, group)
+    if _no_rows(x, w, layout):
+        return _Made(_product(x, w, layout))
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.report_fallback()
     space = decision.workspace

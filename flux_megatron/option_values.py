@@ -7,12 +7,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flux_megatron.errors import BadInput
+from flux_megatron.errors import BadInput, RunFailed
 
 STDOUT = Path("-")
 
@@ -54,11 +56,17 @@ def number(option: str, value: float | None, *, zero: bool = False, unit: str = 
                    "expected")  # fmt: skip
 
 
+def absolute(path: Path | str) -> Path:
+    """As `Path.resolve`, which raises at a loop of links: whoever opens it says that better."""
+    return Path(os.path.realpath(path))
+
+
 def folder(option: str, path: Path) -> None:
     """Files can be written into the folder `path`, which is made where it does not exist."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        with tempfile.TemporaryFile(dir=path, buffering=0) as room:
+            room.write(b"x")  # a full disk may take a file, but not what is in it
     except OSError as error:
         raise BadInput(
             f"{option} {path}: {_reason(error)}; a folder that can be written expected"
@@ -89,8 +97,19 @@ def write_json(path: Path, values: Any) -> None:
     text = json.dumps(values, indent=2)
     if path == STDOUT:
         print(text)
-    else:
+        return
+    with writing("--json", path):
         path.write_text(text + "\n")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """`RunFailed` with the option in place of what a disk raises that has filled up meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise RunFailed(f"{option} {path}: {where} not written: {_reason(error)}") from None
 
 
 def _reason(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Trains a small DLRM (Naumov et al., 2019) on data in Criteo's format; docs/dlrm.md.
+"""Trains a small DLRM (Naumov et al., 2019) on data in Criteo's format; docs/pytorch.md.
 
 torchrun --nproc-per-node 2 scripts/dlrm.py                       a GPU for each rank
 TRITON_INTERPRET=1 torchrun --nproc-per-node 2 scripts/dlrm.py    no GPU: interpreted, slow
@@ -20,7 +20,7 @@ from flux_megatron import report
 from flux_megatron.nn import ShardedEmbeddingBag
 
 DENSE, TABLES = 13, 26  # columns of a line, behind its label
-CLOSE = 1e-5  # losses in fp32: docs/decisions/0007
+CLOSE = 1e-5  # losses in fp32: docs/tests.md
 
 
 def generated(count: int, seed: int = 0) -> list[str]:

@@ -1,6 +1,7 @@
-"""The pictures of docs/how: `python scripts/draw_pictures.py` writes them as SVG.
+"""The pictures of docs/pictures: `python scripts/draw_pictures.py` writes them as SVG.
 
-Widths of boxes show an order, not measured times. A white panel keeps them readable on any page.
+Widths of boxes in sketches show an order, not measured times; `draw_charts.py` has the charts. A
+white panel keeps them readable on any page.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-OUT = Path(__file__).parents[1] / "docs" / "how"
+OUT = Path(__file__).parents[1] / "docs" / "pictures"
 INK, FAINT = "#1f2933", "#6b7785"
 LOCAL, REMOTE, MOVE, SUM, IDLE = "#bfe3c8", "#bcd4f2", "#f7d9a8", "#dccbf0", "#eef0f2"
 WIDTH, LANE, LEFT = 780, 30, 118
@@ -103,30 +104,6 @@ def patterns() -> None:
     p.save("patterns.svg")
 
 
-def backward() -> None:
-    """What a column and a row layer run in backward, and beside what."""
-    p = Picture(366, "Backward of a column-parallel and of a row-parallel layer")
-    p.text(18, 28, "column-parallel layer", bold=True)
-    p.lane(
-        40, "copy engines", (0, 150, MOVE, "gather x again"), (170, 200, MOVE, "push tiles of dx")
-    )
-    p.lane(100, "SMs", (0, 270, REMOTE, "dgrad: dx = dy w, by tiles"),
-           (274, 270, LOCAL, "wgrad: dw += dyᵀ x"), (548, 90, SUM, "sum of dx"))  # fmt: skip
-    p.arrow(LEFT + 148, 67, LEFT + 272, 98)
-    p.arrow(LEFT + 368, 67, LEFT + 546, 98)
-    p.text(LEFT, 152, "wgrad waits for the gathered x; it hides the rest of the scatter", FAINT)
-
-    p.text(18, 200, "row-parallel layer", bold=True)
-    p.lane(212, "copy engines", (0, 200, MOVE, "gather dy"))
-    p.lane(242, "SMs", (0, 90, LOCAL, "local dy"), (94, 210, REMOTE, "dgrad: dx = dy w"),
-           (308, 270, LOCAL, "wgrad: dw += dyᵀ x"))  # fmt: skip
-    p.arrow(LEFT + 60, 239, LEFT + 93, 248)
-    p.text(LEFT, 294, "wgrad reads the rows that dgrad has gathered: nothing travels twice", FAINT)
-    p.legend(322, (MOVE, "communication"), (REMOTE, "dgrad"), (LOCAL, "wgrad, local rows"),
-             (SUM, "sum over the ranks"))  # fmt: skip
-    p.save("backward.svg")
-
-
 def memory() -> None:
     """A channel's buffer over calls, and who may write into which half."""
     p = Picture(330, "Two halves of a channel's buffer, used in turn")
@@ -154,8 +131,8 @@ def signals() -> None:
     """Data, then signal; wait, then load."""
     p = Picture(336, "A push, its signal, and the wait of a tile")
     p.text(18, 28, "call 7: rank 1 sends two communication tiles to rank 0", bold=True)
-    p.lane(44, "rank 1", (0, 130, MOVE, "push tile 0"), (134, 76, SUM, "signal [A]"),
-           (214, 130, MOVE, "push tile 1"), (348, 76, SUM, "signal [A]"))  # fmt: skip
+    p.lane(44, "rank 1", (0, 130, MOVE, "push tile 0"), (134, 76, SUM, "signal"),
+           (214, 130, MOVE, "push tile 1"), (348, 76, SUM, "signal"))  # fmt: skip
     p.lane(124, "rank 0", (0, 230, LOCAL, "tiles of the local shard"),
            (234, 170, REMOTE, "GEMM of tile 0"),
            (408, 60, IDLE, "wait"), (472, 150, REMOTE, "GEMM of tile 1"))  # fmt: skip
@@ -179,72 +156,8 @@ def signals() -> None:
     p.save("signals.svg")
 
 
-def expert_parallel() -> None:
-    """Both operations on rank 0 of 2, beside what a library does one after the other."""
-    p = Picture(400, "a2a_gemm and gemm_a2a on a time line, beside all-to-all and grouped GEMM")
-    p.text(18, 28, "all-to-all, then grouped GEMM, rank 0 of 2", bold=True)
-    p.lane(40, "host", (0, 90, IDLE, "waits: splits"))
-    p.lane(70, "NCCL", (94, 150, MOVE, "all-to-all"))
-    p.lane(100, "SMs", (248, 60, IDLE, "sort"), (312, 300, REMOTE, "GEMMs of all experts"))
-    p.text(18, 168, "a2a_gemm", bold=True)
-    p.lane(180, "a few CTAs", (0, 56, MOVE, "counts"), (60, 130, MOVE, "push to rank 1"),
-           (194, 260, REMOTE, "as the others"))  # fmt: skip
-    p.lane(210, "other CTAs", (60, 180, LOCAL, "local rows"), (244, 210, REMOTE, "rows of rank 1"))
-    p.text(18, 268, "gemm_a2a", bold=True)
-    p.lane(280, "SMs", (0, 56, MOVE, "counts"), (60, 190, REMOTE, "tiles for rank 1"),
-           (254, 180, LOCAL, "local tiles"), (438, 70, SUM, "copy"))  # fmt: skip
-    p.lane(310, "NVLink", (84, 190, MOVE, "into their rows there"))
-    p.legend(352, (LOCAL, "local rows"), (REMOTE, "rows of other ranks"), (MOVE, "communication"))
-    p.text(LEFT, 386, "time runs to the right; widths are a sketch", FAINT)
-    p.save("expert_parallel.svg")
-
-
-def signalled_experts() -> None:
-    """Both operations in two bands of experts, by plain all-to-alls."""
-    p = Picture(430, "a2a_gemm and gemm_a2a of experts in two bands, by plain all-to-alls")
-    p.text(18, 28, "gemm_a2a, one rank of two", bold=True)
-    p.lane(44, "host", (0, 80, IDLE, "waits: counts"))
-    p.lane(84, "GEMM, 124 SMs", (84, 110, REMOTE, "band 0"), (198, 110, REMOTE, "band 1"),
-           (312, 220, LOCAL, "own rows"))  # fmt: skip
-    p.lane(124, "stream, no SM", (84, 110, IDLE, "wait"))
-    p.lane(164, "NCCL, 8 SMs", (206, 140, MOVE, "all-to-all 0"), (358, 140, MOVE, "all-to-all 1"))
-    p.arrow(LEFT + 194, 111, LEFT + 206, 162)
-    p.arrow(LEFT + 308, 111, LEFT + 358, 162)
-    p.text(LEFT + 214, 140, "count [D]", FAINT)
-    p.text(18, 224, "a2a_gemm", bold=True)
-    p.lane(240, "host", (0, 80, IDLE, "waits: counts"))
-    p.lane(280, "NCCL, 8 SMs", (84, 140, MOVE, "all-to-all 0"), (228, 140, MOVE, "all-to-all 1"))
-    p.lane(320, "GEMM, 124 SMs", (84, 220, LOCAL, "own rows"), (308, 110, REMOTE, "band 0"),
-           (422, 110, REMOTE, "band 1"))  # fmt: skip
-    p.arrow(LEFT + 224, 307, LEFT + 308, 318)
-    p.arrow(LEFT + 368, 307, LEFT + 422, 318)
-    p.legend(372, (LOCAL, "local rows"), (REMOTE, "rows of other ranks"), (MOVE, "communication"))
-    p.text(LEFT, 414, "time runs to the right; widths are a sketch", FAINT)
-    p.save("signalled_experts.svg")
-
-
-def signalled() -> None:
-    """A GEMM in bands, a stream that waits for counts, collectives beside."""
-    p = Picture(304, "A GEMM in three bands, and the collective of each")
-    p.text(18, 28, "one rank of two: GEMM+RS in three bands of rows", bold=True)
-    p.lane(44, "GEMM, 124 SMs", (0, 200, LOCAL, "band 0"), (204, 200, LOCAL, "band 1"),
-           (408, 100, LOCAL, "band 2"))  # fmt: skip
-    p.lane(104, "stream, no SM", (0, 200, IDLE, "wait for 576 tiles"),
-           (308, 96, IDLE, "wait"))  # fmt: skip
-    p.lane(164, "NCCL, 8 SMs", (214, 90, MOVE, "RS of 0"), (418, 90, MOVE, "RS of 1"),
-           (522, 50, MOVE, "2"))  # fmt: skip
-    for begin, end in ((200, 214), (404, 418), (508, 522)):
-        p.arrow(LEFT + begin, 71, LEFT + end, 162)
-    p.text(LEFT + 212, 100, "count [D]", FAINT)
-    p.text(18, 224, "memory of band 0", bold=True)
-    p.lane(238, "", (0, 200, LOCAL, "rows 0-767 of shard 0"),
-           (204, 200, REMOTE, "rows 0-767 of shard 1"))  # fmt: skip
-    p.text(LEFT, 286, "one reduce-scatter of it gives rows 0-767 of each rank's shard", FAINT)
-    p.save("signalled.svg")
-
-
 def own_kernel() -> None:
-    """Tiles of the all-gather + RMSNorm of docs/own_kernel.md on two ranks."""
+    """Tiles of the all-gather + RMSNorm of docs/extend.md on two ranks."""
     p = Picture(306, "All-gather + RMSNorm: tiles are put and signalled first, awaited afterwards")
     p.text(18, 28, "all-gather + RMSNorm on two ranks, four tiles of rows each", bold=True)
     p.lane(44, "rank 0, SMs", *((n * 76, 72, LOCAL, f"tile {n}") for n in range(4)),
@@ -264,10 +177,9 @@ def own_kernel() -> None:
     p.save("own_kernel.svg")
 
 
+PICTURES = (patterns, memory, signals, own_kernel)
+
+
 if __name__ == "__main__":
-    every = (
-        patterns, backward, memory, signals, signalled, expert_parallel, signalled_experts,
-        own_kernel,
-    )  # fmt: skip
-    for draw in every:
+    for draw in PICTURES:
         draw()

@@ -2,7 +2,7 @@
 
     python scripts/matrix.py                      # every row, one after another
     python scripts/matrix.py --row oldest newest  # some of them
-    python scripts/matrix.py --table              # docs/versions.md from the rows, nothing is run
+    python scripts/matrix.py --table              # docs/support.md from the rows, nothing is run
 
 An environment needs the row's Python on PATH (pythonX.Y) or in uv, and gcc. It is made by uv where
 that is installed, else by venv and pip, in a folder that is deleted after the row. Where only a
@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 CHECKOUT = Path(__file__).parents[1]
 SUITE = CHECKOUT / "tests" / "fast_suite.txt"
 ROWS = CHECKOUT / "docs" / "results" / "cpu" / "versions.jsonl"
-PAGE = CHECKOUT / "docs" / "versions.md"
+PAGE = CHECKOUT / "docs" / "support.md"
 MARKS = ("<!-- rows of scripts/matrix.py -->", "<!-- end of rows -->")
 # what the tests import; none of it asks for torch
 PACKAGES = (

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures and checks on one node of four or eight GPUs what two cannot show; docs/validation.md has what is still open.
+# Measures and checks on one node of four or eight GPUs what two cannot show; docs/support.md has what is still open.
 #
 #   scripts/node.sh RUN OUT       appends rows to files in the folder OUT; all GPUs of the node take part
 #

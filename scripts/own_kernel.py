@@ -1,4 +1,4 @@
-"""An own fused kernel, y = rms_norm(all_gather(x)) * weight: docs/own_kernel.md explains it.
+"""An own fused kernel, y = rms_norm(all_gather(x)) * weight: docs/extend.md explains it.
 
 torchrun --nproc-per-node 2 scripts/own_kernel.py                       a GPU for each rank
 TRITON_INTERPRET=1 torchrun --nproc-per-node 2 scripts/own_kernel.py    no GPU: interpreted, slow

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains with Megatron-LM's own, unedited pretrain_gpt.py, with stock layers and with --flux-overlap, and compares the
-# losses of every iteration; fails where one differs by more than BOUND (docs/decisions/0007) or no call overlapped.
+# losses of every iteration; fails where one differs by more than BOUND (docs/tests.md) or no call overlapped.
 #
 #   FLUX_MEGATRON_LM=path/to/Megatron-LM scripts/pretrain.sh [more of Megatron's arguments, for both runs]
 #

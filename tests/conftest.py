@@ -8,7 +8,9 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -52,7 +54,29 @@ ONE_WORKER = (
 # files of few long tests, which come last in the order of names: one alone would be waited for
 FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
-ALONE = ("test_bad_inputs", "test_timing", "test_trace", "test_host_time", "test_breakdown")
+ALONE = ("test_bad_inputs", "test_timing", "test_trace")
+# files that take minutes, which scripts/test.sh leaves out, and what they are about: folders below
+# tests/ and flux_megatron/ whose change brings them back, as their own does
+WHOLE = {
+    "test_ptx": (),
+    "test_hopper_ptx": (),
+    "test_expert_ptx": (),
+    "test_embedding_ptx": (),
+    "test_word_ptx": (),
+    "test_device_ptx": ("device/",),
+    "test_hopper_ranks": ("overlap/", "symm/"),
+    "test_hopper_worlds": ("overlap/", "symm/", "expert_parallel/"),
+    "test_slurm_jobs": ("slurm/", "launch/"),
+    "test_slurm_faults": ("slurm/", "launch/"),
+    "test_faults": ("faults/", "symm/", "train/"),
+    "test_train_runs": ("train/", "symm/"),
+    "test_in_small": ("gpu/", "bench/"),
+    "test_differential": ("differential/",),
+}
+# the files that have changed and the mutants that are new, one a line; unset: nobody asked, so
+# nothing is left out for it
+CHANGED = frozenset(os.environ["CHANGED"].splitlines()) if "CHANGED" in os.environ else None
+_left_out: dict[str, int] = {}
 
 
 def pytest_unconfigure() -> None:
@@ -75,6 +99,29 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if item.path.stem in ALONE:
         item.add_marker("alone")
+    if of_the_whole(item.path.stem, getattr(item, "callspec", None)):
+        item.add_marker("whole")
+
+
+def of_the_whole(file: str, callspec: Any, changed: frozenset[str] | None = CHANGED) -> bool:
+    """Whether a test is of the whole suite alone: it takes minutes, or it is a mutant, and nothing
+    that it is about has changed.
+    """
+    if file in WHOLE:
+        about = tuple(f"{top}/{path}" for path in WHOLE[file] for top in ("tests", "flux_megatron"))
+        own = f"/{file}.py"
+        return not any(path.startswith(about) or path.endswith(own) for path in changed or ())
+    mutant = callspec.params.get("mutant") if callspec else None
+    if mutant is None or changed is None or mutant.name in changed:
+        return False
+    test, _, _ = getattr(mutant, "test", "").partition("::")
+    about = [f"/{mutant.mutation.path}", f"/{test}"] if test else [f"/{mutant.mutation.path}"]
+    return not any(path.endswith(tuple(about)) for path in changed)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    left_out = (item.path.stem for item in items if item.get_closest_marker("whole"))
+    _left_out.update(Counter(left_out))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,6 +134,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
     if "rank_pool" in sys.modules:
         sys.modules["rank_pool"].stop_all()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has left out the same."""
+    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _left_out and not hasattr(terminalreporter.config, "workerinput"):
+        files = ", ".join(f"{file} ({count})" for file, count in sorted(_left_out.items()))
+        terminalreporter.write_line(f"Left out, for scripts/test.sh --all: {files}")

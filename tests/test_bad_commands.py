@@ -6,6 +6,7 @@ A row is the words of a command, and what its only line has. They run in a folde
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ pytest.importorskip("pydantic")
 
 from typer.testing import CliRunner
 
+from flux_megatron import option_values
 from flux_megatron.bench import machine
 from flux_megatron.cli import app
 
@@ -127,6 +129,7 @@ ROWS = [
     (f"{PAPER} --set parallel.tp=0", "--set: parallel.tp: 0 given"),
     (f"{PAPER} --set 'parallel.tp=[1'", "parallel.tp: not YAML: '[1'"),
     (f"{PAPER} --json folder", "--json folder: is a directory; a file that can be written"),
+    (f"{PAPER} --json loop", "--json loop: too many levels of symbolic links"),
     (f"{PAPER} --json /proc/new/a.json", "--json /proc/new/a.json: "),
     ("simulate study/dlrm-128-nodes --arm flux", "expected with a study"),
     # launch
@@ -148,6 +151,8 @@ ROWS = [
     (f"{TINY} --data-path nowhere", "--data-path", "nowhere given, a folder of text files"),
     (f"{TINY} --resume", "new is no run folder"),
     (f"{TINY} --dry-run --submit", "one of --dry-run, --submit and --local expected"),
+    ("launch cpu/tiny --run-dir loop", "--run-dir", "loop: file exists; a folder"),
+    (f"{TINY} --set training.steps=1000000000000000000000", "training.steps: 1000", "at most"),
     ("launch cpu/tiny --run-dir folder", "folder exists and is not empty"),
     ("launch cpu/tiny --run-dir /proc/new", "--run-dir /proc/new: no such file"),
     ("launch node/small_h200 --run-dir new --local", "4 GPUs needed on this machine, 0 found"),
@@ -178,6 +183,7 @@ def folder(tmp_path_factory):
         file = made / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (made / "loop").symlink_to("loop")
     return made
 
 
@@ -199,6 +205,46 @@ def test_bad_input(row, folder, capfd):
     for part in parts:
         assert part in said
     assert not (folder / "new").exists() or not any((folder / "new").iterdir())
+
+
+def test_a_disk_that_fills_up_is_named_with_its_option(folder):
+    """It takes a file, and nothing that is in it."""
+    done = CliRunner().invoke(app, shlex.split(f"{PAPER} --json /dev/full"))
+    assert done.exit_code == 1
+    assert done.stderr == "--json /dev/full: /dev/full not written: no space left on device\n"
+
+
+def test_a_full_disk_is_seen_before_the_work(folder, monkeypatch):
+    class Full:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(option_values.tempfile, "TemporaryFile", lambda **_: Full())
+    done = CliRunner().invoke(app, shlex.split(f"{TINY.replace('new', 'folder/full')}"))
+    assert done.exit_code == 2
+    assert "folder/full: no space left on device; a folder that can be written" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed, folder):
+    """No file of ours gets their number, and none of them is None."""
+    program = """
+import sys
+from flux_megatron.cli import app
+@app.command()
+def one():
+    assert [sys.stdin.fileno(), sys.stdout.fileno(), sys.stderr.fileno()] == [0, 1, 2]
+app()
+"""
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} one {closed}"
+    done = subprocess.run(line, shell=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == 0
 
 
 def cpu_s() -> float:

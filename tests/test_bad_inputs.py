@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from cases import Case, check
 from ranks import DEVICE, FUSED, on_device
+from torch.testing._internal.two_tensor import TwoTensor
 
-from flux_megatron import errors, ops
+import flux_megatron
+from flux_megatron import errors, ops, settings
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.problem import Plan
 from flux_megatron.symm import workspace as workspaces
@@ -38,7 +41,7 @@ def text(*shape: int, dtype: str = "float32", device: str = DEVICE) -> str:
 
 def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
     """Calls of a group of 2, and what each message must contain."""
-    half, w = torch.float16, tensor(5, 4)
+    w = tensor(5, 4)
     group = dist.group.WORLD
     calls: dict[str, tuple[Callable, list[str]]] = {
         "rows": (
@@ -53,9 +56,9 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
             lambda: GATHER(tensor(6, 4), w, group, bias=tensor(4)),
             [f"bias {text(4)} given", "[5] torch.float32 expected"],
         ),
-        "bias dtype": (
-            lambda: GATHER(tensor(6, 4), w, group, bias=tensor(5, dtype=half)),
-            [f"bias {text(5, dtype='float16')} given", "[5] torch.float32 expected"],
+        "integer bias": (
+            lambda: GATHER(tensor(6, 4), w, group, bias=tensor(5, dtype=torch.int32)),
+            [f"bias {text(5, dtype='int32')} given", "[5] torch.float32 expected"],
         ),
         "weight of a layer": (
             lambda: column_parallel_linear(tensor(3, 2, 6), w, None, group=group),
@@ -75,11 +78,12 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
                 ("K of nn", (x, w), {"layout": "nn"}, ["equal K expected for layout 'nn'"]),
                 ("one dimension", (tensor(4), w), {}, [f"x {text(4)}", "two matrices expected"]),
                 ("three dimensions", (tensor(2, 3, 4), w), {}, ["two matrices expected"]),
-                ("no rows", (tensor(0, 4), w), {}, [f"x {text(0, 4)}", "no empty dimension"]),
+                ("no rows of another K", (tensor(0, 3), w), {}, ["equal K expected"]),
                 ("no columns", (x, tensor(0, 4)), {}, ["no empty dimension expected"]),
-                ("strides of x", (tensor(4, 6).t(), w), {},
-                 ["strides x (1, 6), w (4, 1) given", "contiguous rows expected"]),
-                ("strides of w", (x, tensor(4, 5).t()), {}, ["w (1, 5) given", "contiguous"]),
+                ("sparse w", (x, w.to_sparse()), {},
+                 ["w with the layout torch.sparse_coo given, a dense tensor expected"]),
+                ("wrapped x", (TwoTensor(x, x), w), {},
+                 ["x of the type torch.testing._internal.two_tensor.TwoTensor given"]),
                 ("layout", (x, w), {"layout": "tn"},
                  ["layout 'tn' given, one of ('nt', 'nn') expected"]),
                 ("strategy", (x, w), {"plan": Plan("magic")},
@@ -93,6 +97,10 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
 
 def all_are_bad(rank: int) -> None:
     check(Case("ag_gemm", 3, 5, 4))
+    check(Case("gemm_rs", 3, 5, 4))
+    for op in (GATHER, SCATTER):  # the shapes of most bad calls: what was checked is known by now
+        op(tensor(6, 4), tensor(5, 4), dist.group.WORLD)
+    GATHER(tensor(6, 4), tensor(5, 4), dist.group.WORLD, bias=tensor(5))
     for name, (bad, words) in bad_calls().items():
         with pytest.raises(ValueError, match=r"given|cannot run") as caught:
             bad()
@@ -105,6 +113,24 @@ def all_are_bad(rank: int) -> None:
 
 def test_every_rank_gets_the_error_and_the_group_still_works():
     on_device(all_are_bad, 2)
+
+
+def other_settings(rank: int) -> list[str]:
+    """The strategies of one call, which is known, under one setting after the other."""
+    took = []
+    for wanted in ("fused", "pipelined", "fused", "sequential"):
+        os.environ["FLUX_MEGATRON_STRATEGY"] = wanted
+        settings.reload()
+        flux_megatron.reset_report()
+        check(Case("gemm_rs", 3, 5, 4))
+        took += {strategy for _, strategy in flux_megatron.report().calls}
+    return took
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPU ranks serve other tests, with these settings")
+def test_new_settings_count_for_calls_that_are_known():
+    for took in on_device(other_settings, 2):
+        assert took == ["fused", "pipelined", "fused", "sequential"]
 
 
 def another_device(rank: int) -> list[str]:

@@ -10,6 +10,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -136,6 +138,12 @@ ROWS = {
     "set: no value": Row("--set train.lr", ["'train.lr' given, key=value expected"]),
     "set: no key": Row("--set =3", ["'=3' given, key=value expected"]),
     "set: a word": Row("--set train.lr=abc", ["train.lr: ", "valid number", "'abc' given by"]),
+    "set: a word beside a flag": Row(
+        "--set train.steps=1e9x", ["train.steps: ", "'1e9x' given by --set"]),
+    "set: a switch": Row("--set train.log_every=true", ["valid integer, True given by --set"]),
+    "set: a text": Row("--set train.log_every='3'", ["valid integer, '3' given by --set"]),
+    "set: more than any run has": Row(
+        "--set train.steps=1000000000000000000000", ["train.steps: ", "2147483647"]),
     "set: infinite": Row("--set train.lr=.inf", ["train.lr: ", "finite", "inf given by --set"]),
     "set: nan": Row("--set train.lr=.nan", ["train.lr: ", "nan given by --set"]),
     "set: negative": Row("--set train.lr=-1", ["train.lr: ", "greater than 0, -1 given by --set"]),
@@ -181,6 +189,12 @@ ROWS = {
         "--out {tmp}/b/c", ["--out {tmp}/b/c: ", "cannot be written (Not a directory)"],
         prepare=written("{tmp}/b", "")),
     "out: impossible": Row("--out /proc/run", ["--out /proc/run: /proc/run cannot be written"]),
+    "out: a loop": Row(
+        "--out {tmp}/loop", ["--out {tmp}/loop: ", "Too many levels of symbolic links"],
+        prepare=lambda places: (places["tmp"] / "loop").symlink_to("loop")),
+    "data: a loop": Row(
+        "--data {tmp}/loop", ["data.path: {tmp}/loop is not a folder"],
+        prepare=lambda places: (places["tmp"] / "loop").symlink_to("loop")),
     "out: too long": Row("--out {tmp}/" + 300 * "a", ["File name too long"]),
     "out: used": Row("--out {run}", ["{run} is not empty: give another --out, or --resume"]),
     "resume: mistyped": Row("--out {tmp}/rum", ["--resume: {tmp}/rum holds no run"], RESUME),
@@ -233,6 +247,9 @@ ROWS = {
         lambda places: shutil.rmtree(places["run"] / "checkpoints")),
     "generate: json nowhere": Row(
         "--json {tmp}/no/x.json", ["--json {tmp}/no/x.json cannot be written (No such"], GENERATE),
+    "generate: a loop": Row(
+        "--checkpoint {tmp}/loop", ["{tmp}/loop"], GENERATE,
+        lambda places: (places["tmp"] / "loop").symlink_to("loop")),
     "generate: json a folder": Row("--json {tmp}", ["--json {tmp} cannot be written (a"], GENERATE),
 }  # fmt: skip
 
@@ -322,6 +339,33 @@ def test_an_interrupted_run_says_how_to_go_on(places, monkeypatch):
     assert line_of("train --out {new} --data {text}", "", places, 130) == (
         "to go on: flux-megatron train --out 'a b' --resume\n"
     )
+
+
+def test_a_resumption_says_which_rows_are_lost(places, monkeypatch):
+    monkeypatch.setattr(launcher, "run_ranks", lambda *_: 0)
+    written("{run}/metrics.jsonl", '{"step": 1, "loss": 1.0}\n')(places)
+    said = line_of(RESUME, "", places, 0)
+    lacking = "metrics.jsonl lacks 3 of the 4 steps up to step_4, such as step 2: the run goes on"
+    assert f"{places['run']}/{lacking}" in said
+
+
+def test_nobody_looks_any_longer():
+    """`train | head -1`: the run goes on. In a process of its own: rich ends the one it is in."""
+    program = """
+import os
+from flux_megatron.train.worker import _console
+reader, writer = os.pipe()
+console = _console(writer)
+console.print("one")
+assert os.read(reader, 100) == b"one\\n"
+os.close(reader)
+console.print("two")
+"""
+    environment = os.environ | {"PYTHONPATH": str(DEMO.parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_resumption_whose_losses_would_differ_is_refused(tmp_path):

@@ -46,7 +46,7 @@ def test_missing_torch_is_said_and_stops_a_run():
     blocked = "; ".join(f"sys.modules[{m!r}] = None" for m in ("torch", "triton", "numpy"))
     code = f"import sys; {blocked}; from flux_megatron import doctor; sys.exit(doctor.main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--json"], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, "--json", "-"], capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -264,7 +264,20 @@ def test_only_what_is_missing_is_said_when_asked_to_be_quiet(monkeypatch):
     )
     assert run("--quiet") == ""
     assert run().split() == ["ok", "a", "b", "note", "c", "d"]
-    assert [row["status"] for row in json.loads(run("--json"))] == ["ok", "note"]
+    assert [row["status"] for row in json.loads(run("--json", "-"))] == ["ok", "note"]
+
+
+def test_json_goes_to_a_file_beside_the_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "PROBES", (lambda wanted: [Finding("a", "ok", "b")],))
+    file = tmp_path / "found" / "doctor.json"
+    assert run("--json", str(file)).split() == ["ok", "a", "b"]
+    assert [row["status"] for row in json.loads(file.read_text())] == ["ok"]
+    with pytest.raises(SystemExit):
+        run("--json", str(tmp_path))
+    assert (
+        f"{tmp_path}: is a directory; a file that can be written expected"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ TABLE = {
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`
     "device": room("errors symm kernels overlap", "torch triton"),
-    "nn": room("errors ops wgrad kernels.norm embedding", "torch"),
+    "nn": room("errors ops patterns wgrad kernels.norm embedding", "torch"),
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
@@ -101,13 +101,14 @@ TABLE = {
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
     "train": room(
-        "command_errors config_files errors settings ops nn integration overlap.report symm.step "
-        "versions",
+        "command_errors config_files errors option_values settings ops nn integration "
+        "overlap.report symm.step versions",
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "generate": room(
-        "command_errors overlap.report symm.step train", "torch megatron pydantic rich typer"
+        "command_errors option_values overlap.report symm.step train",
+        "torch megatron pydantic rich typer",
     ),
 }
 BELOW = frozenset(TABLE)
@@ -133,7 +134,7 @@ AT_IMPORT = {
         frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
-    "doctor": Room(BASE | {"command_errors", "versions"}),
+    "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE

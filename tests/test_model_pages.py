@@ -1,5 +1,5 @@
-"""The examples of docs/torchtitan.md and docs/huggingface.md: they train as the models of one
-process do. The page of plain PyTorch has `test_plain_example.py`.
+"""The examples of docs/pytorch.md for `parallelize_module` and Hugging Face: they train as the
+models of one process do. Its first example has `test_plain_example.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
+PLAN, HUGGING_FACE = "A plan of parallelize_module", "A Hugging Face model"  # its sections
 ENVIRONMENT = {"FLUX_MEGATRON_STRATEGY": "sequential", "BACKEND": "eager"}
 LIMIT_S = 300  # other tests may run beside it
 TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
-def example(page: str) -> str:
-    """The block of Python of a page."""
-    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert len(found) == 1, f"{page} has {len(found)} blocks of Python"
+def section(title: str) -> str:
+    return PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def example(title: str) -> str:
+    """The block of Python of a section."""
+    found = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+    assert len(found) == 1, f"{title} has {len(found)} blocks of Python"
     return found[0]
 
 
-def without(page: str, pattern: str) -> str:
+def without(title: str, pattern: str) -> str:
     """The example without the lines that a pattern matches."""
-    source, count = re.subn(pattern, "", example(page), flags=re.MULTILINE)
+    source, count = re.subn(pattern, "", example(title), flags=re.MULTILINE)
     assert count, pattern
     return source
 
@@ -64,10 +69,10 @@ def falling(made: list[float]) -> None:
 
 
 def test_the_plan_trains_as_pytorch_s_styles_and_as_one_process():
-    source = example("torchtitan.md")
+    source = example(PLAN)
     ours = losses(source, 2)
     falling(ours)
-    eager = without("torchtitan.md", r"^ +block\.compile.*\n")
+    eager = without(PLAN, r"^ +block\.compile.*\n")
     named = re.sub(r"Flux(Colwise|Rowwise)Parallel", r"\1Parallel", eager)
     of_torch = named.replace("flux_megatron.nn", "torch.distributed.tensor.parallel")
     assert ours == pytest.approx(losses(of_torch, 2), abs=2e-6)  # it prints six digits
@@ -76,11 +81,11 @@ def test_the_plan_trains_as_pytorch_s_styles_and_as_one_process():
 
 
 def test_the_diffs_are_those_of_the_examples():
-    for page in ("torchtitan.md", "huggingface.md"):
-        diff = (DOCS / page).read_text().split("```diff\n")[1].split("```")[0].splitlines()
+    for title in (PLAN, HUGGING_FACE):
+        diff = section(title).split("```diff\n")[1].split("```")[0].splitlines()
         added = [line[1:].strip() for line in diff if line.startswith("+")]
         assert added
-        assert all(line in example(page) for line in added)
+        assert all(line in example(title) for line in added)
         taken = [line[1:].strip() for line in diff if line.startswith("-")]
         assert taken in ([], [line.replace("Flux", "") for line in added])
 
@@ -96,10 +101,10 @@ def test_the_diffs_are_those_of_the_examples():
     ],
 )
 def test_the_swapped_mlps_train_as_the_model_does(stand_in):
-    ours = losses(example("huggingface.md"), 2, stand_in)
+    ours = losses(example(HUGGING_FACE), 2, stand_in)
     falling(ours)
     swap = r"^ +for layer in model.*\n +layer\.mlp = .*\n"
-    whole = losses(without("huggingface.md", swap), 1, stand_in)
+    whole = losses(without(HUGGING_FACE, swap), 1, stand_in)
     assert ours == pytest.approx(whole, abs=5e-6)
 
 

@@ -208,3 +208,23 @@ def test_on_a_cpu_torch_is_no_fallback(monkeypatch):
 def test_other_shapes_are_refused(weight, bias, message):
     with pytest.raises(ValueError, match=message):
         norm.layer_norm(torch.ones(2, 8), weight, bias)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_those_of_torch(kind, zero_centered):
+    """The node's own first derivatives become torch's, where autograd will differentiate them."""
+    given, dy = operands(kind, (6, 24), torch.float32)
+
+    def second() -> list[Tensor]:
+        leaves = [leaf.detach().requires_grad_() for leaf in given]
+        y = getattr(norm, kind.split()[0])(*leaves, eps=EPS, zero_centered=zero_centered)
+        firsts = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        return list(torch.autograd.grad(sum(f.pow(2).sum() for f in firsts), leaves[:2]))
+
+    made = second()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm._Norm, "apply", lambda *args: norm._by_torch(*args))
+        wanted = second()
+    for ours, torchs in zip(made, wanted, strict=True):
+        torch.testing.assert_close(ours, torchs)

@@ -1,5 +1,5 @@
 """The tutorial's kernels, scripts/own_kernel.py and its Gluon twin, on real ranks: exact, call
-after call; what goes wrong is reported; and docs/own_kernel.md shows the script's own lines.
+after call; what goes wrong is reported; and docs/extend.md shows the script's own lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flux_megatron import errors
 from flux_megatron.device import SLOTS, Channel
 from flux_megatron.symm import places
 
-PAGE = Path(__file__).parents[1] / "docs" / "own_kernel.md"
+PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 NAMES = ("own_kernel", "own_kernel_gluon")
 LINES = 60  # a kernel has fewer
 BF16 = torch.bfloat16

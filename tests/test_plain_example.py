@@ -1,4 +1,4 @@
-"""The example of docs/plain_pytorch.md, run as the page says: it trains as the unsharded model."""
+"""The example of docs/pytorch.md, run as the page says: it trains as the unsharded model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "plain_pytorch.md"
+PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
 IMPORTS = "from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, sum_gradient\n"
 UNSHARDED = """
 ColumnParallelLinear = RowParallelLinear = torch.nn.Linear

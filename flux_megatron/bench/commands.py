@@ -51,7 +51,7 @@ def bench(
     nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
-    """Time our operations beside NCCL and every installed peer, in one run; see docs/measuring.md.
+    """Time our operations beside NCCL and every installed peer, in one run; see CONTRIBUTING.md.
 
     Lists are separated by commas.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of `docs/measuring.md`: from the times of one row's candidates to E. No torch."""
+"""The arithmetic of CONTRIBUTING.md: from the times of one row's candidates to E. No torch."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flux_megatron import option_values
+
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
 OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported", "missing"
 
@@ -90,7 +92,7 @@ class Row:
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a file; whole lines only, so that a run can stop between two calls."""
     text = "".join(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows)
-    with path.open("a") as file:
+    with option_values.writing("--out", path), path.open("a") as file:
         file.write(text)
 
 

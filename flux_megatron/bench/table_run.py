@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flux_megatron import option_values
 from flux_megatron.bench import provenance
 
 
@@ -37,7 +38,7 @@ class Run:
         about = asdict(provenance.with_clocks(self.about, self.device))
         row = {"table": table, **values, "tp": self.group.size(), **about}
         if self.first and self.out is not None:
-            with self.out.open("a") as file:
+            with option_values.writing("--out", self.out), self.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         return row
 

@@ -1,4 +1,4 @@
-"""For kernels of your own that send and await data among the GPUs of a node: docs/own_kernel.md.
+"""For kernels of your own that send and await data among the GPUs of a node: docs/extend.md.
 
 | module | what it has |
 | --- | --- |

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flux_megatron import option_values
 from flux_megatron.command_errors import Parser
 from flux_megatron.doctor import calls, machine, packages
 from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
+from flux_megatron.errors import BadInput
 
 COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 PACKAGES = ("transformer_engine", "apex")
@@ -34,7 +35,7 @@ def parser() -> Parser:
     add("--megatron-lm", type=Path, metavar="DIR", help="The checkout that is to run")
     add("--need", action="append", default=[], choices=PACKAGES, help="Must be there")
     add("--quiet", action="store_true", help="Only what is missing")
-    add("--json", action="store_true", help="For programs")
+    add("--json", type=_json, metavar="PATH", help="Write what is found there; - for stdout")
     add(
         "--strategies", type=_ranks, nargs="?", const=0, metavar="RANKS",
         help="Instead: which strategies can run which operations; default: as many ranks as GPUs",
@@ -54,6 +55,15 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
+def _json(text: str) -> Path:
+    path = Path(text)
+    try:
+        option_values.json_target(path)
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     given = parser().parse_args(arguments)
@@ -65,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = []
     for finding in examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need))):
         findings.append(finding)
-        if not given.json and (finding.status == "missing" or not given.quiet):
+        if given.json != option_values.STDOUT and (finding.status == "missing" or not given.quiet):
             print(_line(finding), flush=True)
     missing = [finding for finding in findings if finding.status == "missing"]
-    if given.json:
+    if given.json is not None:
         shown = missing if given.quiet else findings
-        print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=2))
+        option_values.write_json(given.json, [dataclasses.asdict(finding) for finding in shown])
     return 1 if missing else 0
 
 

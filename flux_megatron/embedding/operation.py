@@ -20,6 +20,7 @@ from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
 from flux_megatron.ops import group_named, refuse
+from flux_megatron.overlap.operands import memory, refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
 from flux_megatron.symm.groups import name_of
@@ -60,6 +61,11 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     Without it shapes alone are checked, and an index outside its table adds nothing under "fused".
     """
     name = name_of(group)
+    try:
+        for what, given in (("weight", weight), ("indices", indices), ("offsets", offsets)):
+            refuse_wrapper(what, given)
+    except ValueError as error:
+        refuse(f"{NAME}: {error}", group, weight.device)
     if tables is None:
         tables = [weight.shape[0]] * group.size()
     return _embedding_all_to_all(
@@ -75,6 +81,12 @@ def _embedding_all_to_all(
     space = workspace(group_named(group), weight.device)
     space.check()  # before a question that a rank which has failed would not answer
     rank, world_size = space.group.rank(), space.world_size
+    weight, indices, offsets = (
+        memory(what, given)
+        for what, given in (("weight", weight), ("indices", indices), ("offsets", offsets))
+    )
+    if offsets.shape == (1,) and not indices.numel():  # no samples, on any rank
+        return weight.new_empty(0, sum(tables), weight.shape[-1])
     error = shape_error(weight, indices, offsets, tables, rank, world_size, mode)
     if not error and strategy not in ("auto", *STRATEGIES):
         error = f"strategy {strategy!r} given, one of {['auto', *STRATEGIES]} expected"
@@ -102,6 +114,8 @@ def _backward(
 ) -> Tensor:  # fmt: skip
     space = workspace(group_named(group), dy.device)
     space.check()
+    if not dy.shape[0]:
+        return dy.new_zeros(tables[space.group.rank()], rows, dy.shape[2])
     bags = Bags(
         tuple(tables), space.group.rank(), rows, dy.shape[2], dy.shape[0] * len(tables), mode,
         dy.dtype,
@@ -112,7 +126,7 @@ def _backward(
 
 @_backward.register_fake
 def _(dy, indices, offsets, rows, tables, group, mode, strategy):
-    local = (offsets.shape[0] - 1) // (dy.shape[0] * len(tables))
+    local = (offsets.shape[0] - 1) // max(1, dy.shape[0] * len(tables))
     return dy.new_empty(local, rows, dy.shape[2])
 
 
@@ -122,6 +136,8 @@ def _entry_gradients(
 ) -> Tensor:
     space = workspace(group_named(group), dy.device)
     space.check()
+    if not dy.shape[0]:
+        return dy.new_zeros(0, dy.shape[2])
     samples = dy.shape[0] * len(tables)
     bags = Bags(tuple(tables), space.group.rank(), 0, dy.shape[2], samples, mode, dy.dtype)
     with _call(bags, "sequential", space, "sparse backward"):

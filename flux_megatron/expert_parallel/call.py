@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
 from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
+from flux_megatron.overlap.operands import refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -96,6 +97,16 @@ def decide(
     space.note(words)
     found: Decision = space.decisions[key]
     return found
+
+
+def refuse_wrappers(operation: str, group: ProcessGroup, **operands: Tensor) -> None:
+    """`ValueError`, and the reason for the other ranks, for tensors that stand for others."""
+    try:
+        for name, tensor in operands.items():
+            refuse_wrapper(name, tensor)
+    except ValueError as error:
+        workspace(group, tensor.device).agreement.refuse(f"{operation}: {error}")
+        raise ValueError(f"{operation}: {error}") from None
 
 
 def _kept(

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.overlap.operands import memory
 from flux_megatron.problem import Plan
 from flux_megatron.symm.groups import name_of
 
@@ -41,6 +42,7 @@ def a2a_gemm(
     check on GPUs, because only the device knows. `ValueError`, `ProblemMismatch` and
     `SignalTimeout` as for `all_gather_gemm`. Differentiable in x and w.
     """
+    call.refuse_wrappers("a2a_gemm", group, x=x, w=w, counts=counts)
     keep = torch.is_grad_enabled() and w.requires_grad
     y, received, _ = _a2a_gemm(
         x, w, counts, capacity, name_of(group), layout, _words(plan), keep, reverse
@@ -66,6 +68,7 @@ def gemm_a2a(
 
     `reverse` and errors as for `a2a_gemm`. Differentiable in x and w.
     """
+    call.refuse_wrappers("gemm_a2a", group, x=x, w=w, counts=counts)
     return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan), reverse)
 
 
@@ -74,6 +77,7 @@ def _a2a_gemm(
     x: Tensor, w: Tensor, counts: Tensor, capacity: int, group: str, layout: str, plan: str,
     keep: bool, reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x, w = memory("x", x), memory("w", w, contiguous=False)
     decision = call.decide(
         "a2a_gemm", x, w, counts, _group(group), len(x), capacity, layout, _plan(plan)
     )
@@ -98,6 +102,7 @@ def _gemm_a2a(
     x: Tensor, w: Tensor, counts: Tensor, tokens: int, group: str, layout: str, plan: str,
     reverse: bool = False,
 ) -> Tensor:  # fmt: skip
+    x, w = memory("x", x), memory("w", w, contiguous=False)
     decision = call.decide(
         "gemm_a2a", x, w, counts, _group(group), tokens, len(x), layout, _plan(plan)
     )

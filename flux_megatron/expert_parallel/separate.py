@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flux_megatron.expert_parallel import ops
@@ -106,6 +107,7 @@ class _A2aGemm(torch.autograd.Function):
         return y, received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor, _: Tensor):
         w, counts, received, rows = ctx.saved_tensors
         dy, dx = dy.contiguous(), None
@@ -127,6 +129,7 @@ class _GemmA2a(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         x, w, counts = ctx.saved_tensors
         needs_dw = any(ctx.needs_input_grad[3:])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flux_megatron import command_errors
+from flux_megatron import command_errors, option_values
 
 
 def generate(
@@ -49,7 +49,7 @@ def generate(
     if device not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"--device {device} given, auto, cuda or cpu expected")
     arms: Any = ("flux", "stock") if compare else (layers,)
-    config, folder = request.trained(checkpoint.resolve(), tp, device)
+    config, folder = request.trained(option_values.absolute(checkpoint), tp, device)
     wanted = request.Request(
         checkpoint=folder,
         prompts=request.read_prompts(prompts) if prompts else (str(prompt),),

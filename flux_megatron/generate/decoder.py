@@ -2,7 +2,7 @@
 
 The model's parts are called one by one, because `GPTModel.forward` numbers positions from 0 where
 it is given no inference context. Megatron's own contexts keep the position on the host, which a
-CUDA graph would repeat: docs/generate.md.
+CUDA graph would repeat: docs/cluster.md.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flux_megatron import option_values
 from flux_megatron.generate.request import REQUEST, Request
 from flux_megatron.train import checkpoint_files, launcher, run_folder
 from flux_megatron.train.config import ConfigError, TrainConfig
@@ -40,7 +41,7 @@ def generate(config: TrainConfig, request: Request, json_file: Path | None) -> i
     for line in report(result):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
-        run_folder.write_json(json_file, result)
+        option_values.write_json(json_file, result)
     return 0 if result["passed"] else 1
 
 
@@ -49,7 +50,7 @@ def _check_writable(json_file: Path) -> None:
     try:
         if json_file.is_dir():
             raise IsADirectoryError(0, "a folder")
-        with tempfile.TemporaryFile(dir=json_file.resolve().parent):
+        with tempfile.TemporaryFile(dir=option_values.absolute(json_file).parent):
             pass
     except OSError as error:
         raise ConfigError(

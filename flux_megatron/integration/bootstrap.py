@@ -7,17 +7,19 @@ import functools
 import importlib.util
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flux_megatron.errors import BadInput
 from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
 
 
-def check(script: str) -> None:
-    """`BadInput` unless `script` is a file that megatron.training is beside, or on PYTHONPATH."""
+def check(script: str, arguments: Sequence[str]) -> None:
+    """`BadInput` unless `script` is a file that megatron.training is beside, or on PYTHONPATH, and
+    the package is there that writes checkpoints: without it Megatron waits for writers that died.
+    """
     if not Path(script).is_file():
         raise BadInput(f"{script}: no such file; Megatron-LM's pretrain_gpt.py or another expected")
     beside = Path(script).resolve().parent / "megatron" / "training"
@@ -26,6 +28,9 @@ def check(script: str) -> None:
             f"no megatron.training beside {script} or on PYTHONPATH: the package megatron-core "
             "does not have it, a checkout of Megatron-LM does"
         )
+    saves = any(word.partition("=")[0] == "--save" for word in arguments)
+    if saves and not _installed("psutil"):
+        raise BadInput("--save: Megatron's checkpoints need psutil: pip install psutil")
 
 
 def _installed(module: str) -> bool:
@@ -39,7 +44,7 @@ def enter(script: str, arguments: list[str]) -> None:
     """Let this process look like `python SCRIPT ARGUMENTS`, before anything of Megatron is loaded:
     it is looked for beside the script first. `BadInput` as `check`.
     """
-    check(script)
+    check(script, arguments)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
 
@@ -69,7 +74,9 @@ def extend_parser() -> None:
 
 
 def _installing(parser: Any, known: Mapping[str, Argument]) -> Any:
-    """The parser, which from now on installs what it parses; bad combinations end the process."""
+    """The parser, which from now on installs what it parses. `BadInput` for arguments that cannot
+    go together, and for those it does not know: its own error shows a thousand lines of usage.
+    """
     from flux_megatron.integration.install import install_from
 
     parse = parser.parse_known_args  # parse_args calls it too
@@ -79,8 +86,11 @@ def _installing(parser: Any, known: Mapping[str, Argument]) -> Any:
         try:
             install_from(args, known)
         except ValueError as error:
-            parser.exit(2, f"{sys.argv[0]}: {error}\n")
+            raise BadInput(f"{sys.argv[0]}: {error}") from None
         return args, unknown
 
-    parser.parse_known_args = parse_known_args
+    def refuse(message: str) -> NoReturn:
+        raise BadInput(f"{sys.argv[0]}: {message} (see --help)")
+
+    parser.parse_known_args, parser.error = parse_known_args, refuse
     return parser

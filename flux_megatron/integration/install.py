@@ -58,6 +58,8 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     if options is None:
         return
     requirements.check(args, known)
+    if requirements.overlaps_nothing(args):
+        _log_once("nothing", f"--flux-overlap: {requirements.NOTHING}")
     checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from flux_megatron.integration import arm, seams
 from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
@@ -163,6 +164,7 @@ class _Deferred(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, None, None, None]:
         dy_buffer, buffer = ctx.buffers
         dy = dy_buffer.pop()

@@ -66,7 +66,7 @@ class FluxNorm:
     """Builds the norm of `config.normalization`: [..., hidden_size] -> the same.
 
     Before linear layers also where Transformer Engine is installed: its norms took 1.03 to 2.9
-    times as long (decision 0015). Names of parameters are torch's and its own: weight, and bias for
+    times as long (H200). Names of parameters are torch's and its own: weight, and bias for
     LayerNorm. `ValueError` for another normalization.
     """
 

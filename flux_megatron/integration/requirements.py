@@ -26,6 +26,7 @@ from flux_megatron.patching import installed
 
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
+NOTHING = "tensor parallel size is 1, so no call has communication to overlap"
 _MODELOPT = "ModelOpt builds models of its own layers"
 
 # Arguments that scripts add for ModelOpt and that ask for its models, with their neutral values:
@@ -147,11 +148,19 @@ def _of_values(args: Any) -> Iterator[Refusal]:
             "--no-gradient-accumulation-fusion has it"
         )
         yield Refusal("--mtp-num-layers", why, may_be_allowed=True)
+    if overlaps_nothing(args) and (value("flux_strict") or settings.read(os.environ).strict):
+        yield Refusal("--flux-strict", NOTHING)
     if (value("context_parallel_size") or 1) > 1 and not transformer_engine.HAVE_TE:
         yield Refusal("--context-parallel-size", "it needs TransformerEngine's attention")
     if value("flux_experts"):
         yield from _of_experts(args)
     yield from _of_modelopt(args)
+
+
+def overlaps_nothing(args: Any) -> bool:
+    """Whether no call has a collective. Megatron's parser has a default of 1."""
+    experts_too = getattr(args, "flux_experts", None)
+    return getattr(args, "tensor_model_parallel_size", None) == 1 and not experts_too
 
 
 def _of_experts(args: Any) -> Iterator[Refusal]:

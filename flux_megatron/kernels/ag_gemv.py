@@ -50,7 +50,7 @@ from flux_megatron.kernels.word_tiles import (
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 
-PIECE = 2048  # values of x: 8 words a thread; of more rows than that twice as many (decision 50)
+PIECE = 2048  # values of x: 8 words a thread; of more rows than that twice as many
 PIECE_ROWS = 64
 _ARRIVED, _LEFT = tl.constexpr(0), tl.constexpr(1)
 
@@ -73,7 +73,7 @@ def load_words(
     """A piece of x as words, where they lie among the shard's, and which of them there are.
 
     A thread loads what one word holds, and a warp neighbouring words: with 16 bytes a thread would
-    have several, and each store of a warp write a part of every 32 bytes (decision 51).
+    have several, and each store of a warp write a part of every 32 bytes.
     """
     row_words: tl.constexpr = COLUMNS // VALUES
     number = tl.arange(0, ROWS * row_words)

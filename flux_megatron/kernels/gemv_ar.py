@@ -49,7 +49,7 @@ from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 
 MOST_ROWS = 128
-WORDS_A_THREAD = 32  # of all ranks, in flight; 64 do not fit in registers (decision 49)
+WORDS_A_THREAD = 32  # of all ranks, in flight; 64 do not fit in registers
 LEAST_COLUMNS = 16  # of a sum: 64 bytes of words side by side
 
 
@@ -83,7 +83,7 @@ def send_to_owners(
     rows.
 
     One load of a pointer a row would decide which words a warp stores: with as many rows as threads
-    Triton made it a word of each of 32 rows, and a call took 20 us longer (decision 51).
+    Triton made it a word of each of 32 rows, and a call took 20 us longer.
     """
     owner = tl.arange(0, BLOCK_M)[:, None] // y_rows
     theirs = tl.zeros((BLOCK_M, 1), dtype=tl.int64)

@@ -5,7 +5,7 @@
                  rank+1, rank+2, ...: waits [A] before the first load of a tile's rows
 
 Few rows come in parts of K: the kernel takes the tiles column by column, and waits [A] before the
-first load of a part (decision 0052).
+first load of a part.
 
 With one rank this is a plain GEMM.
 """

@@ -73,7 +73,7 @@ def warp_groups(tile: Tile) -> int:
 def lead(tile: Tile) -> int:
     """By how many k-tiles the first of two warp groups ends a tile before the second. The more, the
     longer one multiplies while the other stores; but the more stages they hold, the later the next
-    tile comes (decision 0045).
+    tile comes (decision 0006).
     """
     return LEADS.get(tile.num_stages, tile.num_stages // 2)
 

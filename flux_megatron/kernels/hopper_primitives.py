@@ -153,7 +153,7 @@ def begin_claim(word):
 @gluon.jit
 def uniform(value):
     """A value that is the same in all lanes. What depends on it stays out of vector registers, as
-    the loop over K must (decision 0013).
+    the loop over K must.
     """
     return gl.inline_asm_elementwise(
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [value],

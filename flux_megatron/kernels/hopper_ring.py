@@ -5,7 +5,7 @@ by TMA, and `full` completes when they are there. Two warp groups multiply, 64 r
 reads its stage while the one before finishes.
 
 The two are one partition, or two. As two the first ends a tile before the second (`led`): one
-multiplies while the other stores, so that the tensor cores work between tiles too (decision 0045).
+multiplies while the other stores, so that the tensor cores work between tiles too (decision 0006).
 
 A tile's columns are one part, or two where their number is no power of two, as the language wants:
 192 are 128 and 64. The parts of w are loaded into buffers of their own and multiplied into sums of

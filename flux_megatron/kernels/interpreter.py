@@ -28,13 +28,16 @@ def prepare() -> None:
     """Choose the interpreter on a machine without a GPU, and repair it where it is chosen.
 
     Triton decides at its first import, so call this before. `supports` of the kernels gives the
-    reason if triton was imported first, or if there is no numpy for its interpreter.
+    reason if triton was imported first, or if there is no numpy for its interpreter: then even the
+    import of a triton that is told to interpret would fail.
     """
     import torch
 
-    early = "triton" not in sys.modules and find_spec("numpy") is not None
-    if early and not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if "triton" not in sys.modules and not torch.cuda.is_available():
+        if find_spec("numpy") is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+        else:
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     if triton_interprets():
         repair()
 

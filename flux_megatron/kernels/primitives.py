@@ -96,7 +96,7 @@ def _may_go_on(deadline, status):
     """Whether a wait that has not ended may go on: its time is not over, nor is another's.
 
     Its warps have clocks of their own. Warps that part wait for each other at barriers, and the
-    kernel never ends (decision 0053). An atomic is one thread's, and gives its answer to all. So
+    kernel never ends (decision 0007). An atomic is one thread's, and gives its answer to all. So
     time that is over is counted, and the count is asked.
     """
     late = (_time_ns() >= deadline).to(tl.int32)

@@ -2,7 +2,7 @@
 
 Up to 32 rows Triton multiplies by mma.sync, which takes its operands from registers. Left alone,
 ptxas often limits a thread to 96 or 128 of them, spills some, and loads an operand right before its
-product: up to 14 % of a call (decision 50).
+product: up to 14 % of a call.
 """
 
 from __future__ import annotations

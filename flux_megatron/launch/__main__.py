@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 from flux_megatron.errors import BadInput
 from flux_megatron.launch.environment import CPU, ONE_QUEUE
@@ -21,6 +23,7 @@ def main(argv: list[str]) -> None:
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="cpu: try it out without GPUs; kernels are interpreted",
     )  # fmt: skip
+    parser.add_argument("--refusal", type=Path, help=argparse.SUPPRESS)  # for who started the ranks
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
@@ -30,13 +33,26 @@ def main(argv: list[str]) -> None:
 
     try:
         bootstrap.enter(given.script, given.arguments)
-    except BadInput as error:
-        parser.error(str(error))
-    if given.device == "cpu":
-        from flux_megatron.train.cpu_pretrain import pretend_gpu
+        if given.device == "cpu":
+            from flux_megatron.train.cpu_pretrain import pretend_gpu
 
-        pretend_gpu()
-    bootstrap.run()
+            pretend_gpu()
+        bootstrap.run()
+    except BadInput as error:
+        _refuse(str(error), given.refusal)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _refuse(text: str, file: Path | None) -> NoReturn:
+    """End with status 2. All ranks refuse the same, and the terminal shows a file's text once."""
+    if file is None:
+        print(text, file=sys.stderr)
+    else:
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(file)  # whole, although other ranks are killed while they write it
+    sys.exit(2)
 
 
 if __name__ == "__main__":

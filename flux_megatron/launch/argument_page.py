@@ -6,7 +6,6 @@ first names the options that nobody has classified.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -23,7 +22,7 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
 Written by `python -m flux_megatron.launch.argument_page` from
 `flux_megatron/integration/arguments.tsv`; change that file.
-[Use in Megatron](megatron.md#what-is-refused-by-name-before-the-run-starts) says what happens when
+[Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when
 an argument is not at its default. An argument that is not in the table is untried.
 
 Releases: those whose parsers have the argument, `main` is d98e8a64.
@@ -36,7 +35,7 @@ FOLD = '<details markdown="1"><summary>{}</summary>'
 def options_by_release() -> dict[str, frozenset[str]]:
     """What each recorded parser accepts, oldest release first."""
     return {
-        release: frozenset(json.loads((parser_signature.FOLDER / f"{release}.json").read_text()))
+        release: frozenset(parser_signature.recorded()[release])
         for release in parser_signature.releases()
     }
 

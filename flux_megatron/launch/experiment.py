@@ -2,7 +2,7 @@
 
     load("paper/gpt3-175b_a100-pcie", {"training.micro_batch": 1}).arms["flux"]
 
-docs/experiments.md has the format. No torch: experiments are read where they are submitted.
+docs/cluster.md has the format. No torch: experiments are read where they are submitted.
 """
 
 from __future__ import annotations

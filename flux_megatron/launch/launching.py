@@ -79,10 +79,11 @@ class Prepared:
             run_folder.refuse_used(run)
         option_values.folder("--run-dir", run)
         how = {"command": sys.argv, "request": asdict(self.request)}
-        for folder in dict.fromkeys(command.folder.parent for command in self.commands):
-            commands = [command for command in self.commands if command.folder.parent == folder]
-            run_folder.write(folder, self.experiment, commands, how)
-        return run_folder.write_job(run, self.job)
+        with option_values.writing("--run-dir", run):
+            for folder in dict.fromkeys(command.folder.parent for command in self.commands):
+                commands = [one for one in self.commands if one.folder.parent == folder]
+                run_folder.write(folder, self.experiment, commands, how)
+            return run_folder.write_job(run, self.job)
 
     def submit(self) -> str:
         """Write it and hand it to Slurm; the job's id."""
@@ -100,7 +101,7 @@ def prepare(request: Request) -> Prepared:
     """`ExperimentError` or `LaunchError` names what cannot be launched."""
     overrides = dict(map(experiment.parse_override, request.overrides))
     loaded = experiment.load(request.experiment, overrides)
-    run = (request.run or Path("runs") / loaded.name).resolve()
+    run = option_values.absolute(request.run or Path("runs") / loaded.name)
     if request.resume:
         first, request = _resumed(request, run)
         kept = _with_arms(loaded, tuple(run_folder.read(first).arms))
@@ -110,7 +111,7 @@ def prepare(request: Request) -> Prepared:
     options = RunOptions(
         run=run,
         site=site.load(request.site, request.sbatch, request.environment),
-        checkout=request.checkout.resolve() if request.checkout else None,
+        checkout=option_values.absolute(request.checkout) if request.checkout else None,
         data=tuple(map(_absolute, request.data)),
         save_interval=_save_interval(loaded, request.save_interval),
     )

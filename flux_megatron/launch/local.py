@@ -11,6 +11,8 @@ from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.perf.workload import Workload
 
+INTERRUPTED = 130
+
 
 def check_gpus(workload: Workload) -> None:
     """`LaunchError` unless this machine has the GPUs of all nodes; a CPU has any number."""
@@ -40,12 +42,17 @@ def run(commands: Sequence[Command], resume: bool, log: Callable[[str], None]) -
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The exit code. Ctrl-C reaches the ranks too: they are waited for, torchrun ends them."""
+    """The exit code, 130 after Ctrl-C, which reaches the ranks too: torchrun ends them, and they
+    are waited for.
+    """
+    interrupted = False
     while True:
         try:
-            return process.wait()
+            code = process.wait()
         except KeyboardInterrupt:  # noqa: PERF203, it is no hot loop
-            continue
+            interrupted = True
+        else:
+            return INTERRUPTED if interrupted and code else code
 
 
 def _gpus() -> int:

@@ -1,8 +1,9 @@
 """What Megatron-LM's own argument parsers accept, recorded release by release.
 
 `python -m flux_megatron.launch.parser_signature DIR RELEASE` records a checkout, in an environment
-that can import its `megatron.training`; `signatures/RELEASE.json` then holds every option. `check`
-holds arguments against that, where there is neither a checkout nor torch.
+that can import its `megatron.training`; `signatures.tsv` then holds every option, a line for each
+type that it has, with the releases that have it so. `check` holds arguments against that, where
+there is neither a checkout nor torch.
 """
 
 from __future__ import annotations
@@ -18,53 +19,85 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "signatures"
-OURS = FOLDER / "flux_overlap.json"  # the options that `--flux-overlap` brings along
+FILE = Path(__file__).parent / "signatures.tsv"
+OURS = "flux_overlap"  # in place of a release: the options that `--flux-overlap` brings along
+ALL = "all"  # in place of the names of all releases
 TYPES = {"int": int, "float": float, "str": str}
+Signature = dict[str, Any]  # options: `flag`, `int`, `float` or `str`, or a dictionary with more
 
 # Runs beside the checkout.
 _DUMP = """
-import argparse, pathlib, sys
+import argparse, json, sys
 sys.path[:0] = [{checkout!r}, {ours!r}]
 from flux_megatron.versions.python import provide_override
 provide_override()
 from megatron.training.arguments import add_megatron_arguments
-from flux_megatron.launch.parser_signature import dumped
+from flux_megatron.launch.parser_signature import signature_of
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-pathlib.Path({file!r}).write_text(dumped(parser))
+print()  # imports may have left a line unfinished
+print(json.dumps(signature_of(parser)))
 """
 
 
 def record(checkout: Path, release: str) -> Path:
-    """Run the checkout's parser and write `signatures/RELEASE.json`.
+    """Run the checkout's parser and write what it accepts into `signatures.tsv`.
 
     `RuntimeError` with the end of its output if it cannot be imported.
     """
-    file, ours = FOLDER / f"{release}.json", Path(__file__).parents[2]
-    code = _DUMP.format(checkout=str(checkout.resolve()), ours=str(ours), file=str(file))
+    code = _DUMP.format(checkout=str(checkout.resolve()), ours=str(Path(__file__).parents[2]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise RuntimeError(f"{checkout} has no parser that could be run:\n{done.stderr[-2000:]}")
-    return file
+    FILE.write_text(table(recorded() | {release: json.loads(done.stdout.splitlines()[-1])}))
+    recorded.cache_clear()
+    return FILE
 
 
-def dumped(parser: argparse.ArgumentParser) -> str:
-    """The options of a parser as JSON, one a line, sorted.
-
-    An option is `flag`, `int`, `float` or `str` where that is all; else its type, its choices
+def signature_of(parser: argparse.ArgumentParser) -> Signature:
+    """An option is `flag`, `int`, `float` or `str` where that is all; else its type, its choices
     and how many values it takes.
     """
-    options = {
+    return {
         string: _described(action)
         for action in parser._actions
         for string in action.option_strings
         if string.startswith("--")
     }
-    lines = (f"{json.dumps(name)}: {json.dumps(options[name])}" for name in sorted(options))
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def table(signatures: dict[str, Signature]) -> str:
+    """`signatures.tsv`, sorted: after its head, which names the releases, an option, its type in
+    JSON and who has it.
+    """
+    names = sorted(signatures.keys() - {OURS})
+    having: dict[tuple[str, str], list[str]] = {}
+    for name in [*names, OURS]:
+        for option, described in signatures[name].items():
+            having.setdefault((option, json.dumps(described)), []).append(name)
+    lines = [f"option\ttype\t{' '.join(names)}"]
+    for (option, described), who in sorted(having.items()):
+        lines.append(f"{option}\t{described}\t{ALL if who == names else ' '.join(who)}")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def recorded() -> dict[str, Signature]:
+    """What each release's parser accepts, and `OURS`."""
+    return read(FILE.read_text())
+
+
+def read(text: str) -> dict[str, Signature]:
+    """The signatures of such a table."""
+    head, *lines = text.splitlines()
+    names = head.split("\t")[2].split()
+    found: dict[str, Signature] = {name: {} for name in [*names, OURS]}
+    for option, described, who in (line.split("\t") for line in lines):
+        for name in names if who == ALL else who.split():
+            found[name][option] = json.loads(described)
+    return found
 
 
 def _described(action: argparse.Action) -> str | dict[str, Any]:
@@ -81,7 +114,7 @@ def _described(action: argparse.Action) -> str | dict[str, Any]:
 
 def releases() -> list[str]:
     """The releases of Megatron-LM whose parsers are recorded."""
-    return sorted(file.stem for file in FOLDER.glob("*.json") if file != OURS)
+    return [name for name in recorded() if name != OURS]
 
 
 def version(checkout: Path) -> str:
@@ -124,8 +157,8 @@ def _parser(release: str) -> _Parser:
     if release not in releases():
         raise ValueError(f"Megatron-LM {release!r} given, one of {releases()} expected")
     parser = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
-    for file in (FOLDER / f"{release}.json", OURS):
-        for name, described in json.loads(file.read_text()).items():
+    for who in (release, OURS):
+        for name, described in recorded()[who].items():
             parser.add_argument(name, **_keywords(described))
     return parser
 

@@ -11,6 +11,7 @@ from flux_megatron.perf.workload import Workload
 
 Rule = tuple[str, str]  # dotted key, what is wrong
 
+LARGEST = 2**31 - 1
 MAY_BE_ZERO = ("training.seed", "training.warmup_steps", "cluster.nics.latency_us")
 BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
 
@@ -62,7 +63,7 @@ def _divides(key: str, value: int, by_key: str, by: int) -> Iterator[Rule]:
 
 
 def _signs(prefix: str, section: object) -> Iterator[Rule]:
-    """Numbers must be positive."""
+    """Numbers must be positive, and counts what an int of C holds."""
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
@@ -71,6 +72,8 @@ def _signs(prefix: str, section: object) -> Iterator[Rule]:
             zero = key in MAY_BE_ZERO
             if value < 0 or (value == 0 and not zero):
                 yield key, f"{value} given, {'0 or more' if zero else 'more than 0'} expected"
+            elif isinstance(value, int) and value > LARGEST:
+                yield key, f"{value} given, at most {LARGEST} expected"
 
 
 def _sizes(w: Workload) -> Iterator[Rule]:

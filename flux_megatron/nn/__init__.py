@@ -1,6 +1,6 @@
 """Tensor-parallel linear layers and norms: torch only.
 
-The modules are for plain PyTorch: see `docs/plain_pytorch.md`. A name is imported at its first use.
+The modules are for plain PyTorch: see `docs/pytorch.md`. A name is imported at its first use.
 Megatron's layers build on `functions` and `norm`.
 """
 

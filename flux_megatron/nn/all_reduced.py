@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import ops
 from flux_megatron.nn import functions
 from flux_megatron.nn.functions import Wgrad
+from flux_megatron.patterns import Pattern
 from flux_megatron.wgrad import plain_wgrad
 
 
@@ -33,13 +34,16 @@ def local_linear(
     With `allreduce_group` backward sums dx over it by GEMM+AR, hidden behind wgrad. `wgrad` and
     `dy_buffer` as in `functions.column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
     """
+    if allreduce_group is not None:
+        x = ops.local("x", x, None, allreduce_group.group_name)
+        w = ops.local("w", w, 0, allreduce_group.group_name)
     if ops.is_traced() and functions.traceable("local_linear", wgrad, dy_buffer):
         from flux_megatron.nn import operators
 
         name, R = ("", 1) if (g := allreduce_group) is None else (g.group_name, g.size())
         return operators.local_linear(x, w, functions.main_grad(wgrad), name, R, bias)
     options = _Options(None, allreduce_group, wgrad or plain_wgrad, dy_buffer)
-    return _AllReduced.apply(x, w, bias, options)
+    return _AllReduced.apply(functions.dense(x), w, bias, options)
 
 
 def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None = None) -> Tensor:
@@ -49,11 +53,13 @@ def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None
     of `ops.gemm_all_reduce`.
     """
     name = ops.name_of(group)  # without a group y would be this rank's share alone
+    x, w, _ = ops.local_shards(Pattern.GEMM_AR, x, w, None, group, "nt")
     if ops.is_traced() and functions.traceable("row_linear", wgrad):
         from flux_megatron.nn import operators
 
         return operators.row_linear(x, w, functions.main_grad(wgrad), name, group.size())
-    return _AllReduced.apply(x, w, None, _Options(group, None, wgrad or plain_wgrad))
+    options = _Options(group, None, wgrad or plain_wgrad)
+    return _AllReduced.apply(functions.dense(x), w, None, options)
 
 
 _NOTHING = nullcontext()
@@ -73,7 +79,7 @@ class _AllReduced(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
         rows = functions._rows(x)
-        ctx.save_for_backward(functions._to_keep(x, rows) if needs_x else None, w)
+        ctx.save_for_backward(x if needs_x else None, w)
         ctx.options, ctx.shape = options, x.shape
         with ops.phase("fprop"):
             if options.fprop_group is None:
@@ -85,9 +91,34 @@ class _AllReduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
+        if torch.is_grad_enabled():
+            return *_again(ctx, dy), None
         x, w = functions._saved(ctx)
         gradients = local_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
         return *gradients, None
+
+
+def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw, db of torch's operations, for autograd to differentiate again. What all ranks have,
+    dy of a row layer and x of a column one, each rank uses for its shard of the weight.
+    """
+    x, w = ctx.saved_tensors
+    options = ctx.options
+    functions.differentiated_again("gemm_ar", options)
+    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+    dy = functions.flat(dy)
+    if options.fprop_group is not None:
+        dy = ops.differentiable.copy(dy, options.fprop_group)
+    dx = dw = None
+    if needs_dx:
+        dx = (dy @ w).reshape(ctx.shape)
+        if options.dgrad_group is not None:
+            dx = ops.differentiable.reduce(dx, options.dgrad_group)
+    if needs_dw:
+        if options.dgrad_group is not None:
+            x = ops.differentiable.copy(x, options.dgrad_group)
+        dw = dy.t() @ functions.flat(x)
+    return dx, dw, dy.sum(0) if needs_db else None
 
 
 def local_backward(

@@ -12,7 +12,6 @@ backward the scatter of dx also hides behind wgrad, and its sum comes last.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
@@ -45,6 +45,12 @@ def column_parallel_linear(
     None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
     name = ops.name_of(group)
+    x, w, bias = ops.local_shards(COLUMN, x, w, bias, group, "nt")
+    if bias is not None and bias.dtype != x.dtype and bias.dtype.is_floating_point:
+        y = column_parallel_linear(
+            x, w, None, group=group, wgrad=wgrad, save_gathered=save_gathered, dy_buffer=dy_buffer
+        )
+        return y + bias  # as torch promotes them
     if ops.is_traced() and traceable("column_parallel_linear", wgrad, dy_buffer):
         from flux_megatron.nn import operators
 
@@ -54,7 +60,7 @@ def column_parallel_linear(
     if not torch.is_grad_enabled():
         return _column_forward(x, _rows(x), w, bias, group)
     options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
-    return _ColumnParallel.apply(x, w, bias, options)
+    return _ColumnParallel.apply(dense(x), w, bias, options)
 
 
 def row_parallel_linear(
@@ -71,6 +77,7 @@ def row_parallel_linear(
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
     name = ops.name_of(group)
+    x, w, _ = ops.local_shards(ROW, x, w, None, group, "nt")
     if ops.is_traced() and traceable("row_parallel_linear", wgrad):
         from flux_megatron.nn import operators
 
@@ -78,7 +85,7 @@ def row_parallel_linear(
     check_tokens(x, group)
     if not torch.is_grad_enabled():
         return _row_forward(x, _rows(x), w, group)
-    return _RowParallel.apply(x, w, _Options(group, wgrad or plain_wgrad))
+    return _RowParallel.apply(dense(x), w, _Options(group, wgrad or plain_wgrad))
 
 
 def check_tokens(x: Tensor, group: ProcessGroup) -> None:
@@ -120,14 +127,15 @@ class _Options(NamedTuple):
 
 def _rows(tensor: Tensor) -> Tensor:
     """[s, ..., n] as the contiguous matrix [s * ..., n] that kernels take."""
+    tensor = ops.awaited(tensor)
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def _to_keep(x: Tensor, rows: Tensor) -> Tensor:
-    """The tensor that backward gets for x: x itself if it is contiguous, because hooks that move
-    saved tensors to the host read attributes of it.
+def dense(x: Tensor) -> Tensor:
+    """x, copied by autograd where it has gaps: backward keeps it as the caller's tensor, of which
+    hooks that move saved tensors to the host read attributes, and second derivatives are taken.
     """
-    return x if x.is_contiguous() else rows
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
@@ -149,11 +157,9 @@ def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
     return made.resize_(*shape)  # which takes the host half as long as of a tuple
 
 
-def _like(y: Tensor, x: Tensor) -> Tensor:
-    """A new y [s' * ..., n] in the shape [s', ..., n], for x [s, ..., k]."""
-    rows, n = y.shape
-    inner = tuple(x.shape)[1:-1]
-    return _shaped(y, (rows // math.prod(inner), *inner, n))
+def _like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
+    """A new y [tokens * ..., n] in the shape [tokens, ..., n], for x [s, ..., k]."""
+    return _shaped(y, (tokens, *x.shape[1:-1], y.shape[1]))
 
 
 # Each layer is one node of autograd, reshapes included: every further node costs the host some
@@ -166,12 +172,13 @@ def _column_forward(
     consume: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
     with ops.phase("fprop"):
-        return _like(ops.run_ag_gemm(rows, w, bias, group, consume=consume), x)
+        y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
+        return _like(y, x, x.shape[0] * group.size())
 
 
 def _row_forward(x: Tensor, rows: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     with ops.phase("fprop"):
-        return _like(ops.run_gemm_rs(rows, w, group), x)
+        return _like(ops.run_gemm_rs(rows, w, group), x, x.shape[0] // group.size())
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -183,15 +190,46 @@ class _ColumnParallel(torch.autograd.Function):
         keep = options.save_gathered and needs_x
         consume = (lambda gathered: kept.append(gathered.clone())) if keep else None
         y = _column_forward(x, rows, w, bias, options.group, consume)
-        ctx.save_for_backward(kept[0] if keep else _to_keep(x, rows) if needs_x else None, w)
+        ctx.save_for_backward(kept[0] if keep else x if needs_x else None, w)
         ctx.options, ctx.shape = options, x.shape
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        if torch.is_grad_enabled():
+            return *_column_again(ctx, dy), None
         x, w = _saved(ctx)
         gradients = column_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
         return *gradients, None
+
+
+def _column_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw, db of torch's operations, for autograd to differentiate again."""
+    differentiated_again("gemm_rs", ctx.options)
+    x, w = ctx.saved_tensors
+    group, dy = ctx.options.group, flat(dy)
+    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+    dx = ops.differentiable.scatter(dy @ w, group).reshape(ctx.shape) if needs_dx else None
+    dw = dy.t() @ ops.differentiable.gather(flat(x), group) if needs_dw else None
+    return dx, dw, dy.sum(0) if needs_db else None
+
+
+def differentiated_again(pattern: str, options: Any) -> None:
+    """Count a backward of which gradients are to be differentiated; `RuntimeError` where they
+    cannot be.
+    """
+    kept = getattr(options, "save_gathered", False)
+    if options.wgrad is not plain_wgrad or options.dy_buffer is not None or kept:
+        raise RuntimeError(
+            f"{pattern}: create_graph=True given, but weight gradients are accumulated elsewhere, "
+            "deferred, or formed of gathered rows that were kept: for second derivatives leave "
+            "wgrad (gradient_accumulation_fusion), dy_buffer and save_gathered at their defaults"
+        )
+    ops.note_fallback(pattern, "create_graph=True: torch computes what is differentiated again")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def column_backward(
@@ -231,15 +269,26 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
         rows = _rows(x)
         y = _row_forward(x, rows, w, options.group)
-        ctx.save_for_backward(_to_keep(x, rows) if ctx.needs_input_grad[1] else None, w)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
         ctx.options, ctx.shape = options, x.shape
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        if torch.is_grad_enabled():
+            return *_row_again(ctx, dy), None
         x, w = _saved(ctx)
         needs_dx = ctx.needs_input_grad[0]
         return *row_backward(dy, x, w, ctx.shape, ctx.options, needs_dx), None
+
+
+def _row_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dw of torch's operations, for autograd to differentiate again."""
+    x, w = ctx.saved_tensors
+    differentiated_again("ag_gemm", ctx.options)
+    gathered = ops.differentiable.gather(flat(dy), ctx.options.group)
+    dx = (gathered @ w).reshape(ctx.shape) if ctx.needs_input_grad[0] else None
+    return dx, gathered.t() @ flat(x) if ctx.needs_input_grad[1] else None
 
 
 def row_backward(

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flux_megatron import ops
 from flux_megatron.kernels import norm as kernels
@@ -61,7 +60,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> 
             f"{options.name}: bias {list(bias.shape)} {bias.dtype} given, "
             f"{list(weight.shape)} {weight.dtype} as of the weight expected"
         )
-    if not (x.is_cuda or INTERPRET):
+    if not (x.is_cuda or INTERPRET) or not x.numel() or not (ops.is_plain(x) or ops.is_traced()):
         return _by_torch(x, weight, bias, options)
     if _refused(options.name, x.dtype, weight.dtype, x.shape[-1], x.is_cuda):
         return _by_torch(x, weight, bias, options)
@@ -104,19 +103,30 @@ class _Norm(torch.autograd.Function):
             rows, weight, bias, eps=options.eps, one_plus=options.zero_centered,
             center=options.name == "layer_norm",
         )  # fmt: skip
-        ctx.save_for_backward(rows, weight, mean, rstd)
-        ctx.options, ctx.has_bias = options, bias is not None
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.options = options
         return y.resize_(x.shape)  # not a view, which a caller could not modify in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        rows, weight, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_again(ctx, dy), None
+        rows = _rows(x)
         dx, gradients = kernels.norm_backward(
             dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd,
-            one_plus=ctx.options.zero_centered, bias=ctx.has_bias,
+            one_plus=ctx.options.zero_centered, bias=bias is not None,
         )  # fmt: skip
-        return dx.view(dy.shape), gradients[0], gradients[1] if ctx.has_bias else None, None
+        return dx.view(dy.shape), gradients[0], gradients[1] if bias is not None else None, None
+
+
+def _again(ctx: Any, dy: Tensor) -> list[Tensor | None]:
+    """The gradients of torch's norm, for autograd to differentiate again."""
+    given = x, weight, bias = ctx.saved_tensors[:3]
+    y = _by_torch(x, weight, bias, ctx.options)
+    wanted = [one for one, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return [next(found) if needs else None for needs in ctx.needs_input_grad[:3]]
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def column_parallel_linear(
             functions._rows(x), w, bias, group_named(group),
             consume=(lambda rows: kept.append(rows.clone())) if save_gathered else None,
         )  # fmt: skip
-    return functions._like(y, x), kept[-1]
+    return functions._like(y, x, x.shape[0] * R), kept[-1]
 
 
 @column_parallel_linear.register_fake
@@ -62,7 +62,7 @@ def row_parallel_linear(
     functions.check_tokens(x, ranks)
     with ops.phase("fprop"):
         y = ops.run_gemm_rs(functions._rows(x), w, ranks)
-    return functions._like(y, x)
+    return functions._like(y, x, x.shape[0] // R)
 
 
 @row_parallel_linear.register_fake
@@ -77,14 +77,14 @@ def local_linear(
     with ops.phase("fprop"):
         y = functions._rows(x) @ w.t()
         y = y if bias is None else y + bias
-    return functions._like(y, x)
+    return functions._like(y, x, x.shape[0])
 
 
 @torch.library.custom_op("flux_megatron::row_linear", mutates_args=())
 def row_linear(x: Tensor, w: Tensor, main_grad: Tensor | None, group: str, R: int) -> Tensor:
     with ops.phase("fprop"):
         y = ops.run_gemm_ar(functions._rows(x), w, group_named(group))
-    return functions._like(y, x)
+    return functions._like(y, x, x.shape[0])
 
 
 @local_linear.register_fake
@@ -211,3 +211,15 @@ def sum_over_group(x: Tensor, group: str) -> Tensor:
 @sum_over_group.register_fake
 def _(x, group):
     return torch.empty_like(x)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group = inputs[1]
+
+
+def _of_the_sum(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """Every rank has the sum, and its gradient."""
+    return ops.differentiable.copy(gradient, group_named(ctx.group)), None
+
+
+sum_over_group.register_autograd(_of_the_sum, setup_context=_keep_group)

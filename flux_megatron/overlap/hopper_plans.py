@@ -27,7 +27,7 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 # GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
 # not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
 # late in any case, and stores of the SMs beat copy engines beside others: 205 us, not 244, at
-# 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25, decision 55,
+# 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25,
 # docs/results/h200x2/held_out.jsonl and short_k.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
@@ -93,7 +93,7 @@ def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
 
 
 def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:
-    """The same with rows that come in parts of K (decision 0052), where K is long enough."""
+    """The same with rows that come in parts of K, where K is long enough."""
     long = problem.K_local >= K_PARTS * PART_COLUMNS_MIN
     return [replace(plan, splits=K_PARTS) for plan in plans if long]
 

@@ -1,7 +1,7 @@
 """The plans of `low_latency`: tiles of few rows, and into how many parts they cut K.
 
 A tile has all rows of x, so w is read once. What is fastest follows rows, columns and the shared
-memory of an SM; decisions 46 and 49 have the times.
+memory of an SM.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Kind:
 
 
 SMS = 132
-LEAST_K = 1280  # of a part: 2560 x 2048 in two was 18 % slower from 64 rows on (decision 49)
+LEAST_K = 1280  # of a part: 2560 x 2048 in two was 18 % slower from 64 rows on (H200)
 # The first that holds a problem. With few columns an SM has one CTA with much under way, or several
 # that share K; with more, all tiles are resident at once, so that none begins when the others end.
 TILES = (

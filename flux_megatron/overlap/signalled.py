@@ -3,7 +3,7 @@ it.
 
 It needs neither peer access nor one node: whatever the group's collectives run over will do. A
 communication stream waits for the count of each band, which holds no SM, then starts the
-collective. `docs/how/signalled.md` has the picture. AG+GEMM is the dual, in `gathered_bands.py`;
+collective. docs/how_it_works.md says more. AG+GEMM is the dual, in `gathered_bands.py`;
 rows for wgrad alone `sequential` gathers.
 """
 

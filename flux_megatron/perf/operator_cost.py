@@ -39,7 +39,7 @@ NCCL_SMS = 16
 # than the library's, up to 22 % too short.
 WORDS_TRIP_US = 1.9
 # The rate at which AG+GEMM's words become rows in this GPU's memory, as a share of a copy engine's,
-# when each store of a warp wrote a quarter of a sector (decision 51).
+# when each store of a warp wrote a quarter of a sector.
 # The prediction of what they take beyond the library's GEMM is 3.9 us off at most for M = 4 to 64,
 # but up to 9.5 us too short where N is 28672 (2 x H200, 2026-11-24, few_rows_bench.jsonl).
 STAGED = 0.25

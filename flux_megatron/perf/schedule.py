@@ -74,7 +74,7 @@ def warmup(pp: int, rank: int, chunks: int) -> int:
 
 def closed_form(costs: Costs) -> Parts:
     """Exact for equal ranks whose sends take less than a forward; else close, see
-    docs/simulator.md.
+    docs/performance.md.
     """
     busy = [costs.busy_us(rank) for rank in range(costs.pp)]
     optimizer_us = max(costs.optimizer_us)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of r
 
 def results(
     runs: Runs,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures there")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="All figures; - for stdout")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
     loss_bound: Annotated[
         float | None, typer.Option(help="Nats that losses may differ; default by dtype")
@@ -34,15 +33,16 @@ def results(
         folders = [folder for run in runs for folder in run_folder.of_run(run)]
         found = reports([read(folder) for folder in folders], loss_bound)
         if json_ is not None:
-            option_values.file("--json", json_)
+            option_values.json_target(json_)
         if out is not None:
             option_values.folder("--out", out)
     except (ResultsError, BadInput) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    console = Console()
+    # what a program reads on stdout has no table in it
+    console = Console(stderr=json_ == option_values.STDOUT)
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(stderr=console.stderr, width=120)
     for report in found:
         console.rule(f"{report.experiment.name}: {report.machine}")
         for table in tables.tables(report):
@@ -50,9 +50,10 @@ def results(
         for remark in tables.remarks(report):
             console.print(remark, soft_wrap=True, highlight=False, markup=False)
     if json_ is not None:
-        json_.write_text(json.dumps([report.plain() for report in found], indent=2) + "\n")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        option_values.write_json(json_, [report.plain() for report in found])
+    if out is None:
+        return
+    with option_values.writing("--out", out):
         for index, report in enumerate(found, start=1):
             name = report.experiment.name.replace("/", "_")
             file = out / (f"{index}_{name}" if len(found) > 1 else name)

@@ -61,7 +61,7 @@ def simulate(
 ) -> None:
     """Predict what a step of an experiment's arms takes, and what of it is exposed.
 
-    docs/simulator.md has the model and how to read the output.
+    docs/cluster.md says how to read the output, docs/performance.md how far off it is.
     """
     from flux_megatron import option_values
     from flux_megatron.simulate import dlrm_tables, predictions, study, tables

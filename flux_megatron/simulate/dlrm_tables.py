@@ -106,7 +106,7 @@ def shown(found: StudyFile, swept: bool) -> Iterator[str | Table]:
     yield "Assumed:"
     for key, why in found.assumed.items():
         yield f"  {key}: {why}"
-    yield "The model, and what it leaves out: docs/dlrm.md."
+    yield "How far to trust it: docs/performance.md."
 
 
 def _table(rows: Rows) -> Table:

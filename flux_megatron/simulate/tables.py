@@ -98,7 +98,7 @@ def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
     if "section" in experiment.paper and found.is_published:
         yield f"The paper's figures: {experiment.paper['section']}."
     yield from _assumed(experiment.assumed, assumptions)
-    yield "The model, and what it leaves out: docs/simulator.md."
+    yield "How to read it: docs/cluster.md. How far off it is: docs/performance.md."
 
 
 def _assumed(assumed: dict[str, str], whole: bool) -> Iterator[str]:

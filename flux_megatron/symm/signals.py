@@ -30,7 +30,7 @@ STATUS_LATE, STATUS_REFUSED, STATUS_MISMATCH = 1, 2, 3
 REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
 # Turns of a wait on a GPU between two looks at the clock and at the status record in host memory.
 # CTAs that look at once queue for it, more than a microsecond each, so looks must be rare beside
-# what ranks are apart in a good run (decision 0054). 4,096 turns take some milliseconds.
+# what ranks are apart in a good run. 4,096 turns take some milliseconds.
 LOOK_EVERY = 4096
 
 

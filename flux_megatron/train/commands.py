@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flux_megatron import command_errors
+from flux_megatron import command_errors, option_values
+
+OPTIONS = {"parallel.tp": "--tp", "train.steps": "--steps", "data.path": "--data"}
 
 
 def train(
@@ -36,11 +38,13 @@ def train(
 
     overrides: dict[str, Any] = dict(map(configs.parse_override, set_ or []))
     flags = {"parallel.tp": tp, "train.steps": steps, "data.path": data}
-    overrides |= {key: value for key, value in flags.items() if value is not None}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    overrides |= flags
     if "data.path" in overrides and overrides["data.path"] is not None:
-        overrides["data.path"] = str(Path(str(overrides["data.path"])).resolve())
-    folder = (out or Path("out") / config.stem).resolve()
-    code = _train(configs.load(config, overrides), folder, resume, compare)
+        overrides["data.path"] = option_values.absolute(str(overrides["data.path"]))
+    folder = option_values.absolute(out or Path("out") / config.stem)
+    run = configs.load(config, overrides, {key: OPTIONS[key] for key in flags})
+    code = _train(run, folder, resume, compare)
     if code == INTERRUPTED and "RANK" not in os.environ:
         typer.echo(f"to go on: {_again(sys.argv[1:])}", err=True)
     raise typer.Exit(code)

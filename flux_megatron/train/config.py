@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,8 @@ BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 VOCAB_MULTIPLE = 64
 
 Layers = Literal["flux", "stock", "stock-rank-order", "stock-reverse-order"]
-Count = Field(gt=0)
-FLAGS = {"parallel.tp": "--tp", "train.steps": "--steps", "data.path": "--data"}
+LARGEST = 2**31 - 1
+Count = Field(gt=0, le=LARGEST)
 LARGEST_SEED = 2**32 - 1  # that numpy takes
 
 
@@ -25,7 +26,9 @@ class ConfigError(BadInput):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """As strict as JSON: no number from a text, no integer from a boolean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelConfig(Section):
@@ -46,9 +49,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """`world_size`: all ranks; null means every GPU of this machine, or `tp` without GPUs."""
 
-    tp: int = Field(default=2, gt=0)
+    tp: int = Field(default=2, gt=0, le=LARGEST)
     sequence_parallel: bool = True
-    world_size: int | None = Field(default=None, gt=0)
+    world_size: int | None = Field(default=None, gt=0, le=LARGEST)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -58,9 +61,9 @@ class DataConfig(Section):
     `cache`: where the indexed files are kept; null means OUT/cache.
     """
 
-    path: Path | None = None
+    path: Path | None = Field(default=None, strict=False)
     pattern: str = "*"
-    cache: Path | None = None
+    cache: Path | None = Field(default=None, strict=False)
 
 
 class LoopConfig(Section):
@@ -71,14 +74,14 @@ class LoopConfig(Section):
     global_batch: int = Count
     lr: float = Field(gt=0, allow_inf_nan=False)
     min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: int | None = Field(default=None, gt=0)
+    warmup_steps: int = Field(default=0, ge=0, le=LARGEST)
+    decay_steps: int | None = Field(default=None, gt=0, le=LARGEST)
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     clip: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     seed: int = Field(default=1234, gt=0, le=LARGEST_SEED)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    save_every: int | None = Field(default=None, gt=0)
-    log_every: int = Field(default=10, gt=0)
+    save_every: int | None = Field(default=None, gt=0, le=LARGEST)
+    log_every: int = Field(default=10, gt=0, le=LARGEST)
 
 
 class TrainConfig(Section):
@@ -153,10 +156,13 @@ class TrainConfig(Section):
         return int(eligible - accounted)
 
 
-def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
+def load(
+    file: Path, overrides: dict[str, Any], options: Mapping[str, str] | None = None
+) -> TrainConfig:
     """The run of `file`, or of one that we ship, as "demo", with `overrides`: {"train.steps": 10}.
 
-    `ConfigError` names what is wrong.
+    `ConfigError` names what is wrong, and the option that gave it: `options` has those of keys that
+    --set did not give.
     """
     try:
         raw = config_files.read(_found(file))
@@ -171,7 +177,8 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        said = "; ".join(_explain(item, overrides) for item in error.errors())
+        given = dict.fromkeys(overrides, "--set") | dict(options or {})
+        said = "; ".join(_explain(item, given) for item in error.errors())
         raise ConfigError(f"{file}: {said}") from None
 
 
@@ -198,10 +205,10 @@ def _override(raw: dict[str, Any], dotted: str, value: Any) -> None:
     raw[key] = value
 
 
-def _explain(item: Any, overrides: dict[str, Any]) -> str:
+def _explain(item: Any, options: Mapping[str, str]) -> str:
     """The key, what is expected, what is given, and by which option if not by the file."""
     key, message = ".".join(str(part) for part in item["loc"]), item["msg"]
-    by = f" by {FLAGS.get(key, '--set')}" if key in overrides else ""
+    by = f" by {options[key]}" if key in options else ""
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _keys(), 1)
         return f"{key}: unknown key{by}" + (f", {near[0]} expected?" if near else "")

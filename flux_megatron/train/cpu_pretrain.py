@@ -50,10 +50,16 @@ def pretend_gpu() -> None:
     cuda.stream = lambda stream: stream if isinstance(stream, Stream) else Stream()
     cuda.default_stream = lambda *_: Stream()
     cuda.set_stream = lambda stream: None
+    # a CUDA build of torch has an accelerator, and asks its driver: optimizers do in each step
+    torch.accelerator.current_accelerator = lambda *_, **__: None
+    torch.accelerator.is_available = lambda: False
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     # a CUDA build of torch believes that batches can be pinned, and finds no driver
     loader: Any = torch.utils.data.DataLoader
     loader.pin_memory = property(lambda self: False, lambda self, value: None)
+    # dropout draws from this generator here, and each loader at its start, also at a resumed one's
+    own = torch.Generator()
+    loader.generator = property(lambda self: own, lambda self, value: None)
     _gloo_for_nccl()
     pretend_cuda()
     _without_cuda_toolkit()

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from flux_megatron import settings
 from flux_megatron.train import checkpoint_files, megatron_version, run_folder, text_files
@@ -35,9 +36,21 @@ def check(config: TrainConfig, world_size: int, out: Path, resume: bool) -> None
     run_folder.refuse_used(out, resume)
     text_files.check(config)
     if resume:
-        run_folder.metrics(out)
+        rows = run_folder.metrics(out)
         if (found := run_folder.latest(out)) is not None:
             checkpoint_files.check(found)
+            _say_what_is_lost(rows, out / run_folder.METRICS, found)
+
+
+def _say_what_is_lost(rows: list[dict[str, Any]], file: Path, checkpoint: Path) -> None:
+    """Curves and comparisons of a resumed run read the rows of all its steps."""
+    done = int(checkpoint.name.removeprefix("step_"))
+    if lost := {*range(1, done + 1)} - {row["step"] for row in rows}:
+        print(
+            f"{file} lacks {len(lost)} of the {done} steps up to {checkpoint.name}, such as step "
+            f"{min(lost)}: the run goes on without their losses",
+            file=sys.stderr,
+        )
 
 
 def run_ranks(config: TrainConfig, out: Path, world_size: int, on_gpu: bool, job: list[str]) -> int:

@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import faulthandler
 import importlib
+import io
 import os
 import random
 import signal
@@ -187,7 +188,18 @@ def _console(descriptor: int | None) -> Console | None:
 
     if descriptor is None:
         return None
-    return Console(file=os.fdopen(descriptor, "w", buffering=1))
+    display = io.BufferedWriter(_Display(descriptor, "w"))
+    return Console(file=io.TextIOWrapper(display, line_buffering=True))
+
+
+class _Display(io.FileIO):
+    """What the user looks at, if there is still somebody: the run goes on without."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
 
 
 def _die_with(parent: int) -> None:

@@ -166,8 +166,8 @@ def _safe(problem: Problem, plans: list[Plan], known: list[Entry]) -> list[Plan]
     - tiles of 320, 192 or 160 columns, or 64 rows, which have run without communication only;
     - `hopper`'s GEMM+RS and GEMM+AR whose K is too short for a fetch of each rank's tile;
     - in a backward or over more than two ranks: one GEMM of `pipelined` behind a gather, and
-      `hopper`'s AG+GEMM of rows that come in parts of K (decision 52); there and beside others
-      `low_latency` of divided rows (decision 51);
+      `hopper`'s AG+GEMM of rows that come in parts of K; there and beside others
+      `low_latency` of divided rows;
     - `low_latency` of more than 64 rows;
     - over more than two ranks `hopper`'s AG+GEMM of shards that are no whole number of tiles, which
       two have run;

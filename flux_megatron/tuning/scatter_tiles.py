@@ -7,8 +7,7 @@ waits for what the peers have made of it. All ranks do the same at the same time
 here is what this rank sends.
 
 Early tiles split along K (`Plan.split_k_shards`) are drawn whole: with their parts as
-`kernels.split_k` has them, the choice among the shipped entries' plans was worse (docs/decisions/
-0025).
+`kernels.split_k` has them, the choice among the shipped entries' plans was worse.
 """
 
 from __future__ import annotations

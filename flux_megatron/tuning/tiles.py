@@ -21,7 +21,7 @@ RATES = {
 NN_32 = 0.85
 # Of the copy engine's latency, what the next push waits for: 24 pushes of 128 KiB each took 231 us
 # in all, where the GEMM takes 57. From the shipped plans of 4 x H200 (2026-11-21, torch 2.11,
-# triton 3.6), as the other numbers of these models; docs/decisions/0025 says what others would do.
+# triton 3.6), as the other numbers of these models.
 PUSH_SHARE = 0.65
 
 

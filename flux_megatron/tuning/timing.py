@@ -1,7 +1,7 @@
 """How candidates are timed: interleaved, launches hidden, the slowest rank of every round counts.
 
 Only times of one race compare: under load a GPU slows down, and the same GEMM drifts by up to 15 %
-within a minute. `docs/measuring.md` has the protocol for readers.
+within a minute. CONTRIBUTING.md has the protocol for readers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What counts as equal: docs/decisions/0007, and for half precision the rule of random data.
+"""What counts as equal: docs/tests.md, and for half precision the rule of random data.
 
 fp32: no loss, norm or weight differs by more than 1e-5, no moment by more than 1e-4 of its norm.
 bf16 and fp16: stock in fp32 is the reference. The mean distance of our losses from it, over the

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flux_megatron.launch.parser_signature import FOLDER
+from flux_megatron.launch.parser_signature import recorded
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Hand:
 
 def parser_of(release: str) -> dict[str, Any]:
     """The options of a release, as recorded."""
-    return json.loads((FOLDER / f"{release}.json").read_text())
+    return recorded()[release]
 
 
 def draw(release: str, seed: int, number: int) -> Combination:

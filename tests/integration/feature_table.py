@@ -1,4 +1,4 @@
-"""The features of docs/megatron.md: `python tests/integration/feature_table.py` renews them."""
+"""The features of docs/support.md: `python tests/integration/feature_table.py` renews them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 from training_cases import FEATURES, REFUSED  # noqa: E402
 from training_run import Feature  # noqa: E402
 
-PAGE = TESTS.parent / "docs" / "megatron.md"
+PAGE = TESTS.parent / "docs" / "support.md"
 START, END = "<!-- features -->\n", "\n<!-- end of features -->"
 
 

@@ -1,4 +1,4 @@
-"""The releases of Megatron-LM that docs/megatron.md names, and what ran with each.
+"""The releases of Megatron-LM that docs/support.md names, and what ran with each.
 
 python tests/integration/releases.py run CHECKOUT ...   # tests/integration; appends rows
 python tests/integration/releases.py page               # renews the table
@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT)]
 
 from flux_megatron.patching.series import supported  # noqa: E402
 
-PAGE = ROOT / "docs" / "megatron.md"
+PAGE = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "docs" / "results" / "cpu"
 ROWS = RESULTS / "integration.jsonl"
 START, END = "<!-- releases -->\n", "\n<!-- end of releases -->"

@@ -336,3 +336,20 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
 def test_spec_refuses_what_it_cannot_say(arguments, refusal):
     with pytest.raises(ValueError, match=refusal):
         spec_module(**arguments)
+
+
+def test_one_tensor_parallel_rank_is_said_before_the_start(capsys, monkeypatch):
+    """There is nothing to overlap, which strict mode refuses; experts may have something."""
+    monkeypatch.setattr(install, "_logged", set())
+    nothing = "tensor parallel size is 1, so no call has communication to overlap"
+    args = parse("--flux-overlap", "--transformer-impl", "local")
+    args.tensor_model_parallel_size = 1
+    assert requirements.overlaps_nothing(args)
+    assert not refusals(args, {})
+    args.flux_strict = True
+    assert nothing in [refusal.why for refusal in refusals(args, {})]
+    args.flux_strict = None
+    monkeypatch.setenv("FLUX_MEGATRON_STRICT", "1")
+    assert nothing in [refusal.why for refusal in refusals(args, {})]
+    args.tensor_model_parallel_size = 2
+    assert not refusals(args, {})

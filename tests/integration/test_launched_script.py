@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.errors import BadInput
+from flux_megatron.integration import bootstrap
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 REPOSITORY = Path(__file__).parents[2]
@@ -20,6 +23,7 @@ def add_megatron_arguments(parser):
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--brand-new", type=int, default=7)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=2)
     return parser
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
@@ -67,6 +71,17 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
 
 
+def test_launcher_says_that_one_rank_has_nothing_to_overlap(script):
+    arguments = ["--flux-overlap", "--tensor-model-parallel-size", "1"]
+    nothing = "tensor parallel size is 1, so no call has communication to overlap"
+    done = launched(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"flux_megatron: --flux-overlap: {nothing}"
+    done = launched(script, *arguments, "--flux-strict")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"  --flux-strict: {nothing}" in done.stderr
+
+
 def test_launcher_refuses_before_anything_starts(script):
     done = launched(script, "--flux-overlap", "--fp8-format", "hybrid")
     assert (done.returncode, done.stdout) == (2, "")
@@ -100,19 +115,76 @@ def test_command_passes_everything_after_the_script_on(monkeypatch):
     assert seen == [["--device", "cpu", *arguments]]
 
 
-def test_command_starts_torchrun(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(os, "execv", lambda program, command: seen.append(command))
-    monkeypatch.delenv("RANK", raising=False)
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text("import megatron\n")
-    (tmp_path / "megatron" / "training").mkdir(parents=True)
-    arguments = ["--nproc-per-node", "3", "--device", "cpu", str(script), "--bf16"]
-    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
-    (command,) = seen
-    assert "--nproc-per-node=3" in command
-    ours = ["-m", "flux_megatron.launch", "--device", "cpu", str(script), "--bf16"]
-    assert command[-6:] == ours
+OTHERS = {
+    "fails.py": "import os; os.environ['RANK'] == '1' and exit(3); import time; time.sleep(60)",
+    "waits.py": "import time; print('ready', flush=True); time.sleep(60)",
+}
+
+
+def started(script: Path, *arguments: str) -> subprocess.Popen:
+    """`flux-megatron run` as in a terminal: Ctrl-C goes to its ranks too."""
+    command = [sys.executable, "-m", "flux_megatron", "run", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, str(script), *arguments], env=environment, cwd=script.parent.parent,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def other(script: Path, name: str) -> Path:
+    file = script.with_name(name)
+    file.write_text(OTHERS[name])
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--flux-overlap", "--fp8-format", "hybrid"],
+            ["--flux-overlap cannot go with:", "  --fp8-format: "],
+        ),
+        (["--flux-overlp"], ["unrecognized arguments: --flux-overlp (see --help)"]),
+        (["--brand-new", "x"], ["argument --brand-new: invalid int value: 'x' (see --help)"]),
+    ],
+    ids=["refused", "typo", "no number"],
+)
+def test_command_ends_with_what_ranks_refuse(script, arguments, said):
+    """Once for all of them, without the traceback of torchrun."""
+    job = started(script, *arguments)
+    _, stderr = job.communicate(timeout=120)
+    first, *lines = stderr.splitlines()
+    assert job.returncode == 2, stderr
+    assert first == f"starting torchrun with 2 ranks of {script}"
+    assert len(lines) == len(said), stderr
+    assert lines[0] == f"{script}: {said[0]}"
+    assert all(line.startswith(part) for line, part in zip(lines[1:], said[1:], strict=True))
+
+
+def test_command_names_the_rank_that_failed(script):
+    job = started(other(script, "fails.py"))
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 1, stderr
+    assert stderr.splitlines()[1:] == ["rank 1 ended with code 3: see above"]
+
+
+def test_command_ends_by_ctrl_c(script):
+    job = started(other(script, "waits.py"))
+    assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    os.killpg(job.pid, signal.SIGINT)
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 130, stderr
+    assert len(stderr.splitlines()) == 1, stderr
+
+
+def test_checkpoints_without_their_package_are_refused(script, monkeypatch):
+    """Megatron would wait for its writers, which have died of it."""
+    monkeypatch.setattr(bootstrap, "_installed", lambda module: module != "psutil")
+    bootstrap.check(str(script), ["--saved", "x"])
+    for words in (["--save", "x"], ["--save=x"]):
+        with pytest.raises(BadInput, match="--save: Megatron's checkpoints need psutil"):
+            bootstrap.check(str(script), words)
 
 
 @pytest.mark.slow

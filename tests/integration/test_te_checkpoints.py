@@ -27,7 +27,7 @@ from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
-TOLERANCE = 1e-5  # docs/decisions/0007
+TOLERANCE = 1e-5  # docs/tests.md
 
 
 class TrainingOfTE(Training):

@@ -18,7 +18,7 @@ from training_cases import ALL, FOUR_LAYERS, LLAMA, OVERLAP, TIED
 from training_checkpoints import Move, difference
 from training_run import Feature
 
-TOLERANCE = 1e-5  # docs/decisions/0007
+TOLERANCE = 1e-5  # docs/tests.md
 
 TWO = Feature(config=LLAMA)
 STAGES = Feature(config=LLAMA, pp=2, microbatches=2)

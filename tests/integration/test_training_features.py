@@ -1,6 +1,6 @@
 """Every feature of a training run, on our layers and on stock ones: the same losses and weights.
 
-What "the same" means is docs/decisions/0007; docs/megatron.md lists the features. Those that are
+What "the same" means is docs/tests.md; docs/support.md lists the features. Those that are
 quick are tested always, all with two strategies under FLUX_MEGATRON_ALL_FEATURES=1.
 """
 
@@ -189,4 +189,4 @@ def _refused(rank: int, name: str) -> None:
 def test_every_feature_stands_in_the_page():
     assert f"{feature_table.START}{feature_table.table()}{feature_table.END}" in (
         feature_table.PAGE.read_text()
-    ), "docs/megatron.md is old: python tests/integration/feature_table.py"
+    ), "docs/support.md is old: python tests/integration/feature_table.py"

@@ -1,6 +1,6 @@
 """The features of a training run, by name: what each sets, and how our linear layers run with it.
 
-docs/megatron.md names each.
+docs/support.md names each.
 """
 
 from __future__ import annotations

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron")
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_is_pinned():
@@ -28,10 +39,66 @@ def test_nothing_is_pinned():
         assert next(iter(batches)).tolist() == [1, 2, 3]
         assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=240,
+    run("-c", textwrap.dedent(program))
+
+
+def test_an_optimizer_asks_no_driver():
+    """It looks for the stream of the accelerator, which a CUDA build of torch takes for there."""
+    program = """
+        import torch
+
+        def stream(*_):
+            raise RuntimeError("Found no NVIDIA driver on your system")
+
+        cuda = torch.device("cuda")
+        torch.accelerator.is_available = lambda: torch.cuda.is_available()
+        torch.accelerator.current_accelerator = lambda check_available=False: cuda
+        torch.accelerator.current_stream = stream
+        from flux_megatron.train.cpu_pretrain import pretend_gpu
+
+        pretend_gpu()
+        for kind in (torch.optim.AdamW, torch.optim.SGD):
+            weight = torch.nn.Parameter(torch.ones(2))
+            optimizer = kind([weight], lr=0.1)
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            assert weight[0] < 1
+    """
+    run("-c", textwrap.dedent(program))
+
+
+def test_a_loader_draws_nothing_that_dropout_draws():
+    """It draws at its start, so a resumed run would have other numbers than a straight one."""
+    program = """
+        import torch
+        from flux_megatron.train.cpu_pretrain import pretend_gpu
+
+        pretend_gpu()
+        before = torch.get_rng_state()
+        assert [*torch.utils.data.DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
+        assert torch.equal(before, torch.get_rng_state())
+    """
+    run("-c", textwrap.dedent(program))
+
+
+def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):
+    """Megatron's writers of checkpoints import the script again, and what it imports."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import multiprocessing
+        import typing
+        if hasattr(typing, "override") and __name__ == "__main__":
+            del typing.override  # as in Python 3.11
+        if __name__ == "__main__":
+            from flux_megatron.versions.python import provide_override
+            provide_override()
+        from typing import override
+        def has_it():
+            return override is not None
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                assert pool.apply_async(has_it).get(60)
+    """)
     )
-    assert done.returncode == 0, done.stderr
+    run(str(script))

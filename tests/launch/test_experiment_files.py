@@ -335,7 +335,7 @@ def test_all_load_where_there_is_neither_torch_nor_triton():
 
 
 def test_the_example_of_the_page_is_an_experiment(tmp_path):
-    page = (ROOT / "docs/experiments.md").read_text()
+    page = (ROOT / "docs/cluster.md").read_text()
     example = page.split("```yaml\n")[1].split("```")[0]
     base = "base: paper/base_gpt3-175b.yaml"
     assert base in example

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
@@ -98,7 +97,7 @@ def test_recorded_options_are_those_of_a_parser():
     parser.add_argument("--layers", "--num-layers", type=int)
     parser.add_argument("--fast", action="store_false")
     parser.add_argument("--names", nargs="+", choices=["a", "b"])
-    assert yaml.safe_load(parser_signature.dumped(parser)) == {
+    assert parser_signature.signature_of(parser) == {
         "--layers": "int",
         "--num-layers": "int",
         "--fast": "flag",
@@ -111,7 +110,18 @@ def test_our_own_options_are_recorded_as_they_are():
     from flux_megatron.integration.flags import add_flux_arguments
 
     parser = add_flux_arguments(argparse.ArgumentParser(add_help=False))
-    assert parser_signature.OURS.read_text() == parser_signature.dumped(parser)
+    ours = parser_signature.recorded()[parser_signature.OURS]
+    assert ours == parser_signature.signature_of(parser)
+
+
+def test_a_table_of_signatures_keeps_every_option_of_every_release():
+    ours = {"--flux": "flag"}
+    one = {"--a": "int", "--b": {"type": "str", "choices": ["x"]}, "--flux": "flag"}
+    two = {"--a": "int", "--b": "str", "--c": "flag"}
+    signatures = {"one": one, "two": two, parser_signature.OURS: ours}
+    assert parser_signature.read(parser_signature.table(signatures)) == signatures
+    text = parser_signature.FILE.read_text()
+    assert parser_signature.table(parser_signature.read(text)) == text
 
 
 def test_gpt3_is_rendered_with_its_sizes():

@@ -217,6 +217,28 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch):
     assert calls[5].endswith("/run/megatron/train --resume")
 
 
+def test_local_run_ends_by_ctrl_c():
+    """Its ranks get it too, and torchrun ends with 1."""
+    program = """
+import os, signal, subprocess, sys, threading, time
+from flux_megatron.launch import local
+job = [sys.executable, "-c", "import signal, sys, time; "
+       "signal.signal(signal.SIGINT, lambda *_: sys.exit(1)); print(1, flush=True); time.sleep(60)"]
+process = subprocess.Popen(job, stdout=subprocess.PIPE)
+def interrupt():
+    process.stdout.readline()
+    os.killpg(0, signal.SIGINT)
+threading.Thread(target=interrupt).start()
+assert local._wait(process) == 130
+assert local._wait(subprocess.Popen([sys.executable, "-c", "exit(3)"])) == 3
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], start_new_session=True, capture_output=True, text=True,
+        timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_local_run_trains(tmp_path):
     """The real doctor, torchrun and ranks: without Slurm those of two nodes are on one."""
     pytest.importorskip("megatron.core", reason="trains with it")

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".pytest_cache" / "d" / "compiled"
-LAST = "FLUX_MEGATRON_TESTS_LAST_CODE"  # names the file with the results of the last run
+LAST = "LAST_CODE_OF_TESTS"  # names the file with the results of the last run
 
 
 def compiled_or_kept(source: Any, target: Any, options: dict, make: Callable[[], dict]) -> dict:

@@ -113,6 +113,8 @@ def _renewed(old: Any, new: Any) -> Any:
     if isinstance(old, FunctionType) and isinstance(new, FunctionType):
         if old.__code__.co_freevars == new.__code__.co_freevars:
             old.__code__, old.__defaults__ = new.__code__, new.__defaults__
+            for cell, other in zip(old.__closure__ or (), new.__closure__ or (), strict=True):
+                cell.cell_contents = other.cell_contents  # of a decorator: what it calls
             return old
     elif isinstance(old, type) and not issubclass(old, (tuple, Enum)):
         for name, value in vars(new).items():

@@ -114,7 +114,7 @@ def loops_of_mmas(sass: str) -> list[list[str]]:
 
 def slow_in_loops(sass: str) -> int:
     """What makes MMAs wait in the loops over k-tiles: moves from vector to uniform registers, for
-    their descriptors (decision 0013), and registers that are spilled.
+    their descriptors, and registers that are spilled.
     """
     loops = loops_of_mmas(sass)
     assert loops, "the MMAs are in no loop"

@@ -136,7 +136,7 @@ def _waits_and_loads(source: int, rank: int, world_size: int, k_parts: int) -> l
 
 
 def test_tiles_of_a_column_begin_together_where_rows_come_in_parts():
-    """Those of local rows wait too, else L2 loses what they have read of w: decision 0052."""
+    """Those of local rows wait too, else L2 loses what they have read of w."""
     assert _waits_and_loads(1, 1, 3, 4) == ["wait 2 1", "wait 0 1", "load own rows"]
     assert _waits_and_loads(1, 1, 3, 1) == ["load own rows"]
     in_parts = _waits_and_loads(2, 1, 3, 4)

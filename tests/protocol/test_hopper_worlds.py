@@ -1,5 +1,5 @@
 """The Hopper kernels of every operation with every number of ranks, forward and as dgrad: what
-`flux-megatron patterns` says of them without a GPU. The protocol's own cases are in
+`flux-megatron doctor --strategies` says of them without a GPU. The protocol's own cases are in
 `test_hopper_ranks.py` and `test_hopper_expert_ranks.py`.
 """
 

@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.signals", "symm.word_channel", "symm.workspace",
+    "symm.lasting", "symm.signals", "symm.word_channel", "symm.workspace",
     "kernels.launch", "kernels.primitives", "kernels.word_primitives",
     "kernels.gemm_tile", "kernels.k_parts", "kernels.word_tiles", "kernels.gemv_ar",
     "kernels.ag_gemv",
@@ -240,11 +240,14 @@ class Machine:
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
             "places": lambda group, device, doorbell: [],
-            "why_unavailable": lambda ranks: None,
+            "why_unavailable": lambda ranks, group: None,
+            "why_not_shared": lambda group, device: None,
         }
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
+            # the scheduler sees what hosts enqueue by a mode of its own
+            mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),

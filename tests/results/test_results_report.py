@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,6 +53,17 @@ def finished(tmp_path, experiment):
         for seed, (arm, median) in enumerate(medians.items(), start=50)
     }
     return megatron_run(tmp_path / "run", experiment, times)
+
+
+def test_json_on_stdout_stands_alone(finished):
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron", "results", str(finished), "--json", "-"],
+        capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    (found,) = json.loads(done.stdout)
+    assert found["speedups"]
+    assert "not significant" in done.stderr or "faster" in done.stderr
 
 
 def test_a_finished_run_stands_beside_the_paper(finished, tmp_path):

@@ -1,6 +1,6 @@
 """A real Slurm takes the jobs of `flux-megatron launch`, runs one, and requeues it halfway.
 
-docs/testing.md says what is real here and what is pretended.
+docs/tests.md says what is real here and what is pretended.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""What a caller may give: wrappers, addresses, strides, dtypes of a bias, and no rows at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import assert_exact, small_integers
+from layer_cases import Layer, apply, check, layer, mine
+from ranks import FUSED, here, on_device
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+import flux_megatron
+from flux_megatron.nn.all_reduced import local_linear, row_linear
+from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.overlap import operands
+from flux_megatron.reference import all_gather_gemm
+
+STRATEGIES = ["fused", "pipelined", "sequential"]
+
+
+def strange(w: Tensor) -> list[Tensor]:
+    """w [N, K] at an odd address, as columns of a wider matrix, transposed, and negated twice."""
+    N, K = w.shape
+    odd = w.new_empty(N * K + 1)[1:].view(N, K).copy_(w)
+    columns = w.new_empty(N, 2 * K)[:, K:].copy_(w)
+    transposed = w.t().contiguous().t()
+    negated = torch._neg_view(-w)
+    return [odd, columns, transposed, negated]
+
+
+def any_memory(rank: int) -> None:
+    made = layer("column", dist.get_world_size(), torch.bfloat16, (4, 3), 8, 16, True)
+    for index in range(4):
+        x, w, bias = mine(made, rank, "")
+        rows = strange(x.flatten(0, 1))[index].view(x.shape) if index != 2 else x
+        assert_exact(apply(made, rows, strange(w)[index], bias), made.y[rank], f"case {index}")
+    assert {reason[:11] for what, reason in flux_megatron.report().copies if what == "w"} == {
+        "its address", "its rows ha",
+    }  # fmt: skip
+    gemv = flux_megatron.gemv_all_reduce
+    x, w, _ = mine(layer("row", dist.get_world_size(), torch.float32, (4, 3), 8, 16, False), rank)
+    x = x.detach().flatten(0, 1)
+    whole = gemv(x, w.detach(), dist.group.WORLD)
+    for one in strange(w.detach()):
+        assert_exact(gemv(x, one, dist.group.WORLD), whole, "gemv")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_address_and_any_strides(strategy):
+    on_device(any_memory, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
+
+
+def test_aligned_rows_are_not_copied():
+    x = torch.ones(4, 8)
+    assert operands.memory("x", x) is x
+    assert operands.memory("x", x[:, :4], contiguous=False).data_ptr() == x.data_ptr()
+
+
+def wrapped(rank: int) -> None:
+    R, group = dist.get_world_size(), dist.group.WORLD
+    made = layer("column", R, torch.float32, (4, 3), 8, 16, True)
+    x, w, bias = mine(made, rank, "")
+    parts = torch.cat(made.x).to(x.device) * (rank == 0)
+    under_way = functional.reduce_scatter_tensor(parts, "sum", 0, group)
+    assert_exact(apply(made, under_way, w, bias), made.y[rank], "AsyncCollectiveTensor")
+    mesh = init_device_mesh(here().type, (R,))
+    sharded = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, w, bias)]
+    for tensor in sharded:
+        tensor.requires_grad_()
+    y = apply(made, *sharded)
+    assert_exact(y, made.y[rank], "DTensor")
+    y.backward(made.dy[rank].to(y.device))
+    for tensor, expected in zip(sharded, (made.dx, made.dw, made.db), strict=True):
+        assert isinstance(tensor.grad, DTensor)
+        assert_exact(tensor.grad.to_local(), expected[rank], "gradient of a DTensor")
+    with pytest.raises(ValueError, match=r"placements .*Replicate.* expected"):
+        apply(made, DTensor.from_local(x, mesh, [Replicate()]), w, bias)
+    with pytest.raises(ValueError, match=r"TwoTensor given, a torch.Tensor expected"):
+        apply(made, TwoTensor(x, x.clone()), w, bias)
+    assert_exact(apply(made, x, w, bias), made.y[rank], "after refusals")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensors_that_stand_for_others(strategy):
+    on_device(wrapped, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
+
+
+def biased(rank: int) -> None:
+    """An fp32 bias, as of a model whose biases are kept in fp32: added and returned as by torch."""
+    group = dist.group.WORLD
+    given = [
+        small_integers((4, 8), torch.bfloat16, torch.Generator().manual_seed(r)) for r in (0, 1)
+    ]
+    x, w = given[0].to(here()), given[1].to(here()).requires_grad_()
+    bias = torch.full((4,), 0.5, device=here(), requires_grad=True)
+    y = column_parallel_linear(x, w, bias, group=group)
+    wanted = all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5
+    assert y.dtype is torch.float32
+    assert_exact(y, wanted.float(), "y")
+    plain = flux_megatron.all_gather_gemm(x, w.detach(), group, bias=bias.detach())
+    assert_exact(plain, wanted.float(), "y of the operation")
+    y.sum().backward()
+    assert bias.grad.dtype is torch.float32
+    assert_exact(bias.grad, torch.full((4,), 8.0), "db")
+    assert w.grad.dtype is torch.bfloat16
+
+
+def test_a_bias_of_another_dtype_is_added_as_torch_adds_it():
+    on_device(biased, 2, environment=FUSED)
+
+
+def no_rows(rank: int) -> None:
+    R = dist.get_world_size()
+    for kind in ("column", "row", "local"):
+        made = empty(kind, R)
+        check(made, rank)
+        check(made, rank, "x")
+    x = torch.ones(0, 3, 16, device=here(), requires_grad=True)
+    w = torch.ones(8, 16, device=here(), requires_grad=True)
+    for y in (
+        row_linear(x, w, group=dist.group.WORLD),
+        local_linear(x, w, None, allreduce_group=dist.group.WORLD),
+    ):
+        assert y.shape == (0, 3, 8)
+        y.sum().backward()
+        assert_exact(w.grad, torch.zeros(8, 16), "dw")
+        assert x.grad.shape == x.shape
+    assert flux_megatron.report().total == 0, "no rows, no call"
+
+
+def empty(kind: str, R: int) -> Layer:
+    def shards(*shape: int) -> list[Tensor]:
+        return [torch.zeros(shape) for _ in range(R)]
+
+    x, y, w = shards(0, 3, 16), shards(0, 3, 8), shards(8, 16)
+    bias = None if kind == "row" else shards(8)
+    return Layer(kind, torch.float32, x, w, bias, y, y, x, w, shards(8))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_empty_micro_batch(strategy, world_size):
+    on_device(no_rows, world_size, environment={"FLUX_MEGATRON_STRATEGY": strategy})

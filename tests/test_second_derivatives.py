@@ -1,0 +1,104 @@
+"""Derivatives of gradients (create_graph=True): those of one process, or one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import here, on_device
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron.nn.all_reduced import local_linear, row_linear
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.nn.norm import rms_norm
+from flux_megatron.overlap import differentiable
+from flux_megatron.wgrad import IntoMainGrad
+
+S, K, N = 8, 12, 16
+
+
+def whole() -> list[Tensor]:
+    """x [S, 2, K], the weights [N, K] and [K, N] of two layers, and that of a norm [K]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (S, 2, K), (N, K), (K, N), (K,)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def penalty(y: Tensor, x: Tensor, weights: list[Tensor], whole: Callable = lambda t: t) -> Tensor:
+    """What a gradient penalty minimizes. `whole` sums over all ranks what is of a rank's shards."""
+    dx, *dws = torch.autograd.grad(y.pow(2).sum(), [x, *weights], create_graph=True)
+    of_weights = sum(dw.pow(2).sum() for dw in dws)
+    return y.pow(2).sum() + dx.pow(2).sum() + 0.1 * whole(of_weights)
+
+
+def expected() -> list[Tensor]:
+    given = [tensor.requires_grad_() for tensor in whole()]
+    x, first, second, gamma = given
+    y = torch.tanh(torch.nn.functional.rms_norm(x, (K,), gamma, 1e-5) @ first.t()) @ second.t()
+    return list(torch.autograd.grad(penalty(y, x, [first, second]), given))
+
+
+def penalized(rank: int, sequence: bool) -> None:
+    R, group = dist.get_world_size(), dist.group.WORLD
+    x, first, second, gamma = whole()
+    given = [
+        x.chunk(R)[rank] if sequence else x,
+        first.chunk(R)[rank],
+        second.chunk(R, 1)[rank].contiguous(),
+        gamma,
+    ]
+    given = [tensor.to(here(), torch.float32).clone().requires_grad_() for tensor in given]
+    x, first, second, gamma = given
+    normed = rms_norm(x, gamma, eps=1e-5)
+    if sequence:
+        inner = column_parallel_linear(normed, first, None, group=group)
+        y = row_parallel_linear(torch.tanh(inner), second, group=group)
+        loss = penalty(y, x, [first, second])
+    else:
+        inner = local_linear(normed, first, None, allreduce_group=group)
+        y = row_linear(torch.tanh(inner), second, group=group)
+        loss = penalty(y, x, [first, second], lambda t: differentiable.reduce(t, group))
+    dx, d_first, d_second, d_gamma = torch.autograd.grad(loss, given)
+    if sequence:  # each rank has its rows' part
+        dist.all_reduce(d_gamma)
+    right = expected()
+    for got, want in (
+        (dx, right[0].chunk(R)[rank] if sequence else right[0]),
+        (d_first, right[1].chunk(R)[rank]),
+        (d_second, right[2].chunk(R, 1)[rank]),
+        (d_gamma, right[3]),
+    ):
+        torch.testing.assert_close(
+            got.double().cpu(), want, rtol=1e-3, atol=1e-3 * want.abs().max()
+        )
+    assert any("create_graph" in reason for _, reason in flux_megatron.report().fallbacks)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_second_derivatives_are_those_of_one_process(world_size, sequence):
+    on_device(penalized, world_size, sequence)
+
+
+def refused(rank: int) -> None:
+    group = dist.group.WORLD
+    x, w, _, _ = (tensor.float().to(here()) for tensor in whole())
+    x.requires_grad_()
+    w.requires_grad_()
+    into = IntoMainGrad(torch.zeros_like(w))
+    for make in (
+        lambda: column_parallel_linear(x, w, None, group=group, wgrad=into),
+        lambda: column_parallel_linear(x, w, None, group=group, save_gathered=True),
+        lambda: column_parallel_linear(x, w, None, group=group, dy_buffer=[]),
+        lambda: row_parallel_linear(x, w, group=group, wgrad=into),
+        lambda: row_linear(x, w, group=group, wgrad=into),
+    ):
+        with pytest.raises(RuntimeError, match="create_graph=True given, but weight gradients"):
+            torch.autograd.grad(make().sum(), x, create_graph=True)
+
+
+def test_what_cannot_be_differentiated_again_is_an_error():
+    on_device(refused, 2)
