@@ -147,18 +147,6 @@ def test_the_command_needs_no_torch(tmp_path):
     assert len(found["alternatives"]) > 100
 
 
-def test_printed_figures_are_those_of_the_arms(shipped):
-    arms = study.predict(shipped.study)
-    printed = {name: cells for name, *cells in dlrm_tables.steps(shipped)}
-    assert printed["step"] == [f"{one.step_us / 1e3:.1f} ms" for one in arms.values()]
-    lookups = [one.parts["lookup"] for one in arms.values()]
-    assert printed["lookup"] == [f"{us / 1e3:.1f} ms" for us in lookups]
-    unfused, *fused = (one.step_us for one in arms.values())
-    shorter = [f"{100 * (unfused - us) / unfused:.1f}%" for us in fused]
-    assert printed["shorter by"] == ["", *shorter]
-    assert dlrm_tables.alternatives(shipped)[1] == ["as assumed", printed["step"][0], *shorter]
-
-
 def test_arms_of_transformers_are_refused():
     done = CliRunner().invoke(app, ["simulate", NAME, "--arm", "flux"])
     assert done.exit_code == 2

@@ -140,44 +140,6 @@ def test_a_column_has_one_unit():
     assert "flux, ms" in text
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of every row of every table."""
-    lines = [line for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
-
-
-@pytest.mark.parametrize("name", [PCIE, "node/gpt3-175b-4-layers_h200"])
-def test_printed_figures_are_those_of_json(name, tmp_path):
-    file, arms = tmp_path / "all.json", ["megatron", "flux"]
-    chosen = [word for arm in arms for word in ("--arm", arm)]
-    printed = rows(run(name, *chosen, "--sweep", "--json", str(file)))
-    found = json.loads(file.read_text())
-
-    def time(us: float) -> str:
-        return f"{us / 1e6:.3f}" if name == PCIE else f"{us / 1e3:.1f}"
-
-    steps = {arm: found["arms"][arm]["step_us"] for arm in arms}
-    for arm in arms:
-        one, places = found["arms"][arm], 1 + 2 * arms.index(arm)
-        for part in ("qkv", "tensor-parallel communication"):
-            (cells,) = [row for row in printed if row[0] == part]
-            us = one["parts"][part]
-            assert cells[places : places + 2] == [time(us), f"{100 * us / one['step_us']:.1f}"]
-        (cells,) = [row for row in printed if row[0] == arm]
-        assert cells[1:6] == [
-            time(one["step_us"]), f"{one['tokens_per_second']:,.0f}", f"{100 * one['mfu']:.1f}",
-            f"{one['memory']['total'] / 1024**3:.1f}", f"{steps['megatron'] / steps[arm]:.3f}",
-        ]  # fmt: skip
-    speedups = [steps["megatron"] / steps["flux"]]
-    for one in found["alternatives"]:
-        (cells,) = [row for row in printed if row[0] == f"{one['key']} = {one['value']}"]
-        if one["refused"]:
-            continue
-        speedups.append(one["step_us"]["megatron"] / one["step_us"]["flux"])
-        assert cells[1:] == [time(one["step_us"]["megatron"]), f"{speedups[-1]:.3f}"]
-    assert printed[-1] == ["all of them", "", f"{min(speedups):.3f} to {max(speedups):.3f}"]
-
-
 def test_other_values_of_what_is_assumed():
     found = predictions.predict(PCIE, {}, ["megatron", "flux"], alternatives=True)
     tried = [(a.key, a.value) for a in found.alternatives]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,17 +188,6 @@ def test_a_loss_that_is_no_number_never_agrees():
     assert (found.common, found.first_different) == (2, 2)
     assert not found.within
     assert summary.parity(fine, series((9, 9, 1.0)), "bfloat16") is None
-
-
-def test_an_iteration_in_which_the_optimizer_did_nothing_is_not_timed(experiment):
-    times = [9.0, 1.0, 0.2, 1.0, 1.0]
-    whole = [Iteration(n, n, seconds, 2.0) for n, seconds in enumerate(times, start=1)]
-    whole[2] = replace(whole[2], loss=None, skipped=1)
-    found = Series(tuple(whole), (1,))
-    assert summary.warm_times(found, 1) == [1.0] * 3
-    workload = experiment.arms["flux"]
-    workload = replace(workload, training=replace(workload.training, warmup_steps=1))
-    assert summary.summarise(found, workload).timed == 3
 
 
 def test_what_cannot_be_read_is_reported(tmp_path, experiment):

@@ -136,27 +136,6 @@ def test_students_t():
         assert inside * scale * 2 * t / steps == pytest.approx(statistics.COVERAGE, abs=1e-4)
 
 
-def test_every_interval_has_the_t_of_its_own_freedom(monkeypatch):
-    """Of four blocks 3 degrees; by Welch 4 / (1/3 + 1/5) = 7.5 of four and six, rounded down; of
-    three runs 2.
-    """
-    four, six = (statistics.StepTime(1.0, blocks, 0.1, 0.0) for blocks in (4, 6))
-    assert four.interval == pytest.approx((math.exp(-0.3182), math.exp(0.3182)))
-    monkeypatch.setattr(statistics, "step_time", lambda times: times)
-    half = 2.365 * 0.1 * math.sqrt(2)
-    assert speedup(four, six).interval == pytest.approx((math.exp(-half), math.exp(half)))
-    of_runs = speedup_of_runs([math.exp(-0.1), 1.0, math.exp(0.1)])
-    half = 4.303 * 0.1 / math.sqrt(3)
-    assert of_runs.interval == pytest.approx((math.exp(-half), math.exp(half)))
-
-
-def test_what_a_short_series_hides_of_its_correlation_is_added():
-    """Of 20 times 10 neighbours agree and 9 do not: rho is 1 / 20, and (1 + 3 rho) / 20 hidden."""
-    rho = 0.05 + 1.15 / 20
-    found = statistics.correlation_time([1.0, 1.0, 2.0, 2.0] * 5)
-    assert found == pytest.approx((1 + rho) / (1 - rho))
-
-
 def test_correlation_time():
     """(1 + rho) / (1 - rho) of the process, and of white noise 1."""
     for rho, low, high in ((0.0, 1.0, 1.3), (0.5, 2.5, 4.0), (0.8, 7.0, 13.0)):
