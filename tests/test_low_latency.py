@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from ranks import DEVICE, be_late, here, on_device
-from test_gemm_ar import operands
+from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
 from flux_megatron import errors, ops, reference
@@ -117,6 +117,10 @@ def sums(rank: int, plan: Plan) -> torch.Tensor:
 def test_every_rank_adds_in_rank_order(plan):
     first, *others = on_device(sums, 3, PLANS[plan])
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_sums_are_rounded_once():
+    on_device(sum_of_unequal, 4, [*PLANS.values()])
 
 
 def alone(rank: int, pattern: str) -> str:
