@@ -74,6 +74,7 @@ CASES = {
     "odd sizes": Case((3, 3), D=12, samples=7),
     "its sizes in bf16": Case((3, 3), D=12, samples=7, dtype=torch.bfloat16),
     "uneven tables": Case((1, 4), samples=3),
+    "gradients of several pages": Case((3, 2), D=64, samples=40),
     "one hot row": Case((2, 2), samples=6, longest=8, hot=True),
     "hot row in bf16": Case((2, 1), samples=6, longest=8, hot=True, dtype=torch.bfloat16),
     "only empty bags": Case((1, 2), empty=True),
