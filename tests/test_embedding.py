@@ -74,6 +74,7 @@ CASES = {
     "odd sizes": Case((3, 3), D=12, samples=7),
     "its sizes in bf16": Case((3, 3), D=12, samples=7, dtype=torch.bfloat16),
     "uneven tables": Case((1, 4), samples=3),
+    "gradients of several pages": Case((3, 2), D=64, samples=40),
     "one hot row": Case((2, 2), samples=6, longest=8, hot=True),
     "hot row in bf16": Case((2, 1), samples=6, longest=8, hot=True, dtype=torch.bfloat16),
     "only empty bags": Case((1, 2), empty=True),
@@ -166,6 +167,26 @@ def in_pieces(rank: int) -> None:
 
 def test_exact_in_pieces():
     on_device(in_pieces, 2)
+
+
+def sums_of_unequal(rank: int) -> None:
+    """In bf16: 256 + 1 + 1 + 1 is 260 and 256 + 1 + 1 is 258, but 256 where each is rounded."""
+    weight = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16, device=DEVICE)
+    weight = weight[None, :, None].expand(1, 4, 8).contiguous()
+    indices = torch.arange(4, device=DEVICE).repeat(8)
+    offsets = torch.arange(0, 33, 4, device=DEVICE)
+    dy = torch.tensor([[256.0, 1, 0, 0], [1, 0, 0, 0]][rank], dtype=weight.dtype, device=DEVICE)
+    dy = dy[:, None, None].expand(4, 2, 8).contiguous()
+    bags, space = Bags.of(weight, offsets, (1, 1), rank, "sum"), workspace(dist.group.WORLD, here())
+    y = fused_bags.forward(weight, indices, offsets, bags, space)
+    assert_exact(y.float(), torch.full((4, 2, 8), 260.0), "y")
+    for chunk in (4, 64):  # sums of chunks, and of single entries
+        dw = fused_bags.backward(dy, indices, offsets, bags, space, chunk=chunk)
+        assert_exact(dw.float(), torch.full((1, 4, 8), 258.0), f"dw in chunks of {chunk}")
+
+
+def test_sums_are_rounded_once():
+    on_device(sums_of_unequal, 2)
 
 
 def repeated(rank: int) -> None:

@@ -170,6 +170,31 @@ def test_others_are_copied_and_that_is_said_once():
         )
 
 
+def with_one_frozen(rank: int) -> None:
+    """The first of each linear; the others learn as before."""
+    group = dist.group.WORLD
+    given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
+    counts = given.counts[rank].to(DEVICE)
+    x = leaves([given.x[rank].to(DEVICE)])[0]
+    w, v = ([*one[rank].to(DEVICE)] for one in (given.w, given.v))
+    for _, *others in (w, v):
+        for one in others:
+            one.requires_grad_()
+    hidden, _ = separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
+    y = separate.gemm_a2a(hidden, v, counts, group, tokens=len(x))
+    y.backward(given.dy[rank].to(DEVICE))
+    *_, dx, dw, dv = (right[rank] for right in expected(given, "nt"))
+    assert_exact(x.grad, dx)
+    for (first, *others), right in ((w, dw), (v, dv)):
+        assert first.grad is None
+        for one, gradient in zip(others, right[1:], strict=True):
+            assert_exact(one.grad, gradient)
+
+
+def test_one_expert_of_several_is_frozen():
+    on_device(with_one_frozen, 2)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_gradients_are_added_where_they_lie(reverse, by_kernel):

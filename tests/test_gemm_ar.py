@@ -82,6 +82,22 @@ def test_exact_of_many_ranks(world_size):
     on_device(every_plan, world_size)
 
 
+def sum_of_unequal(rank: int, plans: list[Plan]) -> None:
+    """Partials 256, 1, 1, 1 in bf16: 259 in fp32 is 260; 256, where each addition is rounded."""
+    group = dist.group.WORLD
+    x = torch.ones(group.size(), 1, dtype=torch.bfloat16, device=DEVICE)
+    w = torch.full((16, 1), 1.0 if rank else 256.0, dtype=torch.bfloat16, device=DEVICE)
+    for plan in plans:
+        for operation in (ops.gemm_all_reduce, ops.gemm_reduce_scatter):
+            y = operation(x, w, group, plan=plan).float()
+            assert_exact(y, torch.full_like(y, 260.0), f"{operation.__name__} by {plan}")
+
+
+def test_sums_are_rounded_once():
+    overlapping = [plan for plan in PLANS.values() if plan.strategy != "sequential"]
+    on_device(sum_of_unequal, 4, overlapping)
+
+
 def ragged(rank: int) -> list[str]:
     group = dist.group.WORLD
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((5, 4), (3, 4)))

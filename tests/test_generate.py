@@ -64,9 +64,11 @@ def flux_megatron(folder: Path, *words: str, plant=NO_PLANT, expected: int = 0) 
     return output
 
 
-def generate(folder: Path, trained: Path, *words: str, plant=NO_PLANT, expected: int = 0):
-    """Output and result of decoding PROMPTS."""
-    (folder / "prompts").write_text("\n".join(PROMPTS) + "\n")
+def generate(
+    folder: Path, trained: Path, *words: str, plant=NO_PLANT, expected: int = 0, prompts=PROMPTS
+):
+    """Output and result of decoding the prompts."""
+    (folder / "prompts").write_text("\n".join(prompts) + "\n")
     line = ["generate", "--checkpoint", str(trained), "--prompts", str(folder / "prompts")]
     line += ["--tokens", str(TOKENS), "--json", str(folder / "result.json"), "--device", "cpu"]
     output = flux_megatron(folder, *line, *words, plant=plant, expected=expected)
@@ -91,6 +93,17 @@ def test_two_ranks_decode_what_stock_does_and_every_call_is_low_latency(compared
     assert "tokens: same" in output
     for prompt, text in zip(PROMPTS, flux["texts"], strict=True):
         assert prompt + text in output
+
+
+def test_a_prompt_of_odd_length_is_divided_over_the_ranks(trained, tmp_path):
+    """Its 3 rows of 23 tokens are too many for `low_latency`."""
+    prompts = ("12 is 144. 13 is 169. 1", "7", "")
+    _, result = generate(tmp_path, trained, "--compare", "--tokens", "2", prompts=prompts)
+    flux = result["arms"]["flux"]
+    assert flux["tokens"] == result["arms"]["stock"]["tokens"]
+    calls = 2 * LAYERS * 2  # of two ranks, for each token
+    assert flux["calls"] == {"gemm_ar fused": calls, "gemm_ar low_latency": calls}
+    assert flux["fallbacks"] == {}
 
 
 def ends_at_spaces(rank: int) -> None:

@@ -65,6 +65,27 @@ def test_memory_is_released_on_request_and_taken_again(strategy):
     on_device(given_back, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
 
 
+def released_after_a_late_rank(rank: int) -> None:
+    check(Case("gemm_rs", 5, 7, 3))
+
+    def alone() -> None:
+        check(Case("gemm_rs", 5, 7, 3))
+        flux_megatron.synchronize()
+
+    if rank == 0:
+        with pytest.raises(errors.SignalTimeout):
+            alone()
+    dist.barrier()
+    flux_megatron.release()
+    check(Case("gemm_rs", 5, 7, 3))
+
+
+def test_a_group_that_is_broken_works_again_when_its_memory_is_released():
+    on_device(
+        released_after_a_late_rank, 2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+    )
+
+
 def bounds(rank: int) -> tuple[float, float, float]:
     minutes = dist.new_group([0, 1], timeout=datetime.timedelta(minutes=50))
     follows = groups.timeout_s(minutes)

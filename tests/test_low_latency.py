@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from ranks import DEVICE, be_late, here, on_device
-from test_gemm_ar import operands
+from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
 from flux_megatron import errors, ops, reference
@@ -117,6 +117,27 @@ def sums(rank: int, plan: Plan) -> torch.Tensor:
 def test_every_rank_adds_in_rank_order(plan):
     first, *others = on_device(sums, 3, PLANS[plan])
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_sums_are_rounded_once():
+    on_device(sum_of_unequal, 4, [*PLANS.values()])
+
+
+def parts_of_unequal(rank: int) -> None:
+    """Parts of K that are 257 and 1: their sum is 258 if neither is rounded to bf16."""
+    group, plan = dist.group.WORLD, PLANS["parts of K"]
+    x = torch.zeros(2, 32, dtype=torch.bfloat16, device=DEVICE)
+    if rank == 0:
+        x[:, 0], x[:, 1], x[:, 16] = 256, 1, 1
+    w = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE)
+    y = ops.gemm_all_reduce(x, w, group, plan=plan)
+    assert_exact(y.float(), torch.full((2, 16), 258.0), "y")
+    gathered = ops.all_gather_gemm(x, w, group, plan=plan)[:2]
+    assert_exact(gathered.float(), torch.full((2, 16), 258.0), "rows of rank 0")
+
+
+def test_parts_of_k_are_not_rounded():
+    on_device(parts_of_unequal, 2)
 
 
 def alone(rank: int, pattern: str) -> str:

@@ -18,9 +18,10 @@ from flux_megatron.integration.main_grad import placeholder_gradient
 def place(parameters: Sequence[Any]) -> None:
     """Give the parameters [N, K] of a linear, one an expert, one storage in their order.
 
-    Those with a main_grad stay where they are: a buffer of Megatron's may hold them.
+    If one has a main_grad all stay where they are: a buffer of Megatron's may hold it, and a
+    frozen one beside it has none.
     """
-    if not (parameters[0].is_meta or hasattr(parameters[0], "main_grad")):
+    if not any(one.is_meta or hasattr(one, "main_grad") for one in parameters):
         separate.in_one_storage(parameters)
 
 

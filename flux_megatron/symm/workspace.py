@@ -308,6 +308,8 @@ def _give_back(groups: list[ProcessGroup]) -> None:
             torch.cuda.synchronize(device)
     for one in groups:
         _workspaces.pop(one).close()
+    for device in {*_statuses} - {space.device for space in _workspaces.values()}:
+        del _statuses[device]  # which may say that a wait has ended
 
 
 @atexit.register

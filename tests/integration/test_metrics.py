@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import side_by_side as sbs
@@ -21,7 +23,13 @@ from ranks import run_ranks
 import flux_megatron
 from flux_megatron.integration import arm, coverage, metrics, step_check
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
-from flux_megatron.integration.comparison import FEWEST_PAIRS, Comparison, alternate, speedup
+from flux_megatron.integration.comparison import (
+    FEWEST_PAIRS,
+    RESAMPLES,
+    Comparison,
+    alternate,
+    speedup,
+)
 from flux_megatron.integration.flags import add_flux_arguments, options_from
 from flux_megatron.ops import note_fallback
 from flux_megatron.overlap import report as report_module
@@ -77,6 +85,22 @@ def test_outlier_within_a_block_does_not_count():
     pairs = noisy_pairs(0, 10, gain=1.05)
     pairs[3][1][0] = 60.0
     assert speedup(pairs).significant
+
+
+def test_the_interval_is_the_bootstrap_t_by_its_definition():
+    """Both deviations are over n - 1 = 4, and 2.5 % of the resamples lie beyond either end."""
+    logs = [0.0, 0.01, 0.02, 0.03, 0.1]
+    generator = torch.Generator().manual_seed(0)
+    ts = []
+    for picked in torch.randint(5, (RESAMPLES, 5), generator=generator).tolist():
+        some = [logs[i] for i in picked]
+        above = fmean(some) - fmean(logs)
+        ts.append(above / stdev(some) if len({*some}) > 1 else math.copysign(math.inf, above))
+    ts.sort()
+    tail = RESAMPLES // 40
+    high, low = (math.exp(fmean(logs) - t * stdev(logs)) for t in (ts[tail], ts[-1 - tail]))
+    found = speedup([([math.exp(log)] * 4, [1.0] * 4) for log in logs]).interval
+    assert found == pytest.approx((low, high), rel=1e-4)
 
 
 def test_few_pairs_have_no_interval():

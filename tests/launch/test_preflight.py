@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import types
+from itertools import count
+
 import pytest
+import torch
 
 from flux_megatron.preflight import allreduce, gpus, load
 from flux_megatron.preflight.__main__ import main, verdict
@@ -150,6 +154,22 @@ def test_verdict_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
     main(["--gpus", "2", "--link", "pcie", "--verdict", str(tmp_path / "node")])
     assert (tmp_path / "node").read_text().startswith("fit; not checked: errors, links")
+
+
+@pytest.mark.parametrize(("least", "status"), [(230.0, "ok"), (230.1, "unfit")])
+def test_bus_bandwidth_of_eight_ranks_by_hand(monkeypatch, least, status):
+    """20 all-reduces of 1 MiB: 7 / 8 of 2 MiB a link in 7978 ns each are 230.01 GB/s."""
+    sizes = []
+    clock = count(0.0, 20 * 7978e-9)
+    named = {"get_world_size": lambda: 8, "all_reduce": lambda x: sizes.append(x.nbytes)}
+    monkeypatch.setattr(allreduce, "dist", types.SimpleNamespace(**named))
+    monkeypatch.setattr(allreduce.time, "perf_counter", lambda: next(clock))
+    gbps = allreduce._bus_gbps(torch.device("cpu"))
+    assert sizes == [2**20] * 25
+    assert gbps == pytest.approx(230.01, abs=0.01)
+    monkeypatch.setattr(load, "_reached", lambda gpus: {"allreduce_gbps": gbps})
+    (finding,) = (f for f in load.examine(8, least, None) if f.text.startswith("all-reduce"))
+    assert finding.status == status
 
 
 def test_all_reduce_of_two_ranks():

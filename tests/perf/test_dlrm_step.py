@@ -18,7 +18,7 @@ from flux_megatron.cli import app
 from flux_megatron.launch import experiment
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.perf import dlrm_step
-from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, serve
+from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
 from flux_megatron.perf.scale_out import Network, all_reduce_us, all_to_all_us
 from flux_megatron.simulate import dlrm_tables, study
 
@@ -46,6 +46,35 @@ def test_what_the_page_says_of_the_papers_figure(shipped):
     tried = [*study.jointly(shipped), *study.one_at_a_time(shipped)]
     assert all(study.reduction(one.arms, "forward") < low for one in tried)
     assert not any(one.refused for one in tried)
+
+
+def arms_of(*milliseconds: float) -> dict[str, Prediction]:
+    """Half a millisecond of each step is the lookup."""
+    parts = ({"lookup": 500.0, "update": ms * 1e3 - 500} for ms in milliseconds)
+    return {arm: Prediction(sum(p.values()), p) for arm, p in zip(ARMS, parts, strict=True)}
+
+
+def test_printed_figures_by_hand(shipped, monkeypatch):
+    monkeypatch.setattr(study, "predict", lambda of: arms_of(20, 18, 16, 10))
+    assert dlrm_tables.steps(shipped)[1:5] == [
+        ["step", "20.0 ms", "18.0 ms", "16.0 ms", "10.0 ms"],
+        ["lookup", *["0.5 ms"] * 4],
+        ["update", "19.5 ms", "17.5 ms", "15.5 ms", "9.5 ms"],
+        ["shorter by", "", "10.0%", "20.0%", "50.0%"],
+    ]
+    other = study.Alternative({"model.pooling": 7}, arms_of(40, 38, 32, 10))
+    monkeypatch.setattr(study, "one_at_a_time", lambda found: [other])
+    assert dlrm_tables.alternatives(shipped)[1:] == [
+        ["as assumed", "20.0 ms", "10.0%", "20.0%", "50.0%"],
+        ["model.pooling = 7", "40.0 ms", "5.0%", "20.0%", "75.0%"],
+    ]
+    tried = [other, study.Alternative({}, arms_of(10, 8, 7, 5))]
+    monkeypatch.setattr(study, "jointly", lambda found: tried)
+    assert dlrm_tables.ranges(shipped)[1:] == [
+        ["forward", "2", "5.0% to 20.0%", "1"],
+        ["both", "2", "20.0% to 30.0%", "1"],
+        ["ours", "2", "50.0% to 75.0%", "0"],
+    ]
 
 
 @pytest.mark.parametrize("arm", ARMS)

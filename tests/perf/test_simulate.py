@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
-from flux_megatron.simulate import given, predictions
+from flux_megatron.perf import flops
+from flux_megatron.perf.memory import Memory
+from flux_megatron.perf.step import Step
+from flux_megatron.simulate import given, predictions, tables
 
 PCIE = "paper/gpt3-175b_a100-pcie"
 BLOCKED = """
@@ -138,6 +143,54 @@ def test_a_column_has_one_unit():
             assert not cell or cell[0] in "?u" or float(cell.replace(",", "")) >= 0
     assert "flux, s" in run(PCIE)
     assert "flux, ms" in text
+
+
+def step(milliseconds: float, tokens_per_second: float, mfu: float, gib: int) -> Step:
+    """Its optimizer takes 50 of them, qkv the others."""
+    us = {"qkv": (milliseconds - 50) * 1e3, "optimizer": 5e4}
+    memory = Memory(0, (gib - 5) * 2**30, 2 * 2**30, 2**30, 2**30, 2**30)
+    return Step(milliseconds * 1e3, us, {}, tokens_per_second, mfu, memory)
+
+
+def rows(found: predictions.Predictions) -> list[list[str]]:
+    """The cells of all rows that are printed."""
+    console = Console(width=120)
+    with console.capture() as capture:
+        for item in tables.tables(found):
+            console.print(item)
+    lines = [line for line in capture.get().splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
+def test_printed_figures_by_hand():
+    found = predictions.predict(PCIE, {}, ["megatron", "flux"])
+    arms = {"megatron": step(250, 32768, 0.4, 10), "flux": step(200, 40960, 0.5, 12)}
+    slower = {"megatron": step(300, 1, 0.1, 6), "flux": step(250, 1, 0.1, 6)}
+    other = predictions.Alternative("training.recompute", "full", slower)
+    shown = replace(found, steps=arms, alternatives=[other], is_published=False)
+    assert rows(shown) == [
+        ["qkv", "200.0", "80.0", "150.0", "75.0"],
+        ["optimizer", "50.0", "20.0", "50.0", "25.0"],
+        ["megatron", "250.0", "32,768", "40.0", "10.0", "1.000"],
+        ["flux", "200.0", "40,960", "50.0", "12.0", "1.250"],
+        ["training.recompute = full", "300.0", "1.200"],
+        ["all of them", "", "1.200 to 1.250"],
+    ]
+    long = replace(shown, steps={"megatron": step(10_000, 1, 0.1, 6)}, alternatives=[])
+    assert rows(long) == [
+        ["qkv", "9.950", "99.5"],
+        ["optimizer", "0.050", "0.5"],
+        ["megatron", "10.000", "1", "10.0", "6.0"],
+    ]
+
+
+def test_a_step_makes_the_tokens_and_operations_of_its_batch():
+    found = predictions.predict(PCIE, {}, ["flux"])
+    workload, seconds = found.workloads["flux"], found.steps["flux"].step_us / 1e6
+    tokens = workload.training.global_batch * workload.model.seq_length / seconds
+    mfu = 100 * flops.model_flops(workload) / seconds / (128 * 312e12)
+    row = next(row for row in rows(found) if row[0] == "flux")
+    assert row[1:4] == [f"{seconds:.3f}", f"{tokens:,.0f}", f"{mfu:.1f}"]
 
 
 def test_other_values_of_what_is_assumed():

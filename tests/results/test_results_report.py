@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from written_runs import (
     correlated,
     losses,
+    megatron_line,
     megatron_process,
     megatron_run,
     run_folder_of,
@@ -23,7 +24,7 @@ from written_runs import (
 
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf import flops
-from flux_megatron.results import report, summary
+from flux_megatron.results import logs, report, summary
 from flux_megatron.results.commands import results
 from flux_megatron.results.iterations import Iteration, Series
 
@@ -143,6 +144,25 @@ def test_a_restart_is_reported_and_its_warm_up_left_out(tmp_path, experiment):
     (found,) = report.reports([report.read(folder)])
     assert found.arms[0]["flux"].timed == 30 - warmup + 20
     assert found.arms[0]["flux"].step.median == 1.0
+
+
+@pytest.mark.parametrize("release", [(0, 15), (0, 19)])
+def test_skipped_iterations_are_counted_but_not_timed(tmp_path, experiment, release):
+    """Without the optimizer they take half as long; one of them lost its loss too."""
+    workload = experiment.arms["flux"]
+    batch, last = workload.training.global_batch, workload.training.warmup_steps + 20
+    skips = {last - 2: 0, last - 9: 1}
+    lines = [
+        megatron_line(n, 0.5, None, release, n, skipped=1, nan=skips[n], batch=batch)
+        if n in skips
+        else megatron_line(n, 1.0, 9.0, release, n, batch=batch)
+        for n in range(1, last + 1)
+    ]
+    write(tmp_path / "rank.log", "\n".join(lines) + "\n")
+    found = logs.of_megatron(tmp_path, batch)
+    assert summary.warm_times(found, workload.training.warmup_steps) == [1.0] * 18
+    arm = summary.summarise(found, workload)
+    assert (arm.timed, arm.skipped, arm.nan, arm.spread) == (18, 2, 1, (1.0, 1.0))
 
 
 def test_a_training_of_ours(tmp_path):

@@ -136,6 +136,48 @@ def test_students_t():
         assert inside * scale * 2 * t / steps == pytest.approx(statistics.COVERAGE, abs=1e-4)
 
 
+APART = 0.01  # of the logarithms of block medians, one after another
+
+
+def four_blocks(apart: float) -> list[float]:
+    """Twenty times whose blocks of five have the medians 1, e^apart, e^2apart and e^3apart."""
+    return [math.exp(i * apart) * x for i in range(4) for x in (0.5, 2.0, 1.0, 2.0, 0.5)]
+
+
+def test_the_interval_of_a_step_time_by_hand():
+    """Deviations of 3, 1, 1 and 3 halves: a variance of 5 / 3 over four blocks, t of 3 degrees."""
+    found = step_time(four_blocks(APART))
+    assert found.blocks == 4
+    half = 3.182 * APART * math.sqrt(5 / 3 / 4)
+    assert found.interval == pytest.approx(
+        (found.median * math.exp(-half), found.median * math.exp(half)), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("baseline", "ours"), [(1, 2), (2, 1)])
+def test_the_interval_of_a_speedup_by_hand(baseline, ours):
+    """Errors 1 to 2, three degrees of freedom each: Welch's 25 / (1 / 3 + 16 / 3) are 4.4."""
+    found = speedup(four_blocks(baseline * APART), four_blocks(ours * APART))
+    half = 2.776 * APART * math.sqrt(5 / 3 / 4 * (1 + 4))
+    assert found.interval == pytest.approx(
+        (found.ratio * math.exp(-half), found.ratio * math.exp(half)), rel=1e-12
+    )
+
+
+def test_the_interval_of_three_runs_by_hand():
+    """Logarithms 1 apart deviate by 1; t of 2 degrees."""
+    found = speedup_of_runs([math.exp(0.05 + i * APART) for i in (-1, 0, 1)])
+    half = 4.303 * APART / math.sqrt(3)
+    assert found.interval == pytest.approx((math.exp(0.05 - half), math.exp(0.05 + half)))
+
+
+def test_correlation_time_of_a_short_series_by_hand():
+    """5 of 19 neighbours differ: (14 - 5) / 20 = 0.45, and 2.35 / 20 that n = 20 hides."""
+    times = [2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0] * 2 + [2.0, 2.0, 4.0, 4.0]
+    assert sum(times) / 20 == 3
+    assert statistics.correlation_time(times) == pytest.approx(1.5675 / 0.4325)
+
+
 def test_correlation_time():
     """(1 + rho) / (1 - rho) of the process, and of white noise 1."""
     for rho, low, high in ((0.0, 1.0, 1.3), (0.5, 2.5, 4.0), (0.8, 7.0, 13.0)):
