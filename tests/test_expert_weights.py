@@ -195,6 +195,21 @@ def test_one_expert_of_several_is_frozen():
     on_device(with_one_frozen, 2)
 
 
+@pytest.mark.parametrize("into", [None, torch.bfloat16, torch.float32])
+def test_gradients_over_rows_of_all_ranks_are_rounded_once(into):
+    """Four sources of 64 rows, of which one counts: 256 + 1 + 1 + 1 is 260 in bf16."""
+    a, b = torch.zeros(256, 20), torch.ones(256, 24)
+    a[::64] = torch.tensor([256.0, 1.0, 1.0, 1.0])[:, None]
+    a, b = (one.to(DEVICE, torch.bfloat16) for one in (a, b))
+    ends = torch.tensor([256], dtype=torch.int32, device=DEVICE)
+    if into is None:
+        assert_exact(expert_wgrad(a, b, ends), torch.full((1, 20, 24), 260, dtype=torch.bfloat16))
+        return
+    view = ExpertWeights(torch.zeros(1, 20, 24, dtype=into, device=DEVICE))
+    expert_wgrad(a, b, ends, view)
+    assert_exact(view.matrices, torch.full((1, 20, 24), 259.0).to(into))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_gradients_are_added_where_they_lie(reverse, by_kernel):

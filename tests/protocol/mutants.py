@@ -21,12 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from expert_cases import ExpertCase
 from protocol_cases import Case
 from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
 _WORDS = {"strategy": "low_latency", "rows": (1, 1, 1, 1), "N": 40, "K": 8, "world_size": 3}
+_ROUNDS = {"world_size": 4, "rows": (20,), "N": 16, "dtype": torch.bfloat16, "rounds": True}
 
 CASES = {
     "ag": Case("ag"),
@@ -72,6 +74,9 @@ CASES = {
     "hopper rs, short K": Case("rs", "hopper", 3, rows=(20, 20), K=32, ctas=2),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
     "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
+    # 256 + 1 + 1 + 1 is 260 in bf16, and 256 where every addition is rounded
+    "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
+    "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
     "hopper ar": Case("ar", "hopper", rows=(32, 32, 48), comm_rows=0),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"

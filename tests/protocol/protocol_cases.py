@@ -37,6 +37,7 @@ class Case:
     layout: str = "nt"
     bias: bool = False
     dtype: torch.dtype = torch.float32
+    rounds: bool = False  # partials of 256 and of 1, whose sum differs if it is rounded on the way
     tma: bool = False
     ctas: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
@@ -60,7 +61,8 @@ class Case:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
-        options += " two streams" * self.two_streams + " two phases" * self.two_phase
+        options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
+        options += " two phases" * self.two_phase
         options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
         if self.strategy == "hopper":
@@ -85,6 +87,12 @@ class Operands:
         self.ag_x = [[integers(rows, case.K) for _ in ranks] for rows in case.rows]
         all_rows = [rows * case.world_size for rows in case.rows]
         self.rs_x = [[integers(rows, case.K) for _ in ranks] for rows in all_rows]
+        if case.rounds:
+            for w in self.w:
+                w.zero_()[..., 0] = 1  # "nt": a partial is the first column of x
+            for of_ranks in self.rs_x:
+                for rank, x in enumerate(of_ranks):
+                    x[:, 0] = 1 if rank else 256
 
 
 class Host:
