@@ -27,6 +27,7 @@ from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron.bench import provenance
+from flux_megatron.launch.parser_signature import recorded
 
 PACKAGE = Path(flux_megatron.__file__).parent
 RANK = """
@@ -140,8 +141,7 @@ def test_time_in_which_only_communication_runs(tmp_path):
 
 
 def test_megatron_knows_the_options_of_every_launch():
-    signature = PACKAGE / "launch" / "signatures" / "core_v0.16.1.json"
-    known = {*json.loads(signature.read_text()), "--flux-overlap", "--flux-layers"}
+    known = {*recorded()["core_v0.16.1"], "--flux-overlap", "--flux-layers"}
     for case in te_launches.CASES:
         for arm in te_launches.ARMS:
             words = te_launches.arguments(case, arm)
