@@ -1,11 +1,12 @@
 """From a call to its plan: the checks that every call passes before any rank could hang.
 
-The first call of each kind is checked on its rank, gets a plan, and is confirmed with the other
-ranks. Each later one costs a look-up and an entry in the log of calls.
+The first call of a layer kind is confirmed with the other ranks. The first of each shape is checked
+on its rank and gets its plan. Each later one costs a look-up and an entry in the log of calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
@@ -25,6 +26,7 @@ from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice, environment
 
 LAYOUTS = ("nt", "nn")
+MOST_SHAPES = 512  # that are remembered: of packed sequences each has another number of rows
 
 
 class Kinds(NamedTuple):
@@ -96,7 +98,7 @@ def decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
     layout: str, plan: Plan | None,
 ) -> Decision:  # fmt: skip
-    """Check the call, choose its plan, and confirm each new kind of call with the other ranks."""
+    """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
     space = workspace(group, x.device)
     space.check()  # before a question: a rank that has failed would not answer
     if space.settings is not (now := settings.get()):
@@ -111,7 +113,7 @@ def decide(
     if decision is None:
         with space.guard():  # measuring makes calls
             decision = _decide(pattern, x, w, bias, layout, plan, space)
-        space.checked[key] = decision
+        _remember(space.checked, key, decision)
     space.note(decision.description)
     return decision
 
@@ -122,11 +124,17 @@ def _decide(
 ) -> Decision:  # fmt: skip
     if error := _error(pattern, x, w, bias, space, layout, plan):
         refuse(f"{pattern}: {error}", space.group, x.device)
-    # nothing in which ranks may differ: they would ask different numbers of questions
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
     if key not in space.decisions:
-        space.decisions[key] = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
+        decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
+        _remember(space.decisions, key, decision)
     return space.decisions[key]
+
+
+def _remember(decisions: dict[Hashable, Decision], key: Hashable, decision: Decision) -> None:
+    if len(decisions) >= MOST_SHAPES:
+        decisions.clear()
+    decisions[key] = decision
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
@@ -152,14 +160,13 @@ def _new_decision(
         pattern, x.shape[0], N_local, x.shape[1], dtype, world_size, layout, x.device.type,
         beside=settings.get().beside == "1",
     )  # fmt: skip
-    fallback = None
-    if plan is None:
-        plan, fallback = choice.choose(problem, space)
-    elif reason := registry.refusal(problem, plan.strategy, space.unavailable):
+    if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
+    table, fallback = choice.agreed_table(problem, plan, space), None
+    if plan is None:
+        plan, fallback = choice.choose(problem, table, space)
     description = f"{problem} with {plan.dumps()}"
-    space.agreement.confirm(description)
     strategy = registry.strategy(problem, plan.strategy)
     return Decision(problem, strategy, plan, space, fallback, description)
 

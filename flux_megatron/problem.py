@@ -90,9 +90,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel tiles the local GEMM. Sizes are in elements, and powers of two, but for the
-    columns of some tiles of `kernels.hopper_config`.
-    """
+    """How one kernel tiles the local GEMM. Sizes are in elements, and powers of two."""
 
     block_m: int = 128
     block_n: int = 128
@@ -116,9 +114,8 @@ class Plan:
     many bands of experts have the all-to-alls of `signalled`. Into so many parts `low_latency` cuts
     K, and `hopper` the K of rows that it gathers, whose communication tiles are parts of all rows
     of a shard then; 0 for one. `transport` names what moves the results of `hopper`: "copy_engine"
-    or "sm", the SMs. `split_k_shards` says of how many shards it splits tiles along K: in AG of the
-    first, in RS of the last remote ones. `two_phase` lets one owner add up each tile of GEMM+AR by
-    `low_latency`, instead of every rank.
+    or "sm", the SMs. `two_phase` lets one owner add up each tile of GEMM+AR by `low_latency`,
+    instead of every rank.
 
     `group_rows` are the rows of a shard, in GEMM+AR of y, in each wave group of `signalled`, one
     after another; the rest is one more group. `comm_sms` SMs are left to its collectives, 0: they
@@ -130,7 +127,6 @@ class Plan:
     tile: Tile = Tile()
     splits: int = 0
     transport: str = "copy_engine"
-    split_k_shards: int = 0
     two_phase: bool = False
     group_rows: tuple[int, ...] = ()
     comm_sms: int = 0
@@ -138,10 +134,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if min(self.comm_rows, self.splits, self.split_k_shards) < 0:
+        if min(self.comm_rows, self.splits) < 0:
             raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits}, "
-                f"split_k_shards {self.split_k_shards} given, 0 or more expected"
+                f"comm_rows {self.comm_rows}, splits {self.splits} given, 0 or more expected"
             )
         if len(self.group_rows) >= MAX_GROUPS or min(self.group_rows, default=1) < 1:
             raise ValueError(

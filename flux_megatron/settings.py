@@ -6,8 +6,8 @@
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
 | FLUX_MEGATRON_TIMEOUT_S | seconds that any wait for another rank may take | .8 of its group's |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
-| FLUX_MEGATRON_TUNE | `lazy`: the first call of a kind measures its plans; `off`: none does | off |
-| FLUX_MEGATRON_TUNE_SECONDS | seconds that `lazy` may spend in a run on measuring | 60 |
+| FLUX_MEGATRON_TUNE | `on`: the first call of a layer kind races plans; `auto`: on GPUs | auto |
+| FLUX_MEGATRON_TUNE_SECONDS | seconds that these races may take in a run, compiling aside | 10 |
 | FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
@@ -32,7 +32,7 @@ from pathlib import Path
 
 # the first is the default
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
-TUNE = ("off", "lazy")
+TUNE = ("auto", "on", "off")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"
 
@@ -45,8 +45,8 @@ class Settings:
     strict: bool = False
     timeout_s: float | None = None  # None: as the group's timeout has it (`symm.groups`)
     poison: bool = False
-    tune: str = "off"
-    tune_seconds: float = 60.0
+    tune: str = "auto"
+    tune_seconds: float = 10.0
     beside: str = "auto"
     cache: Path = CACHE
     nvtx: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
-from flux_megatron.kernels.hopper_config import LOW, MEDIUM, TILES
+from flux_megatron.kernels.hopper_config import DEEP, LOW, TILES
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 
@@ -47,10 +47,10 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
     narrow = Tile(128, 128, 64, group_m=16, num_stages=5, tma=True)
     wide = Tile(128, 256, 64, group_m=8, num_stages=3, tma=True)
     plans = [
-        Plan("hopper", rows, tile, transport=transport, split_k_shards=split_k_shards)
-        for rows, tile, transport, split_k_shards in (
-            (0, wide, "copy_engine", 0), (64, narrow, "copy_engine", 1),
-            (40, wide, "sm", 0), (0, narrow, "sm", 1), (24, wide, "copy_engine", world_size),
+        Plan("hopper", rows, tile, transport=transport)
+        for rows, tile, transport in (
+            (0, wide, "copy_engine"), (64, narrow, "copy_engine"), (40, wide, "sm"),
+            (0, narrow, "sm"), (24, wide, "copy_engine"),
         )
     ]  # fmt: skip
     dtypes = itertools.cycle([torch.bfloat16, torch.float16])
@@ -67,7 +67,7 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
 
 
 def _other_tiles(K: int) -> list[Case]:
-    """AG+GEMM with each tile of few rows or odd columns, of ragged shards, and of rows that come in
+    """AG+GEMM with each tile, of ragged shards, and of rows that come in
     parts of K; in one layout each, because each is a kernel to compile.
     """
     rows = itertools.cycle([64, 200, 333, 70])
@@ -76,7 +76,7 @@ def _other_tiles(K: int) -> list[Case]:
             "ag_gemm", M_shard, 520, K + 1024, dtype=torch.bfloat16, kept=0.15, layout=layout,
             plan=Plan("hopper", tile=tile, splits=splits),
         )
-        for tile, M_shard, layout, splits in ((MEDIUM, 200, "nt", 4), (LOW[1], 64, "nn", 3))
+        for tile, M_shard, layout, splits in ((DEEP, 200, "nt", 4), (LOW[1], 64, "nn", 3))
     ]  # fmt: skip
     return in_parts + [
         Case(

@@ -31,7 +31,6 @@ PLANS = {
 }
 HOPPER = {
     "hopper": Plan("hopper", comm_rows=64, tile=TILE),
-    "hopper, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
     "hopper by SM": Plan("hopper", comm_rows=40, tile=TILE, transport="sm"),
 }
 

@@ -47,7 +47,6 @@ if ON_HOPPER:
         "hopper": Plan("hopper", comm_rows=128, tile=WIDE, transport="copy_engine"),
         "hopper, rows in parts of K": Plan("hopper", tile=WIDE, splits=4),
         "hopper by SM": Plan("hopper", comm_rows=128, tile=WIDE, transport="sm"),
-        "hopper, split-K": Plan("hopper", tile=WIDE, split_k_shards=1),
     }
 CALLS = 60
 

@@ -15,12 +15,10 @@ from flux_megatron.bench import expected
 from flux_megatron.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
 from flux_megatron.bench.records import LIBRARY, OURS
 from flux_megatron.bench.suites import Case
+from flux_megatron.kernels.hopper_config import wide_tile
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
-from flux_megatron.symm.workspace import workspace
-from flux_megatron.tuning import choice
-from flux_megatron.tuning.gather_tiles import tile_alone
 
 
 class Forward:
@@ -100,7 +98,7 @@ class Forward:
         alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
         if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
             return None, reason
-        tile = tile_alone(len(x), self.case.N_local, self.case.K_local, x.dtype, layout)
+        tile = wide_tile(len(x), self.case.N_local, self.case.K_local)
         return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
 
     def _ours(self) -> Iterator[Candidate]:
@@ -113,7 +111,7 @@ class Forward:
             if reason := strategy.supports(problem):
                 yield Candidate(name, OURS, None, reason)
                 continue
-            plan = choice.of_strategy(problem, name, workspace(self.group, self.device))
+            plan = strategy.default_plan(problem)
             call = with_strategy("auto", op, *operands, **options, plan=plan)
             yield Candidate(name, OURS, call, plan=plan.dumps)
         call = with_strategy("auto", op, *operands, **options)

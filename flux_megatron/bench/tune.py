@@ -21,7 +21,6 @@ from flux_megatron import settings
 from flux_megatron.bench.rank_processes import rendezvous
 from flux_megatron.expert_parallel.plans import ExpertEntry
 from flux_megatron.overlap import registry
-from flux_megatron.perf import hardware
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice, environment, plan_cache, tuner
@@ -94,9 +93,7 @@ def _tune_all(
 def _plans(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> list[Plan]:
     space = workspace(group, device)
     names, _ = registry.overlapping(problem, "auto", space.unavailable)
-    where = environment.of(device)
-    facts = hardware.find(where.gpu, where.link)
-    return tuner.candidates(problem, names, facts, choice.facts_for_bands(space))
+    return tuner.candidates(problem, names)
 
 
 def _measured(

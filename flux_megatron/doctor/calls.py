@@ -53,5 +53,5 @@ def plans(wanted: Wanted) -> Iterator[Finding]:
     cache = choice.opened(settings.get().cache, torch.device("cuda", 0))
     fitting = sum(map(cache.is_here, cache.entries))
     text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
-    remedy = "" if fitting else "the nearest or the cost model choose; flux-megatron tune measures"
+    remedy = "" if fitting else "first calls race a few plans; flux-megatron tune tries all"
     yield Finding("measured plans", "note" if remedy else "ok", text, remedy)

@@ -83,13 +83,13 @@ def add_flux_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--flux-experts",
         "run the GEMMs of a Mixture of Experts as one operation with their all-to-all",
     )
-    knob("--flux-tune", "lazy: the first call of a kind measures its plans; default: off",
+    knob("--flux-tune", "on: the first call of a layer kind races plans; default: auto, on GPUs",
          choices=TUNE)  # fmt: skip
-    knob("--flux-tune-seconds", "seconds of a run to spend on measuring; default: 60", type=float)
+    knob("--flux-tune-seconds", "seconds of a run for these races; default: 10", type=float)
     knob("--flux-cache", "folder of measured plans; default: ~/.cache/flux_megatron", metavar="DIR")
     switch(
         "--flux-deterministic",
-        "measure nothing in the run, so that runs with the same measured plans give the same bits; "
+        "race nothing in the run, so that runs with the same measured plans give the same bits; "
         "implied by --deterministic-mode",
     )
     switch("--flux-strict", "fail where a call would run without overlap")
@@ -118,9 +118,9 @@ def options_from(args: Any) -> FluxOptions | None:
             raise ValueError(f"{' '.join(useless)} given without --flux-overlap, which it needs")
         return None
     given["deterministic"] = given["deterministic"] or getattr(args, "deterministic_mode", None)
-    if given["deterministic"] and given["tune"] == "lazy":
+    if given["deterministic"] and given["tune"] == "on":
         raise ValueError(
-            "--flux-tune lazy given with --flux-deterministic or --deterministic-mode: measured "
+            "--flux-tune on given with --flux-deterministic or --deterministic-mode: measured "
             "times choose the order of sums; measure ahead of the run with flux-megatron tune"
         )
     if given["compare"] is not None:

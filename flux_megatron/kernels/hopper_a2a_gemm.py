@@ -41,7 +41,7 @@ from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_cl
 from flux_megatron.kernels.hopper_rows import TravellingRows, send_rows
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
-from flux_megatron.kernels.hopper_split_k import WorkTiles
+from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -85,7 +85,7 @@ class RoutedRows:
             first = uniform(routes.of_group(SEND_ROW, tile.group))
             loaded, ticket = ring.load_tile(
                 self.x_desc,
-                (self.w_desc,),
+                self.w_desc,
                 first + tile.row,
                 w_col,
                 work,
@@ -98,7 +98,7 @@ class RoutedRows:
             awaited = routes.await_new(awaited, slot, deadline)  # wait [Y]
             first = uniform(routes.of_group(RECV_ROW, tile.group))
             loaded, ticket = ring.load_tile(
-                self.received_desc, (self.w_desc,), first + tile.row, w_col, work, loaded,
+                self.received_desc, self.w_desc, first + tile.row, w_col, work, loaded,
                 scheduler.words, w_row,
             )  # fmt: skip
         return loaded, ticket, awaited
@@ -153,9 +153,9 @@ def hopper_a2a_gemm_kernel(
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
     ctas = gl.num_programs(0)
-    tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    tiles = whole_tiles(count, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
     targets = StoredGroups(y, y_desc, routing, sizes)

@@ -24,12 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.hopper_config import (
     DEEP,
+    SLICE_COLUMNS,
     Config,
-    column_parts,
     common_config,
     lead,
     slice_buffers,
-    slice_columns,
     warp_groups,
 )
 from flux_megatron.kernels.hopper_gathered_rows import GatheredRows, copy_local_shard
@@ -41,10 +40,12 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import is_low, is_ragged, split_k_of_gather
+from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
+
+NO_LIMIT = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +54,22 @@ class AgConfig(Config):
     Y_BUFFERS: int
     HAS_BIAS: bool
     COPY_LOCAL: bool
-    RAGGED: bool  # the rows of a shard are no multiple of a tile's
     K_PARTS: int  # in which the rows of other ranks come
     GROUPS: int  # partitions that multiply
     LEAD: int
 
 
-# numbers that change from call to call must not compile a kernel each
+# no number compiles a kernel of its own
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "comm_rows", "work_tiles", "last_wave_first", "by_id"
+        "rank", "epoch", "timeout_ns", "comm_rows", "M_shard", "N", "K", "row_limit", "work_tiles",
+        "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
     ]
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
-    x_desc, gathered_desc, w_desc, y_desc, w_rest, bias, x, local_rows, partials, pad,
+    x_desc, gathered_desc, w_desc, y_desc, bias, x, local_rows, partials, pad,
     status, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
-    K, early_tiles, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
+    K, row_limit, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -78,23 +79,18 @@ def hopper_ag_gemm_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
-    tiles = WorkTiles(
-        work_tiles, 0, early_tiles, last_wave_first,
-        CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
-    )  # fmt: skip
+    cuts = (cut_1, cut_2, cut_3)
+    tiles = WorkTiles(work_tiles, gl.num_programs(0), first_part, parts, cuts, True)
     signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(GROUPS + 1 if COPY_LOCAL else GROUPS)
-    w_descs = (w_desc,)
-    if w_rest is not None:
-        w_descs = w_descs + (w_rest,)
-    ring = new_ring(x_desc, w_descs, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD)
     operands = GatheredRows(
-        x_desc, gathered_desc, w_descs, sizes, signals, comm_rows, CONFIG.RAGGED, CONFIG.K_PARTS
+        x_desc, gathered_desc, w_desc, sizes, signals, comm_rows, row_limit, CONFIG.K_PARTS
     )
     epilogue = StoredTiles(
         y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS, NUM_WARPS
     )
-    sums = Partials(partials, counters, CONFIG.PARTS_MAX, BLOCK_N, NUM_WARPS, 0, GROUPS)
+    sums = Partials(partials, counters, BLOCK_N, NUM_WARPS, 0, GROUPS)
     scheduler = TileScheduler(tiles, work_words, by_id)
     fence_async_shared()  # TMA arrives at some of the barriers
     if GROUPS == 1:
@@ -126,65 +122,60 @@ def hopper_ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, split_k_shards: int, copy_local: bool, k_parts: int = 1,
-    recorded: bool = False,
-) -> tuple[Launcher, int, tuple[int, int], int, int | None]:  # fmt: skip
-    """The launch, how many numbers partial sums are, the rows and columns of a slice of a tile, the
-    columns of its parts.
-    """
+    bias: bool, layout: str, tile: Tile, copy_local: bool, k_parts: int = 1,
+) -> tuple[Launcher, int, tuple[int, int]]:  # fmt: skip
+    """The launch, how many numbers partial sums are, the rows and columns of a slice of a tile."""
     M_shard, K = x
-    ragged = is_ragged(M_shard, world_size, tile)
-    split = split_k_of_gather(
-        tiles_of_shard(M_shard, N, tile), world_size, split_k_shards, cdiv(K, tile.block_k),
-        hopper_config.sms(device), ragged, is_low(tile),
-    )  # fmt: skip
+    tiles, k_tiles = tiles_of_shard(M_shard, N, tile) * world_size, cdiv(K, tile.block_k)
+    sms = hopper_config.sms(device)
+    split, row_limit = split_last_wave(tiles, k_tiles, sms, tile), NO_LIMIT
+    if is_ragged(M_shard, world_size, tile):
+        # two tiles make the same rows, whose sums must have one order
+        split, row_limit = SplitK(tiles, sms), M_shard - tile.block_m
     groups = warp_groups(tile)
     partition = replace(tile, num_warps=tile.num_warps // groups)
     run = Launcher(
         hopper_ag_gemm_kernel, (split.ctas,), partition,
         (
-            M_shard, N, K, split.early, split.work_tiles, split.last_wave_first,
-            min(split.ctas, split.whole),
+            M_shard, N, K, row_limit, split.work_tiles, split.first_part, split.parts,
+            *split.cuts(k_tiles), min(split.ctas, split.first_part),
         ),
         CONFIG=AgConfig(
-            **common_config(world_size, layout, partition, split), BLOCK_N=tile.block_n,
-            Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, RAGGED=ragged,
+            **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
+            Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local,
             K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
         ),
     )  # fmt: skip
     sums = split.partials * tile.block_m * tile.block_n
-    in_slice = (tile.block_m // groups, slice_columns(tile))
-    return run, sums, in_slice, *column_parts(tile.block_n)
+    return run, sums, (tile.block_m // groups, SLICE_COLUMNS)
 
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
-    epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, split_k_shards: int,
-    copy_local: bool, k_parts: int = 1,
+    epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
+    k_parts: int = 1,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_local`: the kernel also copies x to the local shard of
-    `gathered`. `split_k_shards`: how many shards' tiles are split along K, if a shard has fewer
-    than there are SMs. `k_parts`: the rows come in so many parts of K (`sizes.part_columns`), in
-    place of communication tiles of `comm_rows` rows.
+    `gathered`. `k_parts`: the rows come in so many parts of K (`sizes.part_columns`), in place of
+    communication tiles of `comm_rows` rows.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
-    run, sums, in_slice, columns, rest = _launcher(
-        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        split_k_shards, copy_local, k_parts,
+    run, sums, in_slice = _launcher(
+        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, copy_local,
+        k_parts,
     )  # fmt: skip
     described = hopper_descriptors.described
     run(
         (
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
-            hopper_descriptors.described_w(w, layout, tile.block_k, columns),
+            hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(y, *in_slice),
-            rest and hopper_descriptors.described_w(w, layout, tile.block_k, rest),
             bias if bias is not None else x, x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status,
             partial_counters, work_words,
@@ -200,8 +191,7 @@ def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = DEEP) -> Tensor:
     return ag_gemm(
         x, x, w, None, pad=words, status=words, partial_counters=words,
         work_words=words[PARTIAL_COUNTERS:], rank=0, epoch=0,
-        timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, split_k_shards=0,
-        copy_local=False,
+        timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, copy_local=False,
     )  # fmt: skip
 
 

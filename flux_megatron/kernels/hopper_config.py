@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
 GROUP_WARPS = 4  # of a warp group, which wgmma takes
-SLICE_COLUMNS = 64
+SLICE_COLUMNS = 64  # of a slice in which a tile of AG+GEMM is stored: what TMA swizzles
 ELEMENT_BYTES = 2
 SHARED_BYTES = 227 << 10  # of a CTA, at most
 BARRIERS_BYTES = 1 << 10  # of barriers, and of what Triton puts beside the partitions
@@ -20,20 +18,15 @@ BARRIERS_BYTES = 1 << 10  # of barriers, and of what Triton puts beside the part
 TILE = Tile(block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3, tma=True)
 NARROW = replace(TILE, block_n=128, num_stages=6, group_m=16)
 # Of AG+GEMM and GEMMs alone, whose tiles are stored in slices: the memory that this leaves is a
-# stage more. Besides TILE's columns they have those that fill waves where 256 and 128 do not. Tiles
-# of 64 rows have one warp group.
+# stage more. Tiles of 64 rows have one warp group.
 DEEP = replace(TILE, num_stages=4, group_m=16)
 LONG = replace(TILE, group_m=16)
 LONG_FLOPS, LONG_K = 4e11, 16384
-WIDE = replace(TILE, block_n=320, group_m=16)
-MEDIUM = replace(TILE, block_n=192, num_stages=5, group_m=16)
-SLIM = replace(TILE, block_n=160, num_stages=6, group_m=16)
 _LOW = replace(TILE, block_m=64, num_warps=4, group_m=16)
 LOW = tuple(
-    replace(_LOW, block_n=columns, num_stages=stages)
-    for columns, stages in ((192, 6), (160, 7), (128, 8), (64, 10))
+    replace(_LOW, block_n=columns, num_stages=stages) for columns, stages in ((128, 8), (64, 10))
 )
-TILES = (WIDE, DEEP, MEDIUM, SLIM, NARROW, *LOW)
+TILES = (DEEP, NARROW, *LOW)
 LEADS = {3: 1, 4: 3, 5: 4}  # by stages
 
 
@@ -46,23 +39,12 @@ def wide_tile(M: int, N: int, K: int) -> Tile:
     return LONG if 2 * M * N * K > LONG_FLOPS and K <= LONG_K else DEEP
 
 
-def column_parts(block_n: int) -> tuple[int, int | None]:
-    """A tile's columns as the powers of two that the language wants: 192 are 128 and 64."""
-    first = 1 << block_n.bit_length() - 1
-    return first, block_n - first or None
-
-
-def slice_columns(tile: Tile) -> int:
-    """Of a slice in which a tile of AG+GEMM is stored: what TMA swizzles, if parts have as many."""
-    return math.gcd(tile.block_n, SLICE_COLUMNS)
-
-
 def slice_buffers(tile: Tile) -> int:
     """How many slices of a tile shared memory holds beside the stages."""
     stages_bytes = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * ELEMENT_BYTES
     free = SHARED_BYTES - stages_bytes - BARRIERS_BYTES
-    slice_bytes = tile.block_m * slice_columns(tile) * ELEMENT_BYTES
-    return min(free // slice_bytes, tile.block_n // slice_columns(tile))
+    slice_bytes = tile.block_m * SLICE_COLUMNS * ELEMENT_BYTES
+    return min(free // slice_bytes, tile.block_n // SLICE_COLUMNS)
 
 
 def warp_groups(tile: Tile) -> int:
@@ -84,24 +66,16 @@ class Config:
 
     WORLD_SIZE: int
     GROUP_M: int
-    EARLY_PARTS: int
-    LAST_PARTS: int
     STAGES: int
     NUM_WARPS: int
-    NUM_CTAS: int
     LAYOUT_NN: bool
 
-    @property
-    def PARTS_MAX(self) -> int:
-        return max(self.EARLY_PARTS, self.LAST_PARTS)
 
-
-def common_config(world_size: int, layout: str, tile: Tile, split: SplitK) -> dict[str, int]:
+def common_config(world_size: int, layout: str, tile: Tile) -> dict[str, int]:
     """The fields of `Config`."""
     return {
-        "WORLD_SIZE": world_size, "GROUP_M": tile.group_m, "EARLY_PARTS": split.early_parts,
-        "LAST_PARTS": split.last_parts, "STAGES": tile.num_stages, "NUM_WARPS": tile.num_warps,
-        "NUM_CTAS": split.ctas, "LAYOUT_NN": layout == "nn",
+        "WORLD_SIZE": world_size, "GROUP_M": tile.group_m, "STAGES": tile.num_stages,
+        "NUM_WARPS": tile.num_warps, "LAYOUT_NN": layout == "nn",
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from flux_megatron.kernels import hopper_config
 from flux_megatron.kernels.expert_routes import experts_per_signal, header_bytes
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.problem import Tile
 
 TILE = replace(hopper_config.TILE, group_m=16)
@@ -36,7 +35,7 @@ def expert_config(
 ) -> ExpertConfig:  # fmt: skip
     """Rows are pushed, cleared and copied by `comm_rows`, and with `keep` kept for backward."""
     return ExpertConfig(
-        **common_config(world_size, layout, tile, SplitK(0, 0)), EXPERTS=experts,
+        **common_config(world_size, layout, tile), EXPERTS=experts,
         PER_SIGNAL=experts_per_signal(experts), BLOCK_G=next_power_of_2(world_size * experts),
         HEADER=header_bytes(world_size, experts), ROWS=comm_rows, HALVES=halves, KEEP=keep,
     )  # fmt: skip

@@ -60,8 +60,8 @@ def multiply_groups(
 @gluon.jit
 def _multiply(ring, staging, sizes, k_tiles, multiplied, finished, LAYOUT: gl.constexpr):
     out = gl.zeros((ring.ROWS, sizes.BLOCK_N), gl.float32, LAYOUT)
-    outs, multiplied = ring.multiply((out,), 0, k_tiles, multiplied)
-    staging.hand_over(outs[0], finished)
+    out, multiplied = ring.multiply(out, 0, k_tiles, multiplied)
+    staging.hand_over(out, finished)
     return multiplied
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flux_megatron.kernels.gluon_versions import Descriptor, Number, Parts, aggregate
+from flux_megatron.kernels.gluon_versions import Descriptor, Number, aggregate
+from flux_megatron.kernels.hopper_primitives import uniform
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_tile_order import (
     Sizes,
     ag_tile,
-    row_in_shard,
     tile_in_groups,
     tile_of_all_rows,
 )
@@ -21,16 +21,17 @@ from flux_megatron.kernels.hopper_tile_order import (
 @aggregate
 class GatheredRows:
     """Operands of the producer warp: x of this rank, and of others when it has come: in
-    communication tiles of `comm_rows` rows, or all rows of a shard in K_PARTS parts of K.
+    communication tiles of `comm_rows` rows, or all rows of a shard in K_PARTS parts of K. Tiles of
+    a shard begin at `row_limit` at most.
     """
 
     x_desc: Descriptor
     gathered_desc: Descriptor
-    w_descs: Parts
+    w_desc: Descriptor
     sizes: Sizes
     signals: Signals
     comm_rows: Number
-    RAGGED: gl.constexpr
+    row_limit: Number
     K_PARTS: gl.constexpr
 
     @gluon.jit
@@ -57,8 +58,15 @@ class GatheredRows:
     @gluon.jit
     def _load_ahead(self, ring, m, n, work):
         sizes = self.sizes
-        row = row_in_shard(m, sizes, self.RAGGED)
-        return ring.load_ahead(self.x_desc, self.w_descs, row, n * sizes.BLOCK_N, work)
+        row = self._row_in_shard(m)
+        return ring.load_ahead(self.x_desc, self.w_desc, row, n * sizes.BLOCK_N, work)
+
+    @gluon.jit
+    def _row_in_shard(self, m):
+        """The first row of the tiles of row `m`. Those at the end of a ragged shard end with it:
+        they make some rows of the tiles before again, to the same bits.
+        """
+        return uniform(min(m * self.sizes.BLOCK_M, self.row_limit))
 
     @gluon.jit
     def locate(self, tile, grid, tiles):
@@ -68,7 +76,7 @@ class GatheredRows:
             source, m, n = tile_of_all_rows(tile, grid)
         else:
             source, m, n = ag_tile(tile, grid, tiles)
-        row = source * sizes.M_shard + row_in_shard(m, sizes, self.RAGGED)
+        row = source * sizes.M_shard + self._row_in_shard(m)
         return source, row, n * sizes.BLOCK_N
 
     @gluon.jit
@@ -79,7 +87,7 @@ class GatheredRows:
             if self.K_PARTS > 1:
                 arrived = self._await_others(work, arrived, deadline)
             loaded, ticket = ring.load_tile(
-                self.x_desc, self.w_descs, in_shard, col, work, loaded, scheduler.words
+                self.x_desc, self.w_desc, in_shard, col, work, loaded, scheduler.words
             )
         elif self.K_PARTS > 1:
             loaded, ticket, arrived = self._load_parts(
@@ -93,7 +101,7 @@ class GatheredRows:
                 arrived, source, comm_tile, comm_tiles, deadline
             )  # wait [A]
             loaded, ticket = ring.load_tile(
-                self.gathered_desc, self.w_descs, row, col, work, loaded, scheduler.words
+                self.gathered_desc, self.w_desc, row, col, work, loaded, scheduler.words
             )
         return loaded, ticket, arrived
 
@@ -123,14 +131,14 @@ class GatheredRows:
             )  # wait [A]
             last = (part + 1) * part_k_tiles
             loaded = ring.load_k_tiles(
-                self.gathered_desc, self.w_descs, row, col, first, last, loaded
+                self.gathered_desc, self.w_desc, row, col, first, last, loaded
             )
             first = last
         arrived = self.signals.await_once(
             arrived, source, last_part, self.K_PARTS, deadline
         )  # wait [A]
         loaded, ticket = ring.load_tile(
-            self.gathered_desc, self.w_descs, row, col, work.behind(first - work.first), loaded,
+            self.gathered_desc, self.w_desc, row, col, work.behind(first - work.first), loaded,
             scheduler.words,
         )  # fmt: skip
         return loaded, ticket, arrived
@@ -144,7 +152,7 @@ def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.const
     BLOCK: gl.constexpr = 64 * 8 * 8  # 8 loads of 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [2], [0])
     if COPY_LOCAL:
-        size = sizes.M_shard.to(gl.int64) * sizes.K
+        size = sizes.M_shard.to(gl.int64) * (sizes.K // 8 * 8)  # whole 16 bytes, as it is: say so
         blocks = gl.cdiv(size, BLOCK).to(gl.int32)
         place, phase = exchange.take(0, 2)
         while place < tiles.count:

@@ -15,16 +15,9 @@ from functools import cache, lru_cache
 import torch
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.hopper_config import LOW, TILE, sms
+from flux_megatron.kernels.hopper_config import LOW, TILE
 from flux_megatron.kernels.signalled_gemm import Band
-from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import (
-    SplitK,
-    is_low,
-    is_ragged,
-    split_k_of_gather,
-    split_k_of_scatter,
-)
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.versions.triton import TRITON
 
@@ -117,35 +110,17 @@ def refuses_experts(device: str, dtype: torch.dtype, K: int, N: int, layout: str
     return None
 
 
-def split_k_of(problem: Problem, tile: Tile, shards: int, device: torch.device) -> SplitK:
-    """Which tiles of a problem are split along K."""
-    shard_tiles = tiles_of_shard(problem.M_shard, problem.N_local, tile)
-    k_tiles = cdiv(problem.K_local, tile.block_k)
-    given = (shard_tiles, problem.world_size, shards, k_tiles, sms(device))
-    if not problem.spec.gathers:
-        return split_k_of_scatter(*given)
-    ragged = is_ragged(problem.M_shard, problem.world_size, tile)
-    return split_k_of_gather(*given, ragged, is_low(tile))
-
-
-def last_made(
-    M_shard: int, N: int, world_size: int, tiles_comm: int, tile: Tile
-) -> dict[tuple[int, int], int]:
-    """When `gemm_rs` makes the last tile of each communication tile of a remote shard.
-
-    Keys are (ranks between this one and the owner, communication tile), values places in the order
-    of all tiles; that order is `rs_tile`'s.
+def made_at(
+    hops: int, number: int, M_shard: int, N: int, world_size: int, tile: Tile
+) -> int:  # fmt: skip
+    """The place, in the order in which `gemm_rs` makes tiles, of tile `number` of the shard of the
+    rank that follows this one by `hops` + 1. The order is `rs_tile`'s.
     """
     tiles_m, tiles_n = cdiv(M_shard, tile.block_m), cdiv(N, tile.block_n)
-    group_m, rows = min(tile.group_m, tiles_m), tiles_m * (world_size - 1)
-    last: dict[tuple[int, int], int] = {}
-    place = 0
-    for first in range(0, rows, tile.group_m):
-        for n in range(tiles_n):
-            for row in range(first, min(first + tile.group_m, rows)):
-                hops, m = divmod(row, tiles_m)
-                before = m // group_m * group_m
-                number = before * tiles_n + n * min(tiles_m - before, group_m) + m - before
-                last[hops, number // tiles_comm] = place
-                place += 1
-    return last
+    group_m = min(tile.group_m, tiles_m)
+    first, within = number // (group_m * tiles_n) * group_m, number % (group_m * tiles_n)
+    height = min(tiles_m - first, group_m)
+    row, n = hops * tiles_m + first + within % height, within // height
+    first = row // tile.group_m * tile.group_m
+    height = min(tiles_m * (world_size - 1) - first, tile.group_m)
+    return first * tiles_n + n * height + row - first

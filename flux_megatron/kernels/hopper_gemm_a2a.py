@@ -43,7 +43,7 @@ from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
-from flux_megatron.kernels.hopper_split_k import WorkTiles
+from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -87,7 +87,7 @@ class RowsHere:
         )
         row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
         loaded, ticket = ring.load_tile(
-            self.x_desc, (self.w_desc,), row, w_col, work, loaded, scheduler.words, w_row
+            self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
         )
         return loaded, ticket, awaited
 
@@ -149,9 +149,9 @@ def hopper_gemm_a2a_kernel(
     count = gl.load(routing.word(RECV_TILES)) * columns
     own = gl.load(routing.word(OWN_RECV_TILES)) * columns
     ctas = gl.num_programs(0)
-    tiles = WorkTiles(count, 0, 0, count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    tiles = whole_tiles(count, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(received_desc)
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)

@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flux_megatron.kernels import hopper_config, hopper_descriptors
-from flux_megatron.kernels.gluon_versions import Descriptor, aggregate
+from flux_megatron.kernels.gluon_versions import Descriptor, Number, aggregate
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import (
     GatheringTargets,
@@ -45,7 +45,7 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import chunk_count, split_k_of_scatter
+from flux_megatron.kernels.split_k import chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 
@@ -69,12 +69,12 @@ class AllRows:
     @gluon.jit
     def load_ahead(self, ring, grid, work):
         _, row, col = self.locate(work.tile, grid, None)
-        return ring.load_ahead(self.x_desc, (self.w_desc,), row, col, work)
+        return ring.load_ahead(self.x_desc, self.w_desc, row, col, work)
 
     @gluon.jit
     def load(self, ring, scheduler, work, owner, row, col, loaded, arrived, deadline):
         loaded, ticket = ring.load_tile(
-            self.x_desc, (self.w_desc,), row, col, work, loaded, scheduler.words
+            self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
 
@@ -95,7 +95,7 @@ class SummedTiles:
     staging: StagingTile
     sizes: Sizes
     signals: Signals
-    LATE: gl.constexpr
+    late: Number
     CHUNKS: gl.constexpr
     LAYOUT: gl.constexpr
 
@@ -112,24 +112,24 @@ class SummedTiles:
         sizes = self.sizes
         LEFT: gl.constexpr = sizes.WORLD_SIZE - 1 - self.CHUNKS
         first = work.first
-        late = self.LATE or work.last - first < grid.k_tiles
+        late = (self.late != 0) | (work.last - first < grid.k_tiles)
         chunks = 1
         if owner == sizes.rank and not late:
             chunks = self.CHUNKS
-        outs = (gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT),)
+        out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
         for chunk in range(chunks):
             until = first + (work.last - first) // (chunks - chunk)
-            outs, multiplied = ring.multiply(outs, first, until, multiplied)
+            out, multiplied = ring.multiply(out, first, until, multiplied)
             first = until
             if owner == sizes.rank and not late:
-                outs = (self.staging.add_fetched(outs[0], fetched, self.LAYOUT),)
+                out = self.staging.add_fetched(out, fetched, self.LAYOUT)
                 fetched += 1
         if LEFT > 0:
             if owner == sizes.rank and not late:
                 for _ in range(LEFT):
-                    outs = (self.staging.add_fetched(outs[0], fetched, self.LAYOUT),)
+                    out = self.staging.add_fetched(out, fetched, self.LAYOUT)
                     fetched += 1
-        return outs, owner == sizes.rank and late, multiplied, fetched
+        return (out,), owner == sizes.rank and late, multiplied, fetched
 
     @gluon.jit
     def finish(self, outs, row, col, behind, fetched, finished):
@@ -149,39 +149,36 @@ class SummedTiles:
 @dataclass(frozen=True, kw_only=True)
 class RsConfig(Config):
     BY_SM: bool
-    LATE: bool
     CHUNKS: int
 
 
-# numbers that change from call to call must not compile a kernel each
+# no number compiles a kernel of its own
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "work_tiles",
-        "last_wave_first", "by_id",
+        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M_shard", "N", "K", "late",
+        "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, partials, received_pointers,
     pad_pointers, gathered_pointers, gather_pads, pad, status, counters, partial_counters,
     work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch, M_shard, N, K,
-    early_first, early_last, work_tiles, last_wave_first, by_id, CONFIG: gl.constexpr,
+    late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     layout: gl.constexpr = mma_layout(BLOCK_N, CONFIG.NUM_WARPS)
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
-    tiles = WorkTiles(
-        work_tiles, early_first, early_last, last_wave_first,
-        CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, CONFIG.NUM_CTAS,
-    )  # fmt: skip
+    cuts = (cut_1, cut_2, cut_3)
+    tiles = WorkTiles(work_tiles, gl.num_programs(0), first_part, parts, cuts, True)
     signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = AllRows(x_desc, w_desc, sizes)
-    epilogue = SummedTiles(staging, sizes, signals, CONFIG.LATE, CONFIG.CHUNKS, layout)
-    sums = Partials(partials, partial_counters, CONFIG.PARTS_MAX, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
+    epilogue = SummedTiles(staging, sizes, signals, late, CONFIG.CHUNKS, layout)
+    sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
         CONFIG.BY_SM,
@@ -205,24 +202,21 @@ def hopper_gemm_rs_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, split_k_shards: int, by_sm: bool, gathers: bool = False,
+    tile: Tile, by_sm: bool, gathers: bool = False,
 ) -> tuple[Launcher, int]:  # fmt: skip
     M, K = x
     M_shard, k_tiles = M // world_size, cdiv(K, tile.block_k)
     shard_tiles = tiles_of_shard(M_shard, N, tile)
-    split = split_k_of_scatter(
-        shard_tiles, world_size, split_k_shards, k_tiles, hopper_config.sms(device)
-    )
+    split = split_last_wave(shard_tiles * world_size, k_tiles, hopper_config.sms(device), tile)
     remote = shard_tiles * (world_size - 1)  # the tiles behind them wait for other ranks
     run = Launcher(
         hopper_gemm_rs_kernel, (split.ctas,), tile,
         (
-            M_shard, N, K, split.early_last - split.early, split.early_last, split.work_tiles,
-            split.last_wave_first, min(split.ctas, split.whole, remote),
+            M_shard, N, K, int(shard_tiles <= split.ctas), split.work_tiles, split.first_part,
+            split.parts, *split.cuts(k_tiles), min(split.ctas, split.first_part, remote),
         ),
         CONFIG=RsConfig(
-            **common_config(world_size, layout, tile, split), BY_SM=by_sm,
-            LATE=shard_tiles <= split.ctas,
+            **common_config(world_size, layout, tile), BY_SM=by_sm,
             CHUNKS=chunk_count(world_size, k_tiles),
         ),
     )  # fmt: skip
@@ -244,7 +238,7 @@ def gemm_rs(
     x: Tensor, w: Tensor, *, parts: Tensor, received: Tensor, received_pointers: Tensor,
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
     work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
-    layout: str, tile: Tile, split_k_shards: int, by_sm: bool,
+    layout: str, tile: Tile, by_sm: bool,
     gathering: Gathering | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
@@ -254,15 +248,12 @@ def gemm_rs(
     | --- | --- |
     | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
-
-    `split_k_shards` of 1: the last tiles of remote shards, which fill no wave, are split along K,
-    so that they are sent before the last wave ends.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = gathering.y if gathering else empty(x, x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
     run, sums = _launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, split_k_shards, by_sm,
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm,
         gathering is not None,
     )  # fmt: skip
     described = hopper_descriptors.described

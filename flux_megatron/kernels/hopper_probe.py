@@ -34,6 +34,5 @@ def compile_kernels(device: str = "cuda") -> None:
                 x, w, parts=out.view(-1, TILE.block_n), received=out.view(-1, TILE.block_n),
                 received_pointers=pointers, pad_pointers=pointers, pad=words, status=words,
                 counters=words, partial_counters=words, work_words=words, rank=0, world_size=2,
-                epoch=1, timeout_ns=10**9, tiles_comm=1, layout="nt", tile=TILE, split_k_shards=0,
-                by_sm=by_sm,
+                epoch=1, timeout_ns=10**9, tiles_comm=1, layout="nt", tile=TILE, by_sm=by_sm,
             )  # fmt: skip

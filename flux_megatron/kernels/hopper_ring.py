@@ -6,10 +6,6 @@ reads its stage while the one before finishes.
 
 The two are one partition, or two. As two the first ends a tile before the second (`led`): one
 multiplies while the other stores, so that the tensor cores work between tiles too (decision 0006).
-
-A tile's columns are one part, or two where their number is no power of two, as the language wants:
-192 are 128 and 64. The parts of w are loaded into buffers of their own and multiplied into sums of
-their own.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flux_megatron.kernels.gluon_versions import Parts, Shared, aggregate, tma_load
+from flux_megatron.kernels.gluon_versions import Shared, aggregate, tma_load
 from flux_megatron.kernels.hopper_primitives import begin_draw
 
 DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile_order.jsonl)
@@ -32,7 +28,7 @@ DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile
 
 @gluon.constexpr_function
 def mma_layout(columns, num_warps):
-    """Of the sums of a part of so many columns, which warps share by rows."""
+    """Of the sums of so many columns, which warps share by rows."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16]
     )
@@ -40,14 +36,14 @@ def mma_layout(columns, num_warps):
 
 @aggregate
 class OperandRing:
-    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and the parts of w, and their full and empty barriers.
+    """Stages of x [STAGES, BLOCK_M, BLOCK_K] and of w, and their full and empty barriers.
     Of GROUPS partitions that multiply, number GROUP has the ROWS rows of x from GROUP * ROWS on.
     The first ends a tile up to LEAD k-tiles before the second; `led` are two barriers that say so,
     for tiles in turn.
     """
 
     x: Shared
-    w: Parts
+    w: Shared
     full: Shared
     empty: Shared
     led: Shared
@@ -75,7 +71,7 @@ class OperandRing:
         )  # fmt: skip
 
     @gluon.jit
-    def load_k_tiles(self, x_desc, w_descs, row, col, first, last, loaded, w_row=0):
+    def load_k_tiles(self, x_desc, w_desc, row, col, first, last, loaded, w_row=0):
         """Load k-tiles `first` to `last` of the tile at (row, col), each when its stage is empty.
 
         A w of layout [K, N] begins at `w_row` of its descriptors. `loaded` counts the k-tiles of
@@ -83,34 +79,29 @@ class OperandRing:
         """
         STAGES: gl.constexpr = self.x.shape[0]
         BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-        PARTS: gl.constexpr = len(w_descs)
-        WIDTH: gl.constexpr = w_descs[0].block_type.shape[1 if self.LAYOUT_NN else 0]
-        NBYTES: gl.constexpr = x_desc.block_type.nbytes + w_descs[0].block_type.nbytes
-        REST_NBYTES: gl.constexpr = w_descs[1].block_type.nbytes if PARTS == 2 else 0
+        NBYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
         for k_tile in range(first, last):
             stage = loaded % STAGES
             full = self.full.index(stage)
             k = k_tile * BLOCK_K
             mbarrier.wait(self.empty.index(stage), (loaded // STAGES & 1) ^ 1)
-            mbarrier.expect(full, NBYTES + REST_NBYTES)
+            mbarrier.expect(full, NBYTES)
             tma_load(x_desc, [row, k], full, self.x.index(stage))
-            for part in gl.static_range(PARTS):
-                w_buf = self.w[part].index(stage)
-                if self.LAYOUT_NN:
-                    tma_load(w_descs[part], [w_row + k, col + part * WIDTH], full, w_buf)
-                else:
-                    tma_load(w_descs[part], [col + part * WIDTH, k], full, w_buf)
+            if self.LAYOUT_NN:
+                tma_load(w_desc, [w_row + k, col], full, self.w.index(stage))
+            else:
+                tma_load(w_desc, [col, k], full, self.w.index(stage))
             loaded += 1
         return loaded
 
     @gluon.jit
-    def load_ahead(self, x_desc, w_descs, row, col, work):
+    def load_ahead(self, x_desc, w_desc, row, col, work):
         """`load_k_tiles` of the first work tile of a CTA, as many as there are stages; gives their
         number.
         """
         loaded = 0
         last = min(work.last, work.first + self.x.shape[0])
-        return self.load_k_tiles(x_desc, w_descs, row, col, work.first, last, loaded)
+        return self.load_k_tiles(x_desc, w_desc, row, col, work.first, last, loaded)
 
     @gluon.jit
     def forget(self, loaded):
@@ -124,33 +115,25 @@ class OperandRing:
         fence_async_shared()  # TMA arrives there
 
     @gluon.jit
-    def load_tile(self, x_desc, w_descs, row, col, work, loaded, work_words, w_row=0):
+    def load_tile(self, x_desc, w_desc, row, col, work, loaded, work_words, w_row=0):
         """`load_k_tiles` of a work tile, and the draw of the next one before the last of them;
         gives its ticket too.
         """
         lead = max(work.first, work.last - DRAW_AHEAD)
-        loaded = self.load_k_tiles(x_desc, w_descs, row, col, work.first, lead, loaded, w_row)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, work.first, lead, loaded, w_row)
         ticket = begin_draw(work_words)
-        loaded = self.load_k_tiles(x_desc, w_descs, row, col, lead, work.last, loaded, w_row)
+        loaded = self.load_k_tiles(x_desc, w_desc, row, col, lead, work.last, loaded, w_row)
         return loaded, ticket
 
     @gluon.jit
     def zeros(self, NUM_WARPS: gl.constexpr):
-        """Sums for each part of a tile's columns."""
-        sums = (self._zeros(0, NUM_WARPS),)
-        for part in gl.static_range(1, len(self.w)):
-            sums = sums + (self._zeros(part, NUM_WARPS),)
-        return sums
-
-    @gluon.jit
-    def _zeros(self, part: gl.constexpr, NUM_WARPS: gl.constexpr):
-        COLUMNS: gl.constexpr = self.w[part].shape[2 if self.LAYOUT_NN else 1]
+        """The sums of a tile."""
+        COLUMNS: gl.constexpr = self.w.shape[2 if self.LAYOUT_NN else 1]
         return gl.zeros((self.ROWS, COLUMNS), gl.float32, mma_layout(COLUMNS, NUM_WARPS))
 
     @gluon.jit
     def multiply(self, sums, first, last, multiplied, number=0):
-        """The sums of each part of the columns + the products of k-tiles `first` to `last`, in the
-        MMA warps.
+        """The sums + the products of k-tiles `first` to `last`, in the MMA warps.
 
         `multiplied` counts the k-tiles of this CTA so far; gives the new count too. `number` counts
         its work tiles, where two partitions multiply.
@@ -163,22 +146,22 @@ class OperandRing:
         STAGES: gl.constexpr = self.x.shape[0]
         LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
         awaiting = max(first, last - self.LEAD)
-        accs = _accumulators(sums)
+        acc = warpgroup_mma_init(sums)
         for k_tile in range(first, last):
             if LEADS and self.GROUP == 1:
                 led = self.led.index(number & 1)
                 mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
-            accs = self.multiply_k_tile(accs, multiplied, k_tile == first)
+            acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
             multiplied += 1
         if LEADS and self.GROUP == 0:
             mbarrier.arrive(self.led.index(number & 1), count=1)
-        sums = _mmas_done(accs, 0)
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
         return sums, multiplied
 
     @gluon.jit
-    def multiply_k_tile(self, accs, multiplied, first):
-        """accs + the next k-tile, issued; the MMAs before it are done, and their stage given back.
+    def multiply_k_tile(self, acc, multiplied, first):
+        """acc + the next k-tile, issued; the MMAs before it are done, and their stage given back.
 
         `first`: there are no MMAs before it in flight.
         """
@@ -188,52 +171,24 @@ class OperandRing:
         x_buf = self.x.index(stage)
         if self.x.shape[1] > self.ROWS:
             x_buf = x_buf.slice(self.GROUP * self.ROWS, self.ROWS)
-        issued = (self._mma(x_buf, stage, accs, 0),)
-        for part in gl.static_range(1, len(accs)):
-            issued = issued + (self._mma(x_buf, stage, accs, part),)
-        accs = _accumulators(_mmas_done(issued, 1))
+        w_buf = self.w.index(stage)
+        if not self.LAYOUT_NN:
+            w_buf = w_buf.permute((1, 0))
+        issued = warpgroup_mma(x_buf, w_buf, acc, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(issued,)))
         before = (multiplied + STAGES - 1) % STAGES
         mbarrier.arrive(self.empty.index(before), count=1, pred=not first)
-        return accs
-
-    @gluon.jit
-    def _mma(self, x_buf, stage, accs, part: gl.constexpr):
-        w_buf = self.w[part].index(stage)
-        if self.LAYOUT_NN:
-            acc = warpgroup_mma(x_buf, w_buf, accs[part], is_async=True)
-        else:
-            acc = warpgroup_mma(x_buf, w_buf.permute((1, 0)), accs[part], is_async=True)
         return acc
 
 
 @gluon.jit
-def _accumulators(sums):
-    """What MMAs can add to."""
-    accs = (warpgroup_mma_init(sums[0]),)
-    for part in gl.static_range(1, len(sums)):
-        accs = accs + (warpgroup_mma_init(sums[part]),)
-    return accs
-
-
-@gluon.jit
-def _mmas_done(accs, k_tiles: gl.constexpr):
-    """The sums, when at most the MMAs of so many k-tiles are in flight."""
-    sums = warpgroup_mma_wait(num_outstanding=k_tiles * len(accs), deps=accs)
-    if len(accs) == 1:
-        sums = (sums,)
-    return sums
-
-
-@gluon.jit
 def new_ring(
-    x_desc, w_descs, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr, GROUPS: gl.constexpr = 1,
+    x_desc, w_desc, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr, GROUPS: gl.constexpr = 1,
     LEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """The ring for the blocks of descriptors, of w one for each part of a tile's columns, and for
-    so many partitions that multiply.
-    """
+    """The ring for the blocks of descriptors and so many partitions that multiply."""
     x = new_buffer(x_desc, [STAGES])
-    w = new_buffers(w_descs, [STAGES])
+    w = new_buffer(w_desc, [STAGES])
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -246,15 +201,6 @@ def new_ring(
             mbarrier.init(led.index(i), count=1)
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     return OperandRing(x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD)
-
-
-@gluon.jit
-def new_buffers(descs, stages: gl.constexpr):
-    """In shared memory, for the blocks of descriptors; `stages` is [] or how many of each."""
-    buffers = (new_buffer(descs[0], stages),)
-    for part in gl.static_range(1, len(descs)):
-        buffers = buffers + (new_buffer(descs[part], stages),)
-    return buffers
 
 
 @gluon.jit

@@ -62,7 +62,7 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
         )
         number += 1
         mine = True
-        if partials.PARTS_MAX > 1:
+        if tiles.SPLITS:
             mine = work.part == 0
             if not mine:
                 partials.store(out, work)

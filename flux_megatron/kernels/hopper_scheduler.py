@@ -76,7 +76,7 @@ class TileScheduler:
         next launch: nobody draws or claims after it, and the end of the kernel orders it.
         """
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        if place == self.tiles.count + self.tiles.NUM_CTAS - 1:
+        if place == self.tiles.count + self.tiles.ctas - 1:
             words = gl.arange(0, WORK_WORDS, layout)
             zeros = gl.zeros([WORK_WORDS], gl.int32, layout)
             gl.store(self.words + words, zeros, mask=words < WORK_CLAIMS + self.by_id)

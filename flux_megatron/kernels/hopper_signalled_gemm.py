@@ -27,9 +27,8 @@ from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_r
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
-from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_split_k import Partials, whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
-from flux_megatron.kernels.split_k import SplitK
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
 
@@ -88,7 +87,7 @@ class BandRows:
     @gluon.jit
     def load_ahead(self, ring, grid, work):
         _, row, col = self.locate(work.tile, grid, None)
-        return ring.load_ahead(self.x_desc, (self.w_desc,), row, col, work)
+        return ring.load_ahead(self.x_desc, self.w_desc, row, col, work)
 
     @gluon.jit
     def locate(self, tile, grid, tiles):
@@ -98,7 +97,7 @@ class BandRows:
     @gluon.jit
     def load(self, ring, scheduler, work, owner, row, col, loaded, arrived, deadline):
         loaded, ticket = ring.load_tile(
-            self.x_desc, (self.w_desc,), row, col, work, loaded, scheduler.words
+            self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
         )
         return loaded, ticket, arrived
 
@@ -117,9 +116,9 @@ class HandedTiles:
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
-        outs = ring.zeros(self.NUM_WARPS)
-        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied)
-        return outs, False, multiplied, fetched
+        out = ring.zeros(self.NUM_WARPS)
+        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
+        return (out,), False, multiplied, fetched
 
     @gluon.jit
     def finish(self, outs, row, col, behind, fetched, finished):
@@ -149,7 +148,7 @@ def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
 
 
 # numbers that change from call to call must not compile a kernel each
-@gluon.jit(do_not_specialize=["tile_count", "ctas"])
+@gluon.jit(do_not_specialize=["M_shard", "N", "K", "tile_count", "ctas"])
 def hopper_signalled_gemm_kernel(
     x_desc, w_desc, out_desc, table, counters, work_words, M_shard, N, K, tile_count, ctas,
     CONFIG: gl.constexpr,
@@ -158,14 +157,14 @@ def hopper_signalled_gemm_kernel(
     BLOCK_N: gl.constexpr = out_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
-    tiles = WorkTiles(tile_count, 0, 0, tile_count, CONFIG.EARLY_PARTS, CONFIG.LAST_PARTS, ctas)
+    tiles = whole_tiles(tile_count, ctas)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, (w_desc,), CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
     operands = BandRows(x_desc, w_desc, bands, sizes)
     epilogue = HandedTiles(staging, sizes, CONFIG.NUM_WARPS)
-    no_sums = Partials(counters, counters, 1, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
+    no_sums = Partials(counters, counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
@@ -184,11 +183,9 @@ def _launcher(
     tile: Tile, tiles: int, spare_sms: int,
 ) -> Launcher:  # fmt: skip
     grid = launch.persistent_grid(device, tiles, spare_sms)
-    config = common_config(shards, layout, tile, SplitK(tiles, *grid))
-    config["NUM_CTAS"] = 0  # so that numbers of SMs do not compile a kernel each
     return Launcher(
         hopper_signalled_gemm_kernel, grid, tile, (x[0] // shards, N, x[1], tiles, *grid),
-        CONFIG=Config(**config),
+        CONFIG=Config(**common_config(shards, layout, tile)),
     )  # fmt: skip
 
 

@@ -8,23 +8,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, barrier
-from flux_megatron.kernels.hopper_primitives import count_release_gpu, wait_acquire_gpu
+from flux_megatron.kernels import split_k
+from flux_megatron.kernels.gluon_versions import Number, Parts, Pointer, aggregate, barrier
+from flux_megatron.kernels.hopper_primitives import count_release_gpu, uniform, wait_acquire_gpu
 from flux_megatron.kernels.hopper_ring import mma_layout
 
-
-@gluon.jit
-def k_tiles_of_part(k_tiles, part, PARTS: gl.constexpr):
-    """The first k-tile of a part, and the first of the next part."""
-    first = 0
-    last = 0
-    # By comparison: by a division the loop over these k-tiles would stay in vector registers, which
-    # makes the GEMM 10 % slower (4 x H200, 2026-11-21, triton 3.6).
-    for i in gl.static_range(PARTS):
-        if part == i:
-            first = k_tiles * i // PARTS
-            last = k_tiles * (i + 1) // PARTS
-    return first, last
+PARTS_MAX = gl.constexpr(split_k.PARTS_MAX)
 
 
 @aggregate
@@ -50,23 +39,21 @@ class WorkTile:
 
 @aggregate
 class WorkTiles:
-    """The list of `count` work tiles.
+    """The list of `count` work tiles, for `ctas` CTAs.
 
-    Tiles `early_first` to `early_last` are split into EARLY_PARTS, so that all CTAs have work
-    before what comes next can begin; the tiles of work tiles from `last_wave_first` on into
-    LAST_PARTS, so that the last wave is short (`split_k.SplitK`).
+    Work tiles from `first_part` on are parts: `parts` of each tile, so that the last wave is short;
+    `cuts` are the k-tiles where parts 1, 2 and 3 begin (`split_k.SplitK`).
 
     Parts of a tile are neighbours and part 0, which adds the others, is the last of them: it waits
     only for work tiles that have been drawn before it.
     """
 
     count: Number
-    early_first: Number
-    early_last: Number
-    last_wave_first: Number
-    EARLY_PARTS: gl.constexpr
-    LAST_PARTS: gl.constexpr
-    NUM_CTAS: Number
+    ctas: Number
+    first_part: Number
+    parts: Number
+    cuts: Parts
+    SPLITS: gl.constexpr
 
     @gluon.jit
     def locate(self, place, k_tiles):
@@ -77,40 +64,39 @@ class WorkTiles:
         part = 0
         parts = 1
         split = 0
-        if self.EARLY_PARTS > 1:
-            behind = place - self.early_first
+        if self.SPLITS:
+            behind = place - self.first_part
             if behind >= 0:
-                early = self.early_last - self.early_first
-                if behind < early * self.EARLY_PARTS:
-                    split = behind // self.EARLY_PARTS
-                    part = self.EARLY_PARTS - 1 - behind % self.EARLY_PARTS
-                    parts = self.EARLY_PARTS
-                    tile = self.early_first + split
-                    first, last = k_tiles_of_part(k_tiles, part, self.EARLY_PARTS)
-                else:
-                    tile = place - early * (self.EARLY_PARTS - 1)
-        if self.LAST_PARTS > 1:
-            behind = place - self.last_wave_first
-            if behind >= 0:
-                which = behind // self.LAST_PARTS
-                early = self.early_last - self.early_first
-                split = early + which
-                part = self.LAST_PARTS - 1 - behind % self.LAST_PARTS
-                parts = self.LAST_PARTS
-                tile = self.last_wave_first - early * (self.EARLY_PARTS - 1) + which
-                first, last = k_tiles_of_part(k_tiles, part, self.LAST_PARTS)
+                split = uniform(behind // self.parts)
+                part = self.parts - 1 - (behind - split * self.parts)
+                parts = self.parts
+                tile = self.first_part + split
+                # By comparison: by a division the loop over these k-tiles would stay in vector
+                # registers, which makes the GEMM 10 % slower (4 x H200, 2026-11-21, triton 3.6).
+                last = self.cuts[0]
+                for i in gl.static_range(1, PARTS_MAX):
+                    if part == i:
+                        first = self.cuts[i - 1]
+                        last = k_tiles
+                        if i < PARTS_MAX - 1:
+                            last = self.cuts[i]
         return WorkTile(tile, first, last, part, parts, split)
+
+
+@gluon.jit
+def whole_tiles(count, ctas):
+    """The list without parts."""
+    return WorkTiles(count, ctas, count, 1, (0, 0, 0), False)
 
 
 @aggregate
 class Partials:
-    """Sums over parts of K: [split tile, part 1 .. PARTS_MAX - 1, GROUPS, rows, BLOCK_N], and for
-    each split tile and partition that multiplies the count of those that are there.
+    """Sums over parts of K: [split tile, part 1 .. parts - 1, GROUPS, rows, BLOCK_N], and for each
+    split tile and partition that multiplies the count of those that are there.
     """
 
     sums: Pointer
     counters: Pointer
-    PARTS_MAX: gl.constexpr
     BLOCK_N: gl.constexpr
     NUM_WARPS: gl.constexpr
     GROUP: gl.constexpr
@@ -119,10 +105,7 @@ class Partials:
     @gluon.jit
     def of_group(self, group: gl.constexpr):
         """Those of one of the partitions that multiply."""
-        return Partials(
-            self.sums, self.counters, self.PARTS_MAX, self.BLOCK_N, self.NUM_WARPS, group,
-            self.GROUPS,
-        )  # fmt: skip
+        return Partials(self.sums, self.counters, self.BLOCK_N, self.NUM_WARPS, group, self.GROUPS)
 
     @gluon.jit
     def store(self, outs, work):
@@ -155,7 +138,7 @@ class Partials:
     @gluon.jit
     def _place(self, work, part):
         """Where the sums of part 1 + `part` are, counted in such."""
-        before = work.split * (self.PARTS_MAX - 1) + part
+        before = work.split * (work.parts - 1) + part
         return (before * self.GROUPS + self.GROUP).to(gl.int64)
 
     @gluon.jit

@@ -24,7 +24,7 @@ from flux_megatron.kernels.hopper_tile_order import Sizes
 
 @gluon.jit
 def column_slices(out, COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The sums of each `COLUMNS` of a part of a tile. They lie in registers of their own: nothing
+    """The sums of each `COLUMNS` of a tile. They lie in registers of their own: nothing
     moves.
     """
     ROWS: gl.constexpr = out.shape[0]
@@ -64,17 +64,10 @@ class StoredTiles:
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
-        outs = ring.zeros(self.NUM_WARPS)
-        outs, multiplied = ring.multiply(outs, work.first, work.last, multiplied, number)
-        return self._slices(outs), False, multiplied, fetched
-
-    @gluon.jit
-    def _slices(self, outs):
         COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
-        slices = column_slices(outs[0], COLUMNS, self.NUM_WARPS)
-        for part in gl.static_range(1, len(outs)):
-            slices = slices + column_slices(outs[part], COLUMNS, self.NUM_WARPS)
-        return slices
+        out = ring.zeros(self.NUM_WARPS)
+        out, multiplied = ring.multiply(out, work.first, work.last, multiplied, number)
+        return column_slices(out, COLUMNS, self.NUM_WARPS), False, multiplied, fetched
 
     @gluon.jit
     def finish(self, slices, row, col, behind, fetched, finished):

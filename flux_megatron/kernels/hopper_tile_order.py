@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Number, aggregate
-from flux_megatron.kernels.hopper_primitives import here, uniform
+from flux_megatron.kernels.hopper_primitives import here
 
 
 @aggregate
@@ -58,17 +58,6 @@ class Sizes:
 
 
 @gluon.jit
-def row_in_shard(m, sizes, RAGGED: gl.constexpr):
-    """The first row of the tiles of row `m`. Those at the end of a ragged shard end with it: they
-    make some rows of the tiles before again, to the same bits.
-    """
-    row = m * sizes.BLOCK_M
-    if RAGGED:
-        row = uniform(min(row, sizes.M_shard - sizes.BLOCK_M))
-    return row
-
-
-@gluon.jit
 def tile_in_groups(tile, rows, columns, group_m):
     """Row and column, in tiles: `group_m` rows of tiles go column by column, to reuse w in L2."""
     per_group = group_m * columns
@@ -92,14 +81,13 @@ def ag_tile(tile, grid, tiles):
 
     Local tiles first. Groups of rows span the remote shards, so that small shards share what they
     read of w. But where a shard is few tiles, CTAs that find no local tile go on with columns of
-    rank+1, which arrives first, alone; unless early tiles are split (`tiles`), so that all find
-    one.
+    rank+1, which arrives first, alone.
     """
     local = grid.rows * grid.columns
     head = 0  # columns of rank+1
     if grid.WORLD_SIZE > 1:
-        if grid.rows <= 2 and tiles.early_last == 0:
-            lacking = gl.cdiv(local, tiles.NUM_CTAS) * tiles.NUM_CTAS - local
+        if grid.rows <= 2:
+            lacking = gl.cdiv(local, tiles.ctas) * tiles.ctas - local
             head = min(gl.cdiv(lacking, grid.rows), grid.columns)
     behind = grid.rows * (grid.WORLD_SIZE - 2)  # rows of the other ranks in these columns
     place = tile - local

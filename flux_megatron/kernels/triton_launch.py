@@ -14,6 +14,8 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +28,7 @@ from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 # of this process, by kernel
 launches: Counter[str] = Counter()
 _runtime = triton.knobs.runtime
+_compiled: dict[tuple, Any] = {}  # kernels, by all that they were compiled for
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -64,7 +67,8 @@ class Launcher:
 
     Triton's own launch looks anew at every argument. Here nothing can have changed that the code
     depends on but the alignment of addresses, so after the first launch with whole 16-byte
-    addresses such launches go to the compiled kernel directly. All others are Triton's.
+    addresses such launches go to the compiled kernel directly. All others are Triton's. Launchers
+    of other sizes that need the same code share it: a size that was never seen compiles nothing.
     A tensor that may be None makes other code: one launcher for those with it, one for those
     without. So do tensors of other dtypes; launches that are Triton's refuse them.
     """
@@ -89,6 +93,7 @@ class Launcher:
         self._options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if registers:
             self._options["maxnreg"] = registers
+        self._code = (kernel, *self._options.items(), *named, *map(values.get, named))
         self._name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
@@ -124,11 +129,14 @@ class Launcher:
                 bits |= address
             addresses.append(address)
         aligned = bits % 16 == 0
-        if self._direct is not None and aligned and not has_hooks():
-            self._direct(*addresses, *numbers, *self._fixed)
-            if (recording := this_thread.recording) is not None:
-                self._note(recording, (*addresses, *numbers, *self._fixed))
-            return
+        if self._device != _ON_HOST and aligned and not has_hooks():
+            if self._direct is None:
+                self._use(_compiled.get(self._code_for(tensors, numbers)))
+            if self._direct is not None:
+                self._direct(*addresses, *numbers, *self._fixed)
+                if (recording := this_thread.recording) is not None:
+                    self._note(recording, (*addresses, *numbers, *self._fixed))
+                return
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
@@ -136,7 +144,26 @@ class Launcher:
         if (recording := this_thread.recording) is not None:
             recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
+            _compiled[self._code_for(tensors, numbers)] = compiled
+            self._use(compiled)
+
+    def _use(self, compiled) -> None:
+        """Launch this kernel from now on, if there is one."""
+        if compiled is not None:
             self._direct, self._compiled = _direct_launch(compiled, self._grid), compiled
+
+    def _code_for(self, tensors: Sequence, numbers: Sequence[int]) -> tuple:
+        """All that Triton compiles for, of a launch with whole 16-byte addresses."""
+        kinds = [
+            (None if one is None else getattr(one, "dtype", None) or _block(one)) for one in tensors
+        ]
+        given = (*tensors, *numbers, *self._fixed)
+        sizes = [
+            _size_class(value)
+            for value, parameter in zip(given, self._kernel.params, strict=True)
+            if type(value) is int and not parameter.do_not_specialize
+        ]
+        return (self._device, self._code, *kinds, *sizes)
 
     def _note(self, recording: Recording, given: tuple) -> None:
         try:
@@ -153,6 +180,16 @@ class Launcher:
         x, y, z = (*self._grid, 1, 1)[:3]
         size = x * y * z * self._compiled.metadata.global_scratch_size
         return empty(recording.x, size, dtype=torch.int8) if size else None
+
+
+def _size_class(value: int) -> tuple[bool, bool, bool]:
+    """What Triton's code depends on of a number that it specialises."""
+    return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
+
+
+def _block(descriptor) -> tuple:
+    """The same of a host descriptor."""
+    return descriptor.base.dtype, *descriptor.block_shape
 
 
 def _device_of(tensors: Sequence) -> int:
@@ -178,7 +215,7 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | Non
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
     if not metas or run_expands_descriptors():
         return launch
-    behind = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+    behind = _behind(run)
     how = (run.launch_cooperative_grid, run.launch_pdl)
     scratch_bytes, alignment = x * y * z * run.global_scratch_size, run.global_scratch_align
 
@@ -193,6 +230,12 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | Non
         behind(x, y, z, stream(device), function, *before, *flat, *args[len(metas) :])
 
     return launch_expanded
+
+
+@lru_cache(maxsize=1024)
+def _behind(run):
+    """The launcher that takes descriptors expanded."""
+    return inspect.getclosurevars(run.launch).nonlocals["launcher"]
 
 
 def _expanded(descriptor, meta) -> list:

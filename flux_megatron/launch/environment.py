@@ -12,9 +12,7 @@ ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # to be known before torch and triton are imported
 CPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 
-
-# No plans are shipped for most clusters: the first calls measure them. NCCL says why it fails.
-GPU = {"FLUX_MEGATRON_TUNE": "lazy", "NCCL_DEBUG": "WARN"}
+GPU = {"NCCL_DEBUG": "WARN"}  # it says why it fails
 
 
 def variables(workload: Workload, run: Path) -> dict[str, str]:

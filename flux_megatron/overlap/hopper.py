@@ -10,6 +10,7 @@ Triton lack, as `supports` says.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels.hopper_config import LOW
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
@@ -66,7 +68,8 @@ def ag_gemm(
 
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
     k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
-    columns = part_columns(x.shape[1], k_parts, plan.tile.block_k) if k_parts > 1 else 0
+    tile = plan.tile if plan.tile.block_m <= x.shape[0] else LOW[0]  # it lies within a shard
+    columns = part_columns(x.shape[1], k_parts, tile.block_k) if k_parts > 1 else 0
     gather = transfer.start_gather(
         x, workspace, comm_rows, local_copy="nobody", part_columns=columns
     )
@@ -78,8 +81,8 @@ def ag_gemm(
             partial_counters=call.channel.partial_counters,
             work_words=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
-            comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
-            split_k_shards=plan.split_k_shards, copy_local=consume is not None, k_parts=k_parts,
+            comm_rows=gather.comm_rows, layout=layout, tile=tile,
+            copy_local=consume is not None, k_parts=k_parts,
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
@@ -123,8 +126,14 @@ def _schedule(
         )
         return GatedPush(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
 
-    made = hopper_gemm.last_made(M_shard, N, region.world_size, tiles_comm, tile)
-    pushes = tuple(gated_push(*which) for which in sorted(made, key=made.__getitem__))
+    def made_at(which: tuple[int, int]) -> int:
+        hops, comm_tile = which
+        last = min((comm_tile + 1) * tiles_comm, tiles) - 1
+        return hopper_gemm.made_at(hops, last, M_shard, N, region.world_size, tile)
+
+    # the last tile of one tells when it is ready: the order costs time, never the result
+    all_of_them = itertools.product(range(region.world_size - 1), range(cdiv(tiles, tiles_comm)))
+    pushes = tuple(gated_push(*which) for which in sorted(all_of_them, key=made_at))
     return PushSchedule(region.view(region.rank, shape, dtype), tiles_comm, pushes)
 
 
@@ -183,8 +192,7 @@ def _start(
             work_words=call.channel.work_counter, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
-            split_k_shards=plan.split_k_shards, by_sm=by_sm,
-            gathering=gathering,
+            by_sm=by_sm, gathering=gathering,
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):

@@ -1,23 +1,12 @@
 """The first plan of `hopper`, and those that the tuner tries: tiles, communication tiles, who moves
-results, and what is cut along K.
+results, and rows in parts of K.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import (
-    LOW,
-    MEDIUM,
-    NARROW,
-    TILE,
-    TILES,
-    WIDE,
-    wide_tile,
-)
+from flux_megatron.kernels.hopper_config import LOW, NARROW, TILE, wide_tile
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Plan, Problem
@@ -30,7 +19,7 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 # 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25,
 # docs/results/h200x2/held_out.jsonl and short_k.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
-FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows, or 160 columns
+FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
 K_PARTS = 4
@@ -57,29 +46,24 @@ def default_plan(problem: Problem) -> Plan:
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
-    wide = replace(default.tile, group_m=8)
-    plans = [replace(default, tile=tile) for tile in (wide, NARROW)]
+    narrow = replace(default, tile=NARROW)
     if problem.spec.gathers:
         if problem.M_shard < TILE.block_m:
             low = [replace(default, tile=tile) for tile in LOW]
             return low + _in_parts_of_k(problem, low)
-        plans += [replace(default, tile=tile) for tile in (MEDIUM, WIDE)]
-        # Where a whole shard takes longer than the GEMM of the local one, its first half comes in
-        # time: 150 us instead of 181 at 8192 x 1536 x 4096, and 99 instead of 92 at
-        # 1536 x 2560 x 8192 (2 x H200, 2026-11-23, docs/results/h200x2/first_arrival.jsonl).
-        halves = cdiv(problem.M_shard, 2)
-        plans += [replace(plan, comm_rows=halves) for plan in (default, *plans)]
+        plans = [default, narrow]
         if problem.M <= FEW_ROWS:
-            plans += [replace(default, tile=tile) for tile in TILES]
-            high = [replace(default, tile=tile) for tile in (default.tile, MEDIUM, NARROW)]
-            plans += _in_parts_of_k(problem, high)
-    else:
-        plans += [
-            replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
-            for transport, comm_tiles in _other_pushes(problem)
-            for plan in (default, *plans)
-        ]
-    return [*dict.fromkeys(plans + _with_split_k(problem, default))]
+            low = [replace(default, tile=tile) for tile in LOW]
+            plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
+        return plans
+    wide = replace(default, tile=replace(default.tile, group_m=8))
+    plans = [default, narrow, wide]
+    plans += [
+        replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
+        for transport, comm_tiles in _other_pushes(problem)
+        for plan in (default, narrow, wide)
+    ]
+    return [*dict.fromkeys(plans)]
 
 
 def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
@@ -96,19 +80,3 @@ def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:
     """The same with rows that come in parts of K, where K is long enough."""
     long = problem.K_local >= K_PARTS * PART_COLUMNS_MIN
     return [replace(plan, splits=K_PARTS) for plan in plans if long]
-
-
-def _with_split_k(problem: Problem, default: Plan) -> list[Plan]:
-    """Plans with early tiles split along K, where there are any to split."""
-    if not hopper_gemm.split_k_of(problem, TILE, 1, torch.device("cuda")).early:
-        return []
-    if not problem.spec.gathers:
-        plain = [replace(default, transport="sm"), replace(default, tile=NARROW, transport="sm")]
-        pushed = replace(default, transport="copy_engine", comm_rows=cdiv(problem.M_shard, 2))
-        return [replace(plan, split_k_shards=1) for plan in (*plain, pushed)]
-    # groups within a shard: what comes from one rank never waits for another
-    alone = replace(default.tile, group_m=min(16, cdiv(problem.M_shard, TILE.block_m)))
-    plans = [
-        replace(default, tile=tile, split_k_shards=1) for tile in (default.tile, alone, NARROW)
-    ]
-    return [*plans, replace(default, tile=alone, split_k_shards=problem.world_size)]

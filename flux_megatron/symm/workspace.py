@@ -57,7 +57,8 @@ class Workspace:
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
-        self.decisions: dict[Hashable, Any] = {}  # that all ranks have confirmed
+        self.tables: dict[Hashable, Any] = {}  # of plans, by layer kind, that all ranks share
+        self.decisions: dict[Hashable, Any] = {}  # by what all ranks have alike
         self.checked: dict[Hashable, Any] = {}  # the same, by all that a rank checks of its call
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
@@ -197,6 +198,7 @@ class Workspace:
             one.close()
         self.channels.clear()
         self.kept.clear()
+        self.tables.clear()
         self.decisions.clear()
         self.checked.clear()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -22,8 +21,6 @@ from typing import Protocol
 from flux_megatron.problem import Problem
 from flux_megatron.tuning.environment import PACKAGE, Environment
 from flux_megatron.tuning.plan_entry import FORMAT, Entry, read_entry
-
-NEIGHBOURHOOD = 2  # a plan is taken over from at most twice, or half, as many rows
 
 
 class PlanCache:
@@ -50,38 +47,17 @@ class PlanCache:
         """Whether it was measured in this environment, with what its plan would run today."""
         return entry.environment == self.where(entry.plan.strategy)
 
-    def like(self, problem: Problem) -> list[Entry]:
-        """Entries of this GPU and link that differ in M, N, K and the software at most."""
-        p = problem
-        return [
+    def of_kind(self, kind: Problem, here: bool) -> list[Entry]:
+        """Entries of the problem whatever its M, on this GPU and link: those measured in this
+        environment, then, unless only they are wanted (`here`), those with other software.
+        """
+        found = [
             e for e in self.entries
-            if replace(e.problem, M=p.M, N=p.N, K=p.K) == p
+            if replace(e.problem, M=0) == kind
             and _machine(e.environment) == _machine(self.environment)
         ]  # fmt: skip
-
-    def neighbours(self, problem: Problem) -> list[Entry]:
-        """Entries of another M, within the neighbourhood, or of another environment.
-
-        Of this GPU and this link. Those of the same M come first: an older driver or other sources
-        change the winner less often than half the rows do. Then those of the same software, sources
-        and CUDA_DEVICE_MAX_CONNECTIONS, then of the same setting, then the nearest.
-        """
-        mine = self.environment.max_connections
-
-        def distance(entry: Entry) -> float:
-            return abs(math.log(entry.problem.M / problem.M))
-
-        near = [
-            e for e in self.like(problem)
-            if (e.problem.N, e.problem.K) == (problem.N, problem.K)
-            and distance(e) <= math.log(NEIGHBOURHOOD) + 1e-9
-        ]  # fmt: skip
-
-        def strangeness(entry: Entry) -> tuple[bool, bool, bool, float]:
-            far, other_setting = distance(entry), entry.environment.max_connections != mine
-            return far > 0, not self.is_here(entry), other_setting, far
-
-        return sorted(near, key=strangeness)
+        found.sort(key=lambda one: not self.is_here(one))
+        return [one for one in found if self.is_here(one)] if here else found
 
 
 def _machine(environment: Environment) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.environment import Environment
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,40 @@ def _to_format_3(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_to_format_2, _to_format_3]
+def _to_format_4(raw: dict[str, Any]) -> dict[str, Any]:
+    """Tiles split along K early are gone, and tiles of 320, 192 and 160 columns."""
+    raw = dict(raw)
+    for name in ("measured", "failed"):
+        if isinstance(raw.get(name), list):
+            raw[name] = [_without_early(one) for one in raw[name] if not _is_gone(one)]
+    if not _is_gone(raw):
+        return _without_early(raw)
+    if not raw.get("measured"):
+        raise ValueError("entry: no plan that this version can run")
+    return {**raw, "plan": min(raw["measured"], key=lambda one: one["median_us"])["plan"]}
+
+
+def _without_early(one: Any) -> Any:
+    plan = one.get("plan") if isinstance(one, dict) else None
+    if not isinstance(plan, dict):
+        return one  # `decode` says what it is
+    return {**one, "plan": {k: v for k, v in plan.items() if k != "split_k_shards"}}
+
+
+def _is_gone(one: Any) -> bool:
+    plan = one.get("plan") if isinstance(one, dict) else None
+    if not isinstance(plan, dict):
+        return False
+    tile = plan.get("tile")
+    columns = tile.get("block_n") if isinstance(tile, dict) else None
+    return bool(plan.get("split_k_shards")) or columns in (320, 192, 160)
+
+
+MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+    _to_format_2,
+    _to_format_3,
+    _to_format_4,
+]
 
 
 def _readable_plans(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -21,19 +21,15 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.perf.band_plans import best_plans
-from flux_megatron.perf.hardware import Hardware
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
-from flux_megatron.tuning.plan_cost import plan_us
 from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS, FEWEST_ROUNDS, RUN_OFF_ROUNDS = 12, 4, 48
-HOPELESS = 1.3  # a plan predicted to take so many times the best prediction is not measured
 AGAIN = "sequential again"  # its second turn in every round
 CHANCE = 0.01  # of a plan that is just as fast to be taken for faster
 
@@ -42,34 +38,13 @@ ROUND_OVERHEAD_S = 0.005  # of one call in one round: alignment of the ranks and
 Watch = Callable[[Plan], None]
 
 
-def candidates(
-    problem: Problem, names: Sequence[str], facts: Hardware | None,
-    for_bands: Hardware | None = None,
-) -> list[Plan]:  # fmt: skip
-    """What to measure of the strategies `names`, after `sequential`: promising plans first.
-
-    The cost model drops hopeless ones where it has facts. A strategy's default plan comes before
-    all variants, in case time runs out. `for_bands` are facts, perhaps with an assumed link, that
-    bands are chosen by.
+def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
+    """What to measure of the strategies `names`, after `sequential`: their default plans, then all
+    variants, in case time runs out.
     """
-    plain = sequential.default_plan(problem)
-    plans = [variants(problem, name, for_bands or facts) for name in names]
+    plans = [registry.candidates(problem, name) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
-    if facts is not None:
-        predicted = {plan: plan_us(problem, plan, facts) for plan in [plain, *ordered]}
-        best = min(predicted.values())
-        ordered = [plan for plan in ordered if predicted[plan] <= HOPELESS * best]
-    return [plain, *ordered]
-
-
-def variants(problem: Problem, name: str, facts: Hardware | None) -> list[Plan]:
-    """A strategy's plans; those of `signalled` have the wave groups that are predicted to be best,
-    where there are facts: the best first. Gathered bands are not predicted well enough.
-    """
-    plans = registry.candidates(problem, name)
-    if name != "signalled" or facts is None or problem.spec.gathers:
-        return plans
-    return [*dict.fromkeys([*best_plans(problem, plans[0], facts), plans[0]])]
+    return [sequential.default_plan(problem), *ordered]
 
 
 def measure(

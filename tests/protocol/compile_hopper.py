@@ -53,8 +53,6 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "received_desc a2a_gemm": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
-    "w_rest nt": ("rest", "block_k"),
-    "w_rest nn": ("block_k", "rest"),
     "y_desc ag_gemm": ("group", "slice"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
@@ -78,14 +76,12 @@ class Configuration:
 
 
 def _problems(pattern: Pattern) -> Iterator[Problem]:
-    """Shards of one tile of rows, of some, and of many, and ragged ones; a last wave of tiles that
-    is worth a split, and one that is not.
-    """
-    sizes_of = [*itertools.product((128, 512, 4096), (4096, 5120)), (200, 4096), (64, 4096)]
+    """Shards of one tile of rows, of some, of many, and of few."""
+    sizes_of = [(128, 4096), (512, 4096), (4096, 4096), (64, 4096)]
     for (rows, N), (layout, dtype) in itertools.product(sizes_of, _VARIANTS):
         scatters = pattern is Pattern.GEMM_RS
-        same = rows in (64, 200) and (scatters or (rows == 200 and layout == "nn"))  # as others
-        if not same and (dtype == "bfloat16" or (rows, N) == (512, 4096)):
+        same = rows == 64 and scatters  # as others
+        if not same and (dtype == "bfloat16" or rows == 512):
             sizes = {"M": WORLD_SIZE * rows, "N": WORLD_SIZE * N, "K": WORLD_SIZE * 4096}
             if scatters:
                 sizes["N"] = N
@@ -102,30 +98,24 @@ def _plans(problem: Problem) -> list[Plan]:
 def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
     common = {"N": problem.N_local, "world_size": WORLD_SIZE, "dtype": dtype, "device": device}
-    common |= {"layout": problem.layout, "tile": plan.tile, "split_k_shards": plan.split_k_shards}
+    common |= {"layout": problem.layout, "tile": plan.tile}
     if problem.pattern is Pattern.AG_GEMM:
         x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
         # so with rows in parts of K, which touch the producer warp only
-        high, ragged = plan.tile.block_m == 128, problem.M_shard == 200
-        as_others = high == (problem.layout == "nn") or problem.dtype == "float16" or ragged
+        high = plan.tile.block_m == 128
+        as_others = high == (problem.layout == "nn") or problem.dtype == "float16"
         if plan.splits and as_others:
             return
         launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options, k_parts=max(1, plan.splits))
-        ragged = " parts" * (plan.splits > 1) + " ragged" * _constexprs(launcher)["CONFIG"].RAGGED
-        yield f"{'bias' if options['bias'] else 'plain'}{_waves(launcher)}{ragged}", launcher
+        parts = " parts" * (plan.splits > 1)
+        yield f"{'bias' if options['bias'] else 'plain'}{parts}", launcher
         return
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
     config = _constexprs(launcher)["CONFIG"]
-    options = " late" * config.LATE + " short" * (config.CHUNKS < WORLD_SIZE - 1)
-    yield f"{plan.transport}{options}{_waves(launcher)}", launcher
-
-
-def _waves(launcher: Launcher) -> str:
-    config = _constexprs(launcher)["CONFIG"]
-    return " early" * (config.EARLY_PARTS > 1) + " last" * (config.LAST_PARTS > 1)
+    yield f"{plan.transport}{' short' * (config.CHUNKS < WORLD_SIZE - 1)}", launcher
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
@@ -155,10 +145,10 @@ def gathering() -> dict[str, Configuration]:
     ):  # fmt: skip
         launcher, _ = hopper_gemm_rs._launcher(
             torch.Size((WORLD_SIZE * 4096, 4096)), 5120, WORLD_SIZE, torch.bfloat16,
-            torch.device("cuda", 0), layout, tile, 1, by_sm, gathers=True,
+            torch.device("cuda", 0), layout, tile, by_sm, gathers=True,
         )  # fmt: skip
         way = "sm" if by_sm else "copy_engine"
-        name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}{_waves(launcher)}"
+        name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}"
         found[name] = Configuration(name, "bfloat16", layout, launcher)
     return found
 
@@ -198,9 +188,7 @@ def _type(name: str, configuration: Configuration) -> str:
     key = next((key for key in keys if key in _BLOCKS), name)
     if key in _BLOCKS:
         tile = configuration.launcher._tile
-        block_n, rest = hopper_config.column_parts(tile.block_n)
-        sides = {**asdict(tile), "block_n": block_n, "rest": rest}
-        sides["slice"] = hopper_config.slice_columns(tile)
+        sides = {**asdict(tile), "slice": hopper_config.SLICE_COLUMNS}
         config = _constexprs(configuration.launcher)["CONFIG"]
         sides["group"] = tile.block_m // getattr(config, "GROUPS", 1)
         block = [sides[side] for side in _BLOCKS[key]]
@@ -215,12 +203,10 @@ def compiled(configuration: Configuration) -> dict:
     names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
     if not configuration.name.startswith("gemm_ar"):
         constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
-    if not hopper_config.column_parts(launcher._tile.block_n)[1]:
-        constexprs |= dict.fromkeys({"w_rest"} & {*names})
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
-    sizes = [n for n in names if n in ("M_shard", "N", "K")]
-    whole = {n for n, size in zip(sizes, launcher._fixed, strict=False) if size % 16 == 0}
-    aligned = [n for n in names if types[n].startswith("*") or n in whole]
+    specialised = {one.name for one in launcher._kernel.params if not one.do_not_specialize}
+    sizes = {"M_shard", "N", "K"} & specialised
+    aligned = [n for n in names if types[n].startswith("*") or n in sizes]
     source = GluonASTSource(
         fn=launcher._kernel,
         signature=types,

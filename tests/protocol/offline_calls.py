@@ -119,7 +119,6 @@ TILE = replace(hopper_config.TILE, group_m=16)
 fused._interpreted_tile = lambda problem: TILE  # of calls without a plan
 PLANS = {
     "hopper ag_gemm": Plan("hopper", tile=TILE),
-    "hopper ag_gemm, split-K": Plan("hopper", tile=TILE, split_k_shards=1),
     "hopper ag_gemm, rows in parts of K": Plan("hopper", tile=TILE, splits=4),
     "hopper gemm_rs": Plan("hopper", comm_rows=512, tile=TILE, transport="copy_engine"),
     "hopper gemm_rs, by SM": Plan("hopper", comm_rows=128, tile=TILE, transport="sm"),
