@@ -39,8 +39,12 @@ class RunOptions:
     save_interval: int = 0
     round: str = ""
 
+    def name(self, arm: Arm) -> str:
+        """Of an arm's folder in the run's."""
+        return str(Path(self.round, arm))
+
     def folder(self, arm: Arm) -> Path:
-        return self.run / self.round / arm
+        return self.run / self.name(arm)
 
     def folders(self) -> list[Path]:
         """What a rank reads and writes, whatever container it is in."""
@@ -51,7 +55,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """An arm as its nodes run it.
+    """An arm as its nodes run it, in a round of that `name`: round-1/flux, or flux without rounds.
 
     `program` follows torchrun's own options, and `on_resume` the program's when it goes on from a
     checkpoint. `progress` is a file, below `folder`, that changes with every checkpoint. `files`
@@ -60,6 +64,7 @@ class Command:
     """
 
     arm: Arm
+    name: str
     workload: Workload
     folder: Path
     site: Site
@@ -96,6 +101,7 @@ def _train(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
     config = train_arguments.render(workload, data=data, save_interval=options.save_interval)
     return Command(
         arm=arm,
+        name=options.name(arm),
         workload=workload,
         folder=folder,
         site=options.site,
@@ -131,6 +137,7 @@ def _pretrain_gpt(experiment: Experiment, arm: Arm, options: RunOptions) -> Comm
     resume = megatron_arguments.resume(folder / "checkpoints") if options.save_interval else []
     return Command(
         arm=arm,
+        name=options.name(arm),
         workload=workload,
         folder=folder,
         site=options.site,

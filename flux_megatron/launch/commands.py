@@ -34,8 +34,13 @@ def launch(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Variables of the ranks")
     ] = None,
     alternate: Annotated[
-        int, typer.Option(metavar="ROUNDS", min=0, help="All arms in turn, so many times")
-    ] = 0,
+        int | None,
+        typer.Option(
+            metavar="ROUNDS",
+            min=0,
+            help="All arms in turn, so often; default: 2 for several arms; 0: once, no round-N/",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in RUN_DIR")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print all, write nothing")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to Slurm")] = False,

@@ -22,10 +22,15 @@ from flux_megatron.launch.command_line import Command, RunOptions
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
 
+ROUNDS = 2  # of several arms: A B A B, so that what drifts during a job does not fall on one arm
+
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `flux-megatron launch`, as given."""
+    """The options of `flux-megatron launch`, as given.
+
+    `rounds` None: those of the run that is resumed, or ROUNDS where there are several arms.
+    """
 
     experiment: str
     run: Path | None = None
@@ -38,7 +43,7 @@ class Request:
     sbatch: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     resume: bool = False
-    rounds: int = 0
+    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ def prepare(request: Request) -> Prepared:
         run_folder.refuse_other(first, kept)
     else:
         kept = _with_arms(loaded, request.arms or tuple(loaded.arms))
+        if request.rounds is None:
+            request = replace(request, rounds=ROUNDS if len(kept.arms) > 1 else 0)
     options = RunOptions(
         run=run,
         site=site.load(request.site, request.sbatch, request.environment),
@@ -118,7 +125,7 @@ def prepare(request: Request) -> Prepared:
     site.check_images(options.site, kept.arms)
     _check_data(kept.program, options)
     sbatch.check_options(options.site, next(iter(kept.arms.values())))
-    rounds = [f"round-{number}" for number in range(1, request.rounds + 1)] or [""]
+    rounds = [f"round-{number}" for number in range(1, (request.rounds or 0) + 1)] or [""]
     commands = tuple(
         command_line.of(kept, arm, replace(options, round=one))
         for one in rounds
@@ -131,7 +138,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def _shown(command: Command) -> Iterator[str]:
-    yield f"## arm {command.arm}"
+    yield f"## arm {command.name}"
     yield "# environment"
     yield from (f"{name}={shlex.quote(text)}" for name, text in command.environment.items())
     yield "# torchrun"
@@ -178,7 +185,7 @@ def _resumed(request: Request, run: Path) -> tuple[Path, Request]:
     """The folder of the run, or of its first round, and the request with as many rounds."""
     folders = run_folder.of_run(run)
     found = 0 if folders == [run] else len(folders)
-    if request.rounds not in (0, found):
+    if request.rounds not in (None, found):
         raise LaunchError(f"--alternate {request.rounds} given, {run} has {found or 'no'} rounds")
     return folders[0], replace(request, rounds=found)
 

@@ -32,11 +32,11 @@ def run(commands: Sequence[Command], resume: bool, log: Callable[[str], None]) -
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     for command in commands:
         script = ["bash", str(command.folder / "command.sh")]
-        log(f"arm {command.arm}: {'resume' if resume else 'start'}")
+        log(f"arm {command.name}: {'resume' if resume else 'start'}")
         for mode in ("doctor", "resume" if resume else "start"):
             code = _wait(subprocess.Popen([*script, mode], env=environment))
             if code:
-                log(f"arm {command.arm}: {mode} ended with code {code}")
+                log(f"arm {command.name}: {mode} ended with code {code}")
                 return code
     return 0
 

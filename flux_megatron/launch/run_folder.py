@@ -6,13 +6,13 @@ RUN/cache/                   measured plans and compiled kernels, of all arms
 RUN/preflight/JOB-RESTART/   a file for each node: was it fit?
 RUN/ARM/command.sh           what every node runs for an arm
 RUN/ARM/{started,done}       when its ranks started first, and when they had come to the end
-RUN/ARM/failures             a line for each time that the job had to queue up again
+RUN/ARM/failures             of the first arm: a line for each time that the job queued up again
 RUN/ARM/logs/node-N/JOB-RESTART_*/attempt_0/RANK/{stdout,stderr}.log     torchrun's
 RUN/ARM/train/               program train: the folder of `flux-megatron train`
 RUN/ARM/checkpoints/         program pretrain_gpt, with --save-interval
 
-Where arms alternate, RUN/round-N/ holds all of this for each round but job.sbatch, cache/ and
-preflight/.
+Where arms alternate, as several do by default, RUN/round-N/ holds all of this for each
+round but job.sbatch, cache/ and preflight/.
 """
 
 from __future__ import annotations

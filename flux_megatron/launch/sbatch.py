@@ -30,7 +30,7 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
         name=name,
         options=[_option(*one) for one in _options(name, run, commands).items()],
         run=run,
-        arms=[str(command.folder.relative_to(run)) for command in commands],
+        arms=[command.name for command in commands],
         mode=mode,
         progress=first.progress,
         srun=[

@@ -23,15 +23,13 @@ def results(
 
     from flux_megatron import option_values
     from flux_megatron.errors import BadInput
-    from flux_megatron.launch import run_folder
     from flux_megatron.results import plot, tables
     from flux_megatron.results.iterations import ResultsError
     from flux_megatron.results.report import read, reports
 
     try:
         option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
-        folders = [folder for run in runs for folder in run_folder.of_run(run)]
-        found = reports([read(folder) for folder in folders], loss_bound)
+        found = reports([one for run in runs for one in read(run)], loss_bound)
         if json_ is not None:
             option_values.json_target(json_)
         if out is not None:

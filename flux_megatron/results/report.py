@@ -33,8 +33,19 @@ class Run:
     arms: dict[Arm, Series]  # of the experiment's arms those that have iterations
 
 
-def read(folder: Path) -> Run:
-    """`ResultsError` where there is no experiment, no iteration, or a line that cannot be read."""
+def read(run: Path) -> list[Run]:
+    """The run, or where its arms alternate all its rounds, of which the last may not have begun.
+
+    `ResultsError` where there is no experiment, no iteration, or a line that cannot be read.
+    """
+    found = [_read(folder) for folder in run_folder.of_run(run)]
+    if not any(one.arms for one in found):
+        arms = ", ".join(found[0].experiment.arms)
+        raise ResultsError(f"{run}: no iteration of any arm ({arms}) yet")
+    return found
+
+
+def _read(folder: Path) -> Run:
     try:
         experiment = run_folder.read(folder)
     except ValueError as error:
@@ -47,8 +58,6 @@ def read(folder: Path) -> Run:
             series = logs.of_megatron(folder / arm / "logs", workload.training.global_batch)
         if series.iterations:
             arms[arm] = series
-    if not arms:
-        raise ResultsError(f"{folder}: no iteration of any arm ({', '.join(experiment.arms)}) yet")
     return Run(folder, experiment, arms)
 
 

@@ -56,8 +56,9 @@ def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
         text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for arm in experiment.load(name).arms:
-        assert f"## arm {arm}\n" in done.stdout
+    shown = [line for line in done.stdout.splitlines() if line.startswith("## arm ")]
+    arms = experiment.load(name).arms
+    assert shown == [f"## arm round-{one}/{arm}" for one in (1, 2) for arm in arms]
     for shown in ("CUDA_DEVICE_MAX_CONNECTIONS=1", "-m torch.distributed.run --nnodes=",
                   "#SBATCH --open-mode=append", "after a requeue"):  # fmt: skip
         assert shown in done.stdout
@@ -73,18 +74,21 @@ def test_run_folder_holds_the_experiment_as_it_was_resolved(tmp_path, checkout):
         GPT, "--run-dir", folder, "--megatron-lm", checkout, *given
     )
     whole = experiment.load(GPT, {"training.micro_batch": 1})
-    kept = run_folder.read(folder)
+    first, second = folder / "round-1", folder / "round-2"
+    kept = run_folder.read(first)
+    assert run_folder.read(second) == kept
     assert kept.arms == {arm: whole.arms[arm] for arm in ("te", "flux")}
     assert [*kept.arms] == ["te", "flux"]
     assert (kept.name, kept.program, kept.stated) == (whole.name, whole.program, whole.stated)
     assert kept.assumed["training.micro_batch"] == "set by the caller"
-    record = json.loads((folder / "experiment.json").read_text())
+    record = json.loads((first / "experiment.json").read_text())
+    assert record["request"]["rounds"] == 2
     assert record["request"]["overrides"] == ["training.micro_batch=1"]
     assert record["request"]["checkout"] == str(checkout)
     assert "--flux-overlap" in record["arguments"]["flux"]
-    assert {file.name for file in folder.iterdir()} == {
-        "experiment.json", "flux", "job.sbatch", "te"
-    }  # fmt: skip
+    assert {file.name for file in folder.iterdir()} == {"job.sbatch", "round-1", "round-2"}
+    for one in (first, second):
+        assert {file.name for file in one.iterdir()} == {"experiment.json", "flux", "te"}
     assert (folder / "job.sbatch").read_text().startswith("#!/usr/bin/env bash\n#SBATCH ")
 
 
@@ -93,17 +97,18 @@ def test_data_is_found_from_another_folder(tmp_path, checkout, monkeypatch):
     (tmp_path / "text.idx").touch()
     data = ("--data-path", "0.3", "--data-path", "text")
     run(GPT, *data, "--run-dir", "run", "--megatron-lm", checkout)
-    record = json.loads((tmp_path / "run" / "experiment.json").read_text())
+    record = json.loads((tmp_path / "run" / "round-1" / "experiment.json").read_text())
     given = record["arguments"]["te"]
     assert given[given.index("--data-path") + 1 :][:2] == ["0.3", str(tmp_path / "text")]
     run("cpu/tiny", "--data-path", "run", "--run-dir", "other")
-    assert f"path: {tmp_path}/run\n" in (tmp_path / "other" / "flux" / "train.yaml").read_text()
+    config = tmp_path / "other" / "round-2" / "flux" / "train.yaml"
+    assert f"path: {tmp_path}/run\n" in config.read_text()
 
 
 def test_runs_are_in_runs_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("cpu/tiny")
-    assert (tmp_path / "runs" / "cpu" / "tiny" / "flux" / "train.yaml").is_file()
+    assert (tmp_path / "runs" / "cpu" / "tiny" / "round-1" / "flux" / "train.yaml").is_file()
 
 
 def test_run_is_never_overwritten(tmp_path):
@@ -127,12 +132,40 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
     run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.steps=40", "--arm", "flux")
     job = (folder / "job.sbatch").read_text()
     assert "mode=resume " in job
-    assert "arms=(flux) " in job
-    kept = run_folder.read(folder).arms
-    assert {arm: workload.training.steps for arm, workload in kept.items()} == {
-        "megatron": 40,
-        "flux": 40,
-    }
+    assert "arms=(round-1/flux round-2/flux) " in job
+    for one in ("round-1", "round-2"):
+        kept = run_folder.read(folder / one).arms
+        assert {arm: workload.training.steps for arm, workload in kept.items()} == {
+            "megatron": 40,
+            "flux": 40,
+        }
+
+
+# the options that begin a run, and the rounds that it has
+BEGUN = {
+    "several arms": ((), 2),
+    "one arm": (("--arm", "flux"), 0),
+    "one arm in turn with itself": (("--arm", "flux", "--alternate", "3"), 3),
+    "no rounds": (("--alternate", "0"), 0),
+    "one round": (("--alternate", "1"), 1),
+}
+
+
+@pytest.mark.parametrize("case", BEGUN)
+def test_several_arms_alternate_and_a_resumed_run_keeps_its_rounds(case, tmp_path):
+    options, rounds = BEGUN[case]
+    folder = tmp_path / "run"
+    names = [f"round-{number}" for number in range(1, rounds + 1)]
+    arms = ["flux"] if "--arm" in options else ["megatron", "flux"]
+    trained = " ".join(str(Path(one, arm)) for one in names or [""] for arm in arms)
+    resume = ("--resume",)
+    for given in (options, resume, (*resume, "--alternate", rounds)):
+        run("cpu/tiny", "--run-dir", folder, *given)
+        assert f"arms=({trained}) " in (folder / "job.sbatch").read_text()
+        assert sorted(one.name for one in folder.glob("round-*")) == names
+    for other in {0, rounds + 1} - {rounds}:
+        refused = run("cpu/tiny", "--run-dir", folder, *resume, "--alternate", other, code=2)
+        assert f"--alternate {other} given, {folder} has {rounds or 'no'} rounds" in refused
 
 
 REFUSED = {
@@ -195,26 +228,27 @@ def test_local_run_needs_the_gpus(tmp_path, checkout, monkeypatch):
 
 
 def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch):
-    """Its Python runs no training: the doctor passes, and the second arm fails."""
+    """Its Python runs no training: the doctor passes, and the second arm fails in each round."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")  # salloc's
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"
         f'echo "$*" >>{tmp_path}/calls\n'
-        'case "$*" in *doctor*) exit 0 ;; *"run/flux/train.yaml"*) exit 5 ;; esac\n'
+        'case "$*" in *doctor*) exit 0 ;; *"/flux/train.yaml"*) exit 5 ;; esac\n'
     )
     python.chmod(0o755)
     (tmp_path / "site.yaml").write_text(f"python: {python}\n")
     given = ("cpu/tiny", "--local", "--run-dir", tmp_path / "run", "--site", tmp_path / "site.yaml")
-    run(*given, code=5)
+    assert "arm round-1/flux: start ended with code 5" in run(*given, code=5)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert ["doctor" in call for call in calls] == [True, False, True, False]
     assert "--nnodes=1 --nproc-per-node=4" in calls[1]
     assert not calls[1].endswith("--resume")
     run(*given, "--resume", "--arm", "megatron")
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 6
-    assert calls[5].endswith("/run/megatron/train --resume")
+    assert ["doctor" in call for call in calls[4:]] == [True, False, True, False]
+    assert calls[5].endswith("/run/round-1/megatron/train --resume")
+    assert calls[7].endswith("/run/round-2/megatron/train --resume")
 
 
 def test_local_run_ends_by_ctrl_c():

@@ -89,7 +89,8 @@ def test_one_job_trains_all_arms(tmp_path):
     made = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", save_interval=10)
     options = directives(made.job)
     assert "array" not in options
-    assert "arms=(megatron te flux) " in made.job
+    once = "round-{0}/megatron round-{0}/te round-{0}/flux"
+    assert f"arms=({once.format(1)} {once.format(2)}) " in made.job
     assert options["time"] == "04:00:00"
     assert (options["nodes"], options["gpus-per-node"]) == ("16", "8")
     assert options["ntasks-per-node"] == "1"
@@ -100,10 +101,11 @@ def test_one_job_trains_all_arms(tmp_path):
     assert options["signal"] == "B:USR1@300"
     assert options["output"] == f"{tmp_path}/slurm-%j.out"
     two = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux", "megatron"))
-    assert "arms=(megatron flux) " in two.job
+    assert "arms=(round-1/megatron round-1/flux round-2/megatron round-2/flux) " in two.job
     # without checkpoints an arm that is done is kept
     assert directives(two.job)["signal"] == "B:USR1@300"
     one = prepared(tmp_path, "paper/gpt3-175b_a100-pcie", arms=("flux",))
+    assert "arms=(flux) " in one.job
     # nothing could be saved before the time limit
     assert "signal" not in directives(one.job)
 

@@ -37,7 +37,7 @@ class Node:
             file.chmod(0o755)
         site = folder / "site.yaml"
         site.write_text("python: python\n")
-        request = Request("cpu/tiny", run=folder / "run", site=site, overrides=GPUS)
+        request = Request("cpu/tiny", run=folder / "run", site=site, arms=("flux",), overrides=GPUS)
         launching.prepare(request).write()
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

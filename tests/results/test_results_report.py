@@ -105,7 +105,7 @@ def test_repeats_are_compared_pair_by_pair(tmp_path, experiment):
         )
         for i, level in enumerate((1.0, 1.2, 0.9, 1.1))
     ]
-    (found,) = report.reports([report.read(folder) for folder in folders])
+    (found,) = report.reports([one for folder in folders for one in report.read(folder)])
     (together,) = (one for one in found.speedups if one.run is None)
     assert together.speedup.runs == 4
     low, high = together.speedup.interval
@@ -123,7 +123,25 @@ def test_runs_of_different_values_are_no_repeats(tmp_path, experiment):
         megatron_run(tmp_path / str(i), one, {"flux": [10.0] * 12})
         for i, one in enumerate((experiment, other))
     ]
-    assert len(report.reports([report.read(folder) for folder in folders])) == 2
+    runs = [one for folder in folders for one in report.read(folder)]
+    assert len(report.reports(runs)) == 2
+
+
+def test_rounds_of_a_run_are_its_repeats(tmp_path, experiment):
+    """Also before the last one has begun, and before the first has an iteration."""
+    rounds = [tmp_path / "run" / f"round-{number}" for number in (1, 2, 3)]
+    for one in rounds:
+        run_folder_of(one, experiment)
+    code, output = invoke(tmp_path / "run")
+    assert (code, output.count("no iteration of any arm")) == (2, 1)
+    for one, level in zip(rounds[:2], (1.0, 1.2), strict=True):
+        times = {"megatron": [10.5 * level] * 30, "flux": [10 * level] * 30}
+        megatron_run(one, experiment, times)
+    code, output = invoke(tmp_path / "run", "--out", tmp_path / "out")
+    assert code == 0, output
+    speedups = [line.split() for line in output.splitlines() if "flux over megatron" in line]
+    assert [line[0] for line in speedups] == ["1", "2", "all"]
+    assert f"{rounds[2]}: no iterations of megatron, te, flux" in output
 
 
 def test_a_restart_is_reported_and_its_warm_up_left_out(tmp_path, experiment):
@@ -141,7 +159,7 @@ def test_a_restart_is_reported_and_its_warm_up_left_out(tmp_path, experiment):
     assert "restarted at iteration 31" in output
     assert "10 iterations done again after a restart" in output
     assert "2 unfinished last lines left out" in output
-    (found,) = report.reports([report.read(folder)])
+    (found,) = report.reports(report.read(folder))
     assert found.arms[0]["flux"].timed == 30 - warmup + 20
     assert found.arms[0]["flux"].step.median == 1.0
 
@@ -175,7 +193,7 @@ def test_a_training_of_ours(tmp_path):
         for row in map(json.loads, rows.splitlines())
     ]
     write(folder / "flux" / "train" / "metrics.jsonl", train_rows(moved))
-    (found,) = report.reports([report.read(folder)])
+    (found,) = report.reports(report.read(folder))
     (pair,) = found.losses
     assert pair.parity.common == 200
     assert pair.parity.first_different == 51

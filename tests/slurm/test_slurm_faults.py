@@ -113,7 +113,7 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     """Two rounds; flux crashes once, goes on from its checkpoint, and nothing is done again."""
     job = Job(slurm, tmp_path)
     job.order("crash-flux", 1)
-    job.submit("--alternate", "2")
+    job.submit()
     job.ends("COMPLETED 1")
     rounds = [
         "round-1/megatron",
@@ -149,7 +149,7 @@ def test_crashes_queue_an_arm_again_within_a_bound(slurm, tmp_path):
     """The second arm never gets on; the first one is done, and is not done again."""
     job = Job(slurm, tmp_path, retries=1)
     job.order("crash-flux", 9)
-    job.submit()
+    job.submit("--alternate", "0")
     last = "not queued again: 2 failures without progress"
     job.ends("FAILED 1", said=last)
     assert [part for part, _, _ in job.trained()] == ["megatron", "flux", "flux"]
@@ -190,7 +190,7 @@ def test_every_arm_runs_in_its_image(slurm, tmp_path, runtime):
         job.programs |= {"srun": pretended.SRUN}
     else:
         job.programs |= {"enroot": pretended.ENROOT}
-    job.submit(*ON_GPUS)
+    job.submit("--alternate", "0", *ON_GPUS)
     job.ends("COMPLETED 0")
     assert {part: image for part, image, _ in job.trained()} == images
     assert {file.name for file in job.run.glob("preflight/*/*")} == {"cpu1", "cpu2"}
