@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoint_tensors import tensors
 from forked_processes import ROOT, command_line, import_what_ranks_import, kept
 
 TINY = {
@@ -103,19 +103,6 @@ def losses(out: Path) -> list[float]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
-
-
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: weights and optimizer state."""
-    reader = dcp.FileSystemReader(checkpoint)
-    known = reader.read_metadata().state_dict_metadata
-    state = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in known.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def test_resuming_changes_no_bit(tmp_path, text):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_tensors import tensors
 from fault_job import ROOT, Job
 from forked_processes import children, ending
 
@@ -222,7 +223,7 @@ class World:
     def difference(self, out: Path) -> str:
         """What differs from the undisturbed run at the end, or nothing."""
         mine, its = (
-            _tensors(run / "checkpoints" / f"step_{STEPS}") for run in (out, self.reference)
+            tensors(run / "checkpoints" / f"step_{STEPS}") for run in (out, self.reference)
         )
         if mine.keys() != its.keys():
             return f"other tensors: {sorted(mine.keys() ^ its.keys())}"
@@ -234,20 +235,6 @@ def _note(file: Path) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(str(time.monotonic()))
     partial.rename(file)
-
-
-def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
-
-    reader = dcp.FileSystemReader(checkpoint)
-    known = reader.read_metadata().state_dict_metadata
-    state = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in known.items()
-        if hasattr(entry, "size")
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def _kind(error: str) -> str:

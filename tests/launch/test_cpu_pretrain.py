@@ -6,19 +6,30 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron")
-ROOT = Path(__file__).parents[2]
+
+import torch
+from checkpoint_tensors import tensors
+
+CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
+TINY = """
+    pretrain_gpt.py --flux-overlap --flux-strategy pipelined --no-gradient-accumulation-fusion
+    --tensor-model-parallel-size 2 --sequence-parallel --num-layers 1 --hidden-size 32
+    --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 4 --lr 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,10,0 --num-workers 0
+    --eval-iters 0 --eval-interval 9 --no-masked-softmax-fusion --no-rope-fusion
+    --save-interval 2
+"""
 
 
-def run(*words: str) -> None:
+def run(*words: str, folder: str | None = None) -> None:
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -102,3 +113,21 @@ def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):
     """)
     )
     run(str(script))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")
+def test_resuming_changes_no_bit(tmp_path):
+    """Four steps at once, and the last two again from the checkpoint between them."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    launch = ["-m", "flux_megatron.cli", "run", "--device", "cpu", "--nproc-per-node", "2"]
+    launch += [*TINY.split(), "--data-cache-path", str(tmp_path / "cache")]
+    run(*launch, "--save", str(straight), folder=CHECKOUT)
+    from_the_middle = ["--load", str(straight), "--ckpt-step", "2", "--exit-on-missing-checkpoint"]
+    run(*launch, *from_the_middle, "--save", str(resumed), folder=CHECKOUT)
+
+    assert not (resumed / "iter_0000002").exists()
+    whole, again = (tensors(saved / "iter_0000004") for saved in (straight, resumed))
+    assert any("exp_avg" in key for key in whole)
+    assert whole.keys() == again.keys()
+    assert [key for key in whole if not torch.equal(whole[key], again[key])] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from written_runs import losses, megatron_line, megatron_process, write
 
-from flux_megatron.results import logs
+from flux_megatron.results import logs, summary
 from flux_megatron.results.iterations import ResultsError
 
 # Printed by the statements of the releases' own training_log: iterations 1 and 2, 3 skipped without
@@ -102,6 +102,17 @@ def test_the_second_line_of_a_process_is_a_mean_with_its_first(tmp_path):
     series = logs.of_megatron(tmp_path, 8)
     assert [i.number for i in series.warm(1)] == [3]
     assert [i.skipped for i in series.iterations] == [1, 0, 0]
+
+
+def test_a_resumed_training_is_a_straight_one_wherever_lines_cover_the_same(tmp_path):
+    """The second line after a resume is a mean with the first one too: a straight run has none."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    write(straight / "rank.log", megatron_process([0.2] * 6, losses(6)))
+    write(resumed / "0.log", megatron_process([0.2] * 3, losses(6)[:3]))
+    write(resumed / "1.log", megatron_process([0.2] * 3, losses(6)[3:], first=4, clock=60))
+    one, other = (logs.of_megatron(folder, 8) for folder in (straight, resumed))
+    assert one.iterations[4].loss != other.iterations[4].loss
+    assert summary.loss_differences(other, one) == {1: 0, 2: 0, 3: 0, 4: 0, 6: 0}
 
 
 @pytest.mark.parametrize("kept", [5, 40, 150, 260])
