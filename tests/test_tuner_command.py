@@ -133,9 +133,9 @@ def test_the_widths_of_megatrons_arguments(words, widths, tp):
 MODELS = [
     line.split()
     for line in (
-        "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu",
+        "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu --tp 4",
         "-- --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
-        "--num-query-groups 2 --swiglu --tensor-model-parallel-size 2",
+        "--num-query-groups 2 --swiglu --tensor-model-parallel-size 4",
     )
 ]
 
@@ -152,7 +152,7 @@ def test_the_ranks_of_any_model(words, monkeypatch):
     )
     done = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", "--vocab", "96", *words])
     assert done.exit_code == 0, done.output
-    assert seen == [(2, "cpu")]
+    assert seen == [(4, "cpu")]
     ((found, name),) = problems
     assert name == "hidden-32_ffn-64_heads-4_kv-heads-2_vocab-96_swiglu"
     assert {(p.N, p.K) for p in found if p.layout == "nt"} == {

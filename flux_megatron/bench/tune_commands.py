@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def tune(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- ARGS...]", help="Megatron's own, such as --hidden-size 4096, instead"
-        ),
+        typer.Argument(metavar="ARGS...", help="Megatron's own, after --, instead of a suite"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
     suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
