@@ -38,14 +38,16 @@ FILES = {
     "run/experiment.json": '{"format": 1, "experi',
     "old/experiment.json": json.dumps({"format": 0}),
 }
+TUNE_MODEL = "tune --device cpu"
+MEGATRON = "--hidden-size 64 --num-attention-heads 4"
 PAPER = "simulate paper/gpt3-175b_a100-pcie"
 TINY = "launch cpu/tiny --run-dir new"
 ON_CPU = "tries it out on the CPU"
 
 ROWS = [
     # tune
-    ("tune", "one of --config and --suite is needed"),
-    ("tune --suite gpt3-175b --config torn.yaml", "one of --config and --suite is needed"),
+    ("tune", "one of --config, --suite, --hidden and Meg"),
+    ("tune --suite gpt3-175b --config torn.yaml", "one of --config, --suite, --hidden and Meg"),
     ("tune --suite gpt3-175b", "--tp 1: as many GPUs expected, 0 found", ON_CPU),
     ("tune --suite gpt3", "--suite 'gpt3' given", "one of gpt3-175b, llama2-70b"),
     ("tune --suite gpt3-175b --device tpu", "--device 'tpu' given, one of cuda, cpu expected"),
@@ -63,6 +65,25 @@ ROWS = [
     ("tune --suite gpt3-175b --cuda-max-connections -1", "--cuda-max-connections", "-1"),
     ("tune --suite gpt3-175b --device cpu --out file", "--out file: file exists"),
     ("tune --suite gpt3-175b --device cpu --out /proc/new", "--out /proc/new: no such file"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64", "a model's widths need --heads too"),
+    (f"{TUNE_MODEL} --vocab 64", "a model's widths need --hidden, --ffn, --heads too"),
+    (f"{TUNE_MODEL} --hidden 66 --ffn 64 --heads 4", "66 wide with 4 heads given", "--head-dim"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --kv-heads 3", "3 key-value heads", "divisor"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 63 --heads 4", "ffn 63 given, a multiple of the 2 ranks"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --vocab 65", "vocab 65 given, a multiple of"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --M 7", "--M [7] given, multiples of the 2"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --scale 2", "--scale 2 given without --suite"),
+    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --gated", "--gated given without --experts"),
+    (f"{TUNE_MODEL} --experts 4 --kv-heads 4", "--kv-heads given with --experts"),
+    (f"{TUNE_MODEL} word", "'word' given, Megatron's arguments behind -- expected"),
+    (f"{TUNE_MODEL} -- --hidden-size 64", "--num-attention-heads expected", "'--hidden-size 64'"),
+    (f"{TUNE_MODEL} -- --hidden-size x", "--hidden-size: 'x' given, a whole number above 0"),
+    (f"{TUNE_MODEL} -- {MEGATRON} --num-query-group 2", "--num-query-group given, --num-query-gr"),
+    (f"{TUNE_MODEL} -- {MEGATRON} --num-query-groups 2", "2 given without --group-query-attent"),
+    (
+        f"{TUNE_MODEL} --tp 4 -- {MEGATRON} --tensor-model-parallel-size 2",
+        "--tp 4 and --tensor-model-parallel-size 2 given",
+    ),
     ("tune --config none.yaml", "none.yaml: No such file"),
     ("tune --config torn.yaml", "torn.yaml: not YAML"),
     ("tune --config words.yaml", "words.yaml: a mapping expected, str given"),

@@ -19,7 +19,8 @@ pytest.importorskip("pydantic")
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.bench import tune, tune_request
+from flux_megatron.bench import tune, tune_model, tune_request
+from flux_megatron.bench.tune_model import Widths
 from flux_megatron.train import config as configs
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +67,96 @@ def test_the_problems_of_a_run_without_sequence_parallelism():
     assert {(p.layout, p.N, p.K) for p in found} == {
         ("nt", 2048, 2048), ("nt", 2048, 8192),  # proj and down
         ("nn", 2048, 3 * 2048), ("nn", 2048, 8192), ("nn", 2048, run.padded_vocab),
+    }  # fmt: skip
+
+
+LLAMA3_8B = Widths(4096, 14336, 32, kv_heads=8, swiglu=True, vocab=128256)
+QWEN3_32B = Widths(5120, 25600, 64, kv_heads=8, head_dim=128, swiglu=True)
+GPT3 = Widths(12288, 4 * 12288, 96)
+# of all ranks: outputs of column layers, inputs of row layers
+SHAPES = [
+    (LLAMA3_8B, 4096, [6144, 28672, 128256], [4096, 14336]),
+    (QWEN3_32B, 5120, [10240, 51200], [8192, 25600]),
+    (GPT3, 12288, [36864, 49152], [12288, 49152]),
+]
+
+
+@pytest.mark.parametrize(("widths", "hidden", "outputs", "inputs"), SHAPES, ids=["8b", "32b", "3"])
+def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
+    found = tune_request.problems_of_model(
+        widths.layers(4), widths.vocab, [4096, 8192], 4, "bfloat16", "cuda"
+    )
+    column = [("nt", Pattern.AG_GEMM, N, hidden) for N in outputs]
+    column += [("nn", Pattern.GEMM_RS, hidden, N) for N in outputs]
+    row = [("nt", Pattern.GEMM_RS, hidden, K) for K in inputs]
+    row += [("nn", Pattern.AG_GEMM, K, hidden) for K in inputs]
+    expected = {(M, *shape) for M in (8192, 4096) for shape in column + row}
+    assert {(p.M, p.layout, p.pattern, p.N, p.K) for p in found} == expected
+    assert len(found) == len(expected)
+
+
+def test_gpt3_by_its_widths_is_the_suite():
+    given = (8192,), 4, "bfloat16", "cuda"
+    for parallel in (True, False):
+        suite = tune_request.problems_of_suite("gpt3-175b", *given, sequence_parallel=parallel)
+        widths = tune_request.problems_of_model(GPT3.layers(4), None, *given, parallel)
+        assert set(widths) == set(suite)
+
+
+@pytest.mark.parametrize(
+    ("words", "widths", "tp"),
+    [
+        (
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --swiglu --bf16 --data-path a 0.5 b "
+            "--tensor-model-parallel-size=4 --flux-overlap",
+            replace(LLAMA3_8B, vocab=None), 4,
+        ),
+        (
+            "--hidden-size 5120 --ffn-hidden-size 25600 --num-attention-heads 64 --swiglu "
+            "--group-query-attention --num-query-groups 8 --kv-channels 128",
+            QWEN3_32B, None,
+        ),
+        ("--hidden-size 12288 --num-attention-heads 96", GPT3, None),
+        # Megatron's defaults: one group, and an ffn of about as many weights
+        (
+            "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --swiglu",
+            Widths(4096, 10880, 32, kv_heads=1, swiglu=True), None,
+        ),
+    ],
+    ids=["8b", "32b", "3", "defaults"],
+)  # fmt: skip
+def test_the_widths_of_megatrons_arguments(words, widths, tp):
+    assert tune_model.of_megatron(words.split()) == (widths, tp)
+
+
+MODELS = [
+    line.split()
+    for line in (
+        "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu --tp 4",
+        "-- --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2 --swiglu --tensor-model-parallel-size 4",
+    )
+]
+
+
+@pytest.mark.parametrize("words", MODELS, ids=["options", "megatron"])
+def test_the_ranks_of_any_model(words, monkeypatch):
+    seen = []
+    start = lambda ranks, device, connections, words: seen.append((ranks, device)) or 0  # noqa: E731
+    monkeypatch.setattr(tune_request, "start", start)
+    problems = []
+    asked = tune_request.Request.problems
+    monkeypatch.setattr(
+        tune_request.Request, "problems", lambda self: problems.append(asked(self)) or problems[0]
+    )
+    done = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", "--vocab", "96", *words])
+    assert done.exit_code == 0, done.output
+    assert seen == [(4, "cpu")]
+    ((found, name),) = problems
+    assert name == "hidden-32_ffn-64_heads-4_kv-heads-2_vocab-96_swiglu"
+    assert {(p.N, p.K) for p in found if p.layout == "nt"} == {
+        (64, 32), (128, 32), (96, 32), (32, 32), (32, 64),
     }  # fmt: skip
 
 
@@ -132,7 +223,8 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "one of --config and --suite is needed"),
+        ([], "one of --config, --suite, --hidden and Megatron's arguments behind -- is needed"),
+        ([*MODELS[0], *MODELS[1]], "one of --config, --suite, --hidden and Megatron's arguments"),
         (["--suite", "gpt5"], "--suite 'gpt5' given, one of"),
         (["--suite", "gpt3-175b", "--device", "cpu", "--M", "63"], "of the 2 ranks expected"),
         (["--config", "none.yaml"], "none.yaml: No such file"),

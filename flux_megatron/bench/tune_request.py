@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flux_megatron import option_values, settings
-from flux_megatron.bench import launch, machine, suites
+from flux_megatron.bench import launch, machine, suites, tune_model
+from flux_megatron.bench.tune_model import Widths
 from flux_megatron.errors import BadInput
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
@@ -36,23 +37,29 @@ class Request:
     sequence_parallel: bool
     beside: bool
     device: str | None
+    widths: Widths | None = None
+    arguments: Sequence[str] = ()  # Megatron's
+    vocab: int | None = None  # beside Megatron's
 
     def problems(self) -> tuple[list[Problem], str]:
         """What is to be measured, and its name. `BadInput` where this machine cannot."""
-        if (self.config is None) == (self.suite is None):
-            raise BadInput("one of --config and --suite is needed")
-        found = self._of_config() if self.suite is None else self._of_suite()
+        sources = (self.config, self.suite, self.widths, self.arguments or None)
+        if len([source for source in sources if source is not None]) != 1:
+            raise BadInput(
+                "one of --config, --suite, --hidden and Megatron's arguments behind -- is needed"
+            )
+        if self.config is not None:
+            found, name = self._of_config(), self.config.stem
+        elif self.suite is not None:
+            found, name = self._of_suite(), self.suite
+        else:
+            found, name = self._of_model()
+        if self.config is None and not self.sequence_parallel:
+            name += "_all-reduced"  # beside the file of the same model
         if found[0].device == "cpu":
             sizes = ((one.M, one.N_local, one.K_local) for one in found)
             machine.check_interpreted(sizes, f"{TRIAL} takes a small model")
-        return and_beside(found) if self.beside else found, self._name
-
-    @property
-    def _name(self) -> str:
-        if self.config is not None:
-            return self.config.stem
-        # beside the file of the same suite
-        return f"{self.suite}{'_all-reduced' * (not self.sequence_parallel)}"
+        return and_beside(found) if self.beside else found, name
 
     def _of_config(self) -> list[Problem]:
         assert self.config is not None, "asked for"
@@ -69,18 +76,42 @@ class Request:
         return problems_of_config(run, device)
 
     def _of_suite(self) -> list[Problem]:
+        device, Ms, dtype = self._given()
+        option_values.names("--suite", str(self.suite), suites.SUITES)
+        scale = self.scale or (suites.CPU_SCALE if device == "cpu" else 1)
+        tp = machine.ranks(device, self.tp, TRIAL)
+        return problems_of_suite(
+            str(self.suite), Ms, tp, dtype, device, scale, self.sequence_parallel
+        )
+
+    def _of_model(self) -> tuple[list[Problem], str]:
+        if self.scale is not None:
+            raise BadInput(f"--scale {self.scale} given without --suite, which alone it divides")
+        widths, tp = self.widths, self.tp
+        if widths is None:
+            widths, of_run = tune_model.of_megatron(self.arguments, self.vocab)
+            if None not in (tp, of_run) and tp != of_run:
+                raise BadInput(f"--tp {tp} and --tensor-model-parallel-size {of_run} given")
+            tp = tp or of_run
+        device, Ms, dtype = self._given()
+        tp = machine.ranks(device, tp, TRIAL, least=2)
+        if uneven := [M for M in Ms if M % tp and self.sequence_parallel]:
+            raise BadInput(f"--M {uneven} given, multiples of the {tp} ranks expected")
+        layers = widths.layers(tp)
+        found = problems_of_model(
+            layers, widths.vocab, Ms, tp, dtype, device, self.sequence_parallel
+        )
+        return found, f"{widths}"
+
+    def _given(self) -> tuple[str, tuple[int, ...], str]:
+        """The device, every M and the dtype of what is no training run."""
         device = self.device or "cuda"
         machine.check_device(device)
         small = device == "cpu"
         Ms = option_values.numbers("--M", self.M or ("64" if small else "8192,4096,2048"))
         dtype = self.dtype or ("float32" if small else "bfloat16")
         option_values.names("--dtype", dtype, DTYPES)
-        option_values.names("--suite", str(self.suite), suites.SUITES)
-        scale = self.scale or (suites.CPU_SCALE if small else 1)
-        tp = machine.ranks(device, self.tp, TRIAL)
-        return problems_of_suite(
-            str(self.suite), Ms, tp, dtype, device, scale, self.sequence_parallel
-        )
+        return device, Ms, dtype
 
 
 def problems_of_suite(
@@ -112,15 +143,31 @@ def problems_of_config(config: TrainConfig, device: str) -> list[Problem]:
     if tp == 1:
         raise BadInput("parallel.tp=1 given: only layers over several ranks have plans")
     fc1 = 2 * model.ffn if model.swiglu else model.ffn
-    column = dict.fromkeys([3 * model.hidden, fc1, config.padded_vocab])
-    row = dict.fromkeys([model.hidden, model.ffn])
-    M, hidden = model.seq_length * config.train.micro_batch, model.hidden
-    shapes = [(COLUMN, N, hidden) for N in column] + [(ROW, hidden, K) for K in row]
+    layers = suites.Model(model.hidden, 3 * model.hidden, model.hidden, fc1, model.ffn)
+    return problems_of_model(
+        layers, config.padded_vocab, [model.seq_length * config.train.micro_batch], tp,
+        config.train.dtype, device, config.parallel.sequence_parallel,
+    )  # fmt: skip
+
+
+def problems_of_model(
+    model: suites.Model, vocab: int | None, Ms: Sequence[int], tp: int, dtype: str, device: str,
+    sequence_parallel: bool = True,
+) -> list[Problem]:  # fmt: skip
+    """Each kind of linear layer's forward and its dual, once at every M; of the output layer too if
+    there is a `vocab`.
+    """
+    column = dict.fromkeys([model.qkv, model.fc1, *([vocab] if vocab else [])])
+    row = dict.fromkeys([model.attention, model.ffn])
+    shapes = [(COLUMN, N, model.hidden) for N in column]
+    shapes += [(ROW, model.hidden, K) for K in row]
     forward = [
-        Problem(pattern, M, N, K, config.train.dtype, tp, device=device) for pattern, N, K in shapes
+        Problem(pattern, M, N, K, dtype, tp, device=device)
+        for M in sorted(set(Ms), reverse=True)
+        for pattern, N, K in shapes
     ]
     problems = forward + [problem.dual for problem in forward]
-    return problems if config.parallel.sequence_parallel else all_reduced(problems)
+    return problems if sequence_parallel else all_reduced(problems)
 
 
 def and_beside(problems: Sequence[Problem]) -> list[Problem]:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import breakdown
+import dynamic_layers
+import dynamic_rows
 import gpu_run
 import held_out
 import hold
@@ -87,6 +89,53 @@ def wrong_plans(rank: int, case: str) -> bool:
 @pytest.mark.parametrize("case", held_out.SMALL.split(","))
 def test_a_wrong_plan_is_not_timed(case):
     assert run_ranks(wrong_plans, 2, case) == [False, False]
+
+
+def new_rows(rank: int, out: Path) -> None:
+    run = _run(out)
+    assert dynamic_rows.measure(run, "ops small", 6, repeat=False, beside=False)
+    assert dynamic_rows.measure(run, "nn small", 5, repeat=True, beside=True)
+    dynamic_rows.many(run, 12)
+
+
+def test_a_new_number_of_tokens_in_every_micro_batch(tmp_path):
+    run_ranks(new_rows, 2, tmp_path / "rows")
+    lines = (tmp_path / "rows").read_text().splitlines()
+    new, repeated, many = map(json.loads, lines)
+    assert len({*new["M"]}) == 6
+    assert all(M % 2 == 0 and 8 <= M < 96 for M in new["M"])
+    assert len(repeated["M"]) == 5
+    assert len({*repeated["M"]}) == 1
+    for row in (new, repeated):
+        last = [row[f"times_ms_{name}"][4:] for name in ("nccl", "ours")]
+        ratios = [nccl / ours for nccl, ours in zip(*last, strict=True)]
+        assert row["ratio_lowest"] == pytest.approx(min(ratios), rel=0.01, abs=0.002)
+        assert row["ratio_median"] == pytest.approx(sum(ratios) / len(ratios), rel=0.01, abs=0.002)
+        assert all(0 < row["host_ms_ours"][name] < max(last[1]) for name in ("median", "max"))
+        assert row["compiled_after_5"] == 0  # interpreted
+        assert min(row[when]["host_mib"] for when in ("after_5", "at_end")) > 0
+    # verified, twice the largest, then each micro-batch: 2 layers of 2 linears, both directions
+    assert sum(new["calls"].values()) == 4 * (1 + 2 * 2 + 2 * 6)
+    assert sum(repeated["calls"].values()) == 2 * 4 * (1 + 2 * 2 + 2 * 5)
+    assert many["different_M"] == 12
+    assert [one["different_M"] for one in many["held"]] == [*range(1, 13), 12]
+
+
+def wrong_layers(rank: int, case: str) -> bool:
+    right = dynamic_layers.Layer.ours
+
+    def wrong(self: dynamic_layers.Layer) -> list[torch.Tensor]:
+        *results, last = right(self)
+        return [*results, last + 1]
+
+    if rank == 1:  # on one rank, and all stop
+        dynamic_layers.Layer.ours = wrong
+    return dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
+
+
+@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
+def test_a_wrong_layer_is_not_timed(case):
+    assert run_ranks(wrong_layers, 2, case) == [False, False]
 
 
 @pytest.mark.timeout(200)
