@@ -20,10 +20,9 @@ from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.overlap.transfer import GATHER, SCATTER
-from flux_megatron.perf import hardware, operator_cost
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
-from flux_megatron.tuning import choice, environment
+from flux_megatron.tuning import choice
 
 LAYOUTS = ("nt", "nn")
 MOST_SHAPES = 512  # that are remembered: of packed sequences each has another number of rows
@@ -54,23 +53,16 @@ class Decision:
     def report_fallback(self) -> None:
         """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
         if self.fallback is not None:
-            note_fallback(self._pattern, self.fallback, self._exposed_us)
+            note_fallback(self._pattern, self.fallback)
 
     def count(self) -> None:
         """Behind a call: it has been enqueued."""
         if self.fallback is None:
-            note_call(self._pattern, self.plan.strategy, self._exposed_us)
+            note_call(self._pattern, self.plan.strategy)
 
     @cached_property
     def _pattern(self) -> str:
         return str(self.problem.pattern)
-
-    @cached_property
-    def _exposed_us(self) -> float | None:
-        """The cost model's estimate; None without facts of this machine."""
-        where = environment.of(self.workspace.device)
-        facts = hardware.find(where.gpu, where.link)
-        return None if facts is None else operator_cost.exposed_us(self.problem, self.plan, facts)
 
     @cached_property
     def steady(self) -> Kinds:

@@ -6,7 +6,7 @@ It imports no torch: configs and cost models use it too.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from flux_megatron.patterns import Pattern, PatternSpec
 
@@ -148,7 +148,7 @@ class Plan:
 
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({**vars(self), "tile": vars(self.tile)}, sort_keys=True)
 
     @staticmethod
     def loads(text: str) -> Plan:

@@ -49,18 +49,6 @@ def test_counts_and_share():
     assert now.total == 4, "a report does not change afterwards"
 
 
-def test_estimates_of_exposed_communication_are_added_up():
-    note_call("ag_gemm", "fused")
-    assert report().exposed_us is None
-    note_call("ag_gemm", "hopper", 3.5)
-    note_call("gemm_rs", "hopper", 0.0)
-    with pytest.warns(UserWarning, match="no reason"):
-        note_fallback("gemm_rs", "no reason", 40.0)
-    assert report().exposed_us == 43.5
-    reset_report()
-    assert report().exposed_us is None
-
-
 def note_all(fallbacks: list[tuple[str, str]]) -> None:
     for pattern, reason in fallbacks:
         note_fallback(pattern, reason)

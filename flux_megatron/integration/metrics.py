@@ -84,16 +84,12 @@ class MetricsLog:
         fallbacks = Counter(now.fallbacks) - Counter(before.fallbacks)
         new = [f"{p}: {why}" for p, why in sorted(fallbacks.keys() - before.fallbacks.keys())]
         workspace, layers = now.workspace_bytes / 2**20, now.layers
-        exposed_ms = None
-        if now.exposed_us is not None:
-            exposed_ms = (now.exposed_us - (before.exposed_us or 0.0)) / self.iterations * 1e-3
         self.iterations = 0
         self._training.print_rank_last(
             (f" flux: ours {layers.ours} of {layers.total} layers |" if layers else " flux:")
             + f" {overlapped} of {calls} calls overlapped | {fallbacks.total()} fallbacks"
             + (f" ({'; '.join(new)})" if new else "")
             + f" | workspace {workspace:.1f} MiB"
-            + (f" | exposed {exposed_ms:.1f} ms an iteration" if exposed_ms is not None else "")
         )
         scalars = {
             "flux/overlapped-calls": overlapped,
@@ -102,8 +98,6 @@ class MetricsLog:
         }
         if layers is not None:
             scalars |= {"flux/layers-ours": layers.ours, "flux/layers": layers.total}
-        if exposed_ms is not None:
-            scalars["flux/exposed-communication-ms"] = exposed_ms
         self._write_scalars(scalars, iteration)
         self._log_comparison()
 

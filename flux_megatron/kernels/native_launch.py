@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,10 +98,16 @@ def launch(
 
 def _expanded(descriptor: Any, meta: Any) -> list[Any]:
     """The hardware's descriptor, and sizes and strides, as this Triton's launcher makes them."""
+    make, count = _maker()
+    return make(*(descriptor, meta, None)[:count])
+
+
+@cache
+def _maker() -> tuple[Any, int]:
+    """What makes them, and how many arguments it takes."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    count = len(inspect.signature(make_tensordesc_arg).parameters)
-    return make_tensordesc_arg(*(descriptor, meta, None)[:count])
+    return make_tensordesc_arg, len(inspect.signature(make_tensordesc_arg).parameters)
 
 
 def _bytes_of(made: Any) -> bytes:

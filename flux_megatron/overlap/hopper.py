@@ -32,7 +32,7 @@ from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.recording import lend
-from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot
+from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot_bytes
 from flux_megatron.symm.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -117,12 +117,11 @@ def _schedule(
         owner = (region.rank + 1 + hops) % region.world_size
         first = comm_tile * tiles_comm
         count = min(tiles_comm, tiles - first)
-        received = region.view(owner, shape, dtype).data_ptr()
         push = Push(
-            destination=received + (region.rank * tiles + first) * tile_bytes,
+            destination=region.addresses[owner] + (region.rank * tiles + first) * tile_bytes,
             offset=(hops * tiles + first) * tile_bytes,
             size_bytes=count * tile_bytes,
-            signal=region.pads[owner][slot(region.rank, comm_tile) :].data_ptr(),  # signal [B]
+            signal=region.pad_addresses[owner] + slot_bytes(region.rank, comm_tile),  # signal [B]
         )
         return GatedPush(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
 

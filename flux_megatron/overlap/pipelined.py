@@ -25,7 +25,7 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Region
 from flux_megatron.symm.copy_engine import Push
 from flux_megatron.symm.recording import by_torch, lend
-from flux_megatron.symm.signals import comm_rows_at_least, slot
+from flux_megatron.symm.signals import comm_rows_at_least, slot_bytes
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -165,14 +165,14 @@ def _steps(
     shape, row_bytes = (region.world_size, M_shard, N), N * dtype.itemsize
 
     def step(owner: int, comm_tile: int, first: int) -> Step:
-        target = region.view(owner, shape, dtype)[region.rank, first : first + comm_rows]
-        signal = region.pads[owner][slot(region.rank, comm_tile) :].data_ptr()
-        begin = owner * M_shard + first
-        end = begin + target.shape[0]
+        signal = region.pad_addresses[owner] + slot_bytes(region.rank, comm_tile)
+        begin, rows = owner * M_shard + first, min(comm_rows, M_shard - first)
         if owner == region.rank:
-            return Step(begin, end, target, (), signal)
-        push = Push(target.data_ptr(), begin * row_bytes, target.nbytes, signal)
-        return Step(begin, end, None, (push,), signal)
+            local = region.view(owner, shape, dtype)[owner, first : first + rows]
+            return Step(begin, begin + rows, local, (), signal)
+        target = region.addresses[owner] + (region.rank * M_shard + first) * row_bytes
+        push = Push(target, begin * row_bytes, rows * row_bytes, signal)
+        return Step(begin, begin + rows, None, (push,), signal)
 
     owners = [(region.rank + hops) % region.world_size for hops in range(1, region.world_size + 1)]
     tiles = [*enumerate(range(0, M_shard, comm_rows))]

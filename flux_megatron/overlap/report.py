@@ -14,7 +14,6 @@ from flux_megatron.symm.workspace import workspaces
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _copies: Counter[tuple[str, str]] = Counter()
-_exposed_us: float | None = None
 _layers: list[Layers] = []
 
 
@@ -45,17 +44,15 @@ class Report:
     reset, and the `layers` of the models it trains, None if they were not counted.
 
     A fallback counts as a `sequential` call too. The other `sequential` calls were chosen: by a
-    measurement, by the cost model or by the user. `workspace_bytes` is the symmetric memory that
-    this rank holds. `exposed_us` is the cost model's estimate of the communication that these calls
-    did not hide, None on a machine that the model does not know. `kernels` counts launches: which
-    of a strategy's kernels ran. `copies[what, reason]` counts calls that first copied operands
-    which could have been read in place. What a graph repeats is not counted.
+    measurement, by the rule or by the user. `workspace_bytes` is the symmetric memory that this
+    rank holds. `kernels` counts launches: which of a strategy's kernels ran. `copies[what, reason]`
+    counts calls that first copied operands which could have been read in place. What a graph
+    repeats is not counted.
     """
 
     calls: dict[tuple[str, str], int]
     fallbacks: dict[tuple[str, str], int]
     workspace_bytes: int
-    exposed_us: float | None = None
     layers: Layers | None = None
     kernels: dict[str, int] = field(default_factory=dict)
     copies: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -101,15 +98,12 @@ class Report:
         return "\n".join(lines)
 
 
-def note_call(pattern: str, strategy: str, exposed_us: float | None = None) -> None:
-    """Count a call that ran with `strategy` and exposed `exposed_us` of communication."""
-    global _exposed_us
+def note_call(pattern: str, strategy: str) -> None:
+    """Count a call that ran with `strategy`."""
     _calls[pattern, strategy] += 1
-    if exposed_us is not None:
-        _exposed_us = (_exposed_us or 0.0) + exposed_us
 
 
-def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) -> None:
+def note_fallback(pattern: str, reason: str) -> None:
     """Count a call that runs without overlap, and warn once for each reason; `FallbackRefused` in
     strict mode.
     """
@@ -119,7 +113,7 @@ def note_fallback(pattern: str, reason: str, exposed_us: float | None = None) ->
     if key not in _fallbacks:
         warnings.warn(f"flux_megatron: {pattern} runs without overlap: {reason}", stacklevel=3)
     _fallbacks[key] += 1
-    note_call(pattern, "sequential", exposed_us)
+    note_call(pattern, "sequential")
 
 
 def note_copy(what: str, reason: str) -> None:
@@ -138,15 +132,11 @@ def report() -> Report:
     """The counts so far, and the symmetric memory held."""
     held = sum(workspace.size_bytes for workspace in workspaces())
     layers = functools.reduce(Layers.__add__, _layers) if _layers else None
-    return Report(
-        dict(_calls), dict(_fallbacks), held, _exposed_us, layers, dict(launches), dict(_copies)
-    )  # fmt: skip
+    return Report(dict(_calls), dict(_fallbacks), held, layers, dict(launches), dict(_copies))
 
 
 def reset_report() -> None:
     """Set the counts of calls to zero; those of layers stay."""
-    global _exposed_us
-    _exposed_us = None
     _calls.clear()
     _fallbacks.clear()
     _copies.clear()

@@ -21,7 +21,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel, Region
 from flux_megatron.symm.copy_engine import CopyEngine, Push
-from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
+from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot_bytes
 from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
@@ -83,19 +83,18 @@ def _push_schedule(
     row_bytes = K * dtype.itemsize
     comm_rows = comm_rows_at_least(M_shard, comm_rows)
     tiles = _comm_tiles(M_shard, row_bytes, comm_rows, part_columns * dtype.itemsize)
-    all_rows = (region.world_size, M_shard, K)
-    pushes = []
+    shard_bytes, pushes = rank * M_shard * row_bytes, []
     for step in range(1, region.world_size):
         peer = (rank - step) % region.world_size
-        shard = region.view(peer, all_rows, dtype)[rank].data_ptr()
+        shard = region.addresses[peer] + shard_bytes
         for comm_tile, (offset, size_bytes, *rows) in enumerate(tiles):
-            signal = region.pads[peer][slot(rank, comm_tile) :].data_ptr()  # signal [A]
+            signal = region.pad_addresses[peer] + slot_bytes(rank, comm_tile)  # signal [A]
             pushes.append(Push(shard + offset, offset, size_bytes, signal, *rows))
     if part_columns:
         pushes.sort(key=lambda push: push.offset)
-    gathered = region.view(rank, all_rows, dtype)
-    local_shard = gathered[rank].data_ptr()
-    return PushSchedule(tuple(pushes), gathered.flatten(0, 1), local_shard, comm_rows, len(tiles))
+    gathered = region.view(rank, (region.world_size * M_shard, K), dtype)
+    local_shard = region.addresses[rank] + shard_bytes
+    return PushSchedule(tuple(pushes), gathered, local_shard, comm_rows, len(tiles))
 
 
 def _comm_tiles(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,16 @@ class Region:
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Rank `rank`'s region as a tensor."""
         return self._data.view(rank, shape, dtype, self._offset_bytes)
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of every rank's region, as this process sees it."""
+        return tuple(shard.data_ptr() + self._offset_bytes for shard in self._data.shards)
+
+    @cached_property
+    def pad_addresses(self) -> tuple[int, ...]:
+        """Of every rank's signals."""
+        return tuple(pad.data_ptr() for pad in self.pads)
 
     def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
         """`make(region, *arguments)`, cached: the addresses of a region do not change."""

@@ -39,6 +39,11 @@ def slot(source: int, comm_tile: int) -> int:
     return source * MAX_COMM_TILES + comm_tile
 
 
+def slot_bytes(source: int, comm_tile: int) -> int:
+    """How far the slot lies behind the first of its pad."""
+    return 4 * slot(source, comm_tile)
+
+
 def entry_slot(source: int, world_size: int) -> int:
     """The slot in which rank `source` announces that it has entered a captured call."""
     return world_size * MAX_COMM_TILES + source

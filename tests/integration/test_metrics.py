@@ -260,21 +260,6 @@ def test_line_and_scalars_are_of_what_happened_since_the_last(old):
     assert module.wandb[2:] == ([] if old else [(scalars, 6)])
 
 
-def test_exposed_communication_is_reported_of_an_iteration_where_it_can_be_estimated():
-    note_call("gemm_rs", "fused", 10_000.0)  # before the loop
-    module = training_module()
-    metrics.log_with(module, None)
-    for iteration in range(1, 5):
-        note_call("ag_gemm", "hopper", 500.0 * iteration)
-        note_call("gemm_rs", "hopper", 1000.0)
-        log(module, iteration)
-    logged = [line for line in module.printed if line.startswith(" flux")]
-    assert [line.split(" | ")[-1] for line in logged] == [
-        "exposed 1.8 ms an iteration", "exposed 2.8 ms an iteration"
-    ]  # fmt: skip
-    assert ("flux/exposed-communication-ms", 2.75, 4) in module.board
-
-
 def test_first_iteration_is_logged_where_megatron_logs_it():
     module = training_module(log_interval=100)
     metrics.log_with(module, None)
