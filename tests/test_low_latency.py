@@ -17,9 +17,8 @@ from flux_megatron import errors, ops, reference
 from flux_megatron.kernels.gemv_ar import sum_columns
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.overlap import low_latency, low_latency_plans, registry
-from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
-from flux_megatron.tuning import estimate, tuner
+from flux_megatron.tuning import plan_table, tuner
 
 SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
 PLANS = {
@@ -210,8 +209,9 @@ def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
     few = Problem(Pattern.GEMM_AR, 16, 8192, 8192, "bfloat16", 2)
     # a CPU has no kernels for GPUs: as on one that has
     names = ["low_latency"] if DEVICE == "cpu" else registry.overlapping(few, "auto", None)[0]
-    plans = tuner.candidates(few, names, H200)
-    assert estimate.best(few, plans, [], "unset", H200) == low_latency.default_plan(few)
+    plans = tuner.candidates(few, names)
+    on_gpu = replace(few, device="cuda")
+    assert plan_table.ruled(on_gpu, names) == low_latency.default_plan(few)
     assert len([plan for plan in plans if plan.strategy == "low_latency"]) > 1
     many = Problem(Pattern.GEMM_AR, 129, 8192, 8192, "bfloat16", 2)
     assert "129 rows" in (registry.refusal(many, "low_latency", None) or "")
@@ -268,7 +268,7 @@ def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
 def measured(rank: int):
     device = here()
     problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
-    plans = tuner.candidates(problem, ["low_latency"], None)
+    plans = tuner.candidates(problem, ["low_latency"])
     return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
 
 

@@ -15,6 +15,7 @@ from flux_megatron.tuning.plan_cache import PlanCache
 from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 
 PROBLEM = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
+KIND = replace(PROBLEM, M=0)
 HERE = Environment("NVIDIA H200", "nvlink", "580.65.06", "13.0", "2.11.0", "3.6.0", "1", "abc")
 PLAN = Plan("pipelined", comm_rows=512)
 PLAIN = Plan("sequential")
@@ -51,8 +52,8 @@ def test_another_problem_is_a_miss(tmp_path, field):
     plan_cache.store(tmp_path, ENTRY)
     other = replace(PROBLEM, **{field: PROBLEM_CHANGES[field]})
     assert opened(tmp_path).find(other) is None
-    near = opened(tmp_path).neighbours(other)
-    assert near == ([ENTRY] if field == "M" else [])
+    alike = opened(tmp_path).of_kind(replace(other, M=0), here=True)
+    assert alike == ([ENTRY] if field == "M" else [])
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Environment)])
@@ -62,7 +63,8 @@ def test_another_environment_is_a_miss(tmp_path, field):
     cache = opened(tmp_path, where=replace(HERE, **{field: value}))
     assert cache.find(PROBLEM) is None
     same_machine = field not in ("gpu", "link")
-    assert cache.neighbours(PROBLEM) == ([ENTRY] if same_machine else [])
+    assert cache.of_kind(KIND, here=False) == ([ENTRY] if same_machine else [])
+    assert cache.of_kind(KIND, here=True) == []
 
 
 def test_alone_and_beside_others_are_two_problems(tmp_path):
@@ -72,7 +74,7 @@ def test_alone_and_beside_others_are_two_problems(tmp_path):
     assert cache.left_out == []
     assert cache.find(PROBLEM) == ENTRY
     assert cache.find(beside.problem) == beside
-    assert cache.neighbours(replace(beside.problem, M=4096)) == [beside]
+    assert cache.of_kind(replace(KIND, beside=True), here=True) == [beside]
 
 
 def test_an_entry_is_of_here_if_the_sources_of_its_own_plan_are(tmp_path):
@@ -94,36 +96,19 @@ def test_what_is_measured_again_takes_the_place_of_what_was(tmp_path):
     assert opened(tmp_path).entries == [other]
 
 
-def test_entries_of_the_same_kind_differ_in_shape_and_software_at_most(tmp_path):
-    kind = [at(64), at(8192), replace(at(8192), problem=replace(PROBLEM, N=4096, K=512)),
-            at(1024, replace(HERE, driver="1", sources="old", max_connections="8"))]  # fmt: skip
-    for change in ({"layout": "nn"}, {"world_size": 8}, {"beside": True}, {"dtype": "float16"}):
+def test_a_kind_has_entries_of_every_m_those_of_this_software_first(tmp_path):
+    here, other = at(8192), at(64, replace(HERE, driver="1", sources="old", max_connections="8"))
+    for change in ({"layout": "nn"}, {"world_size": 8}, {"N": 4096}, {"dtype": "float16"}):
         plan_cache.store(tmp_path, replace(ENTRY, problem=replace(PROBLEM, **change)))
     plan_cache.store(tmp_path, at(2048, replace(HERE, link="pcie")))
-    for entry in kind:
+    for entry in (other, here):
         plan_cache.store(tmp_path, entry)
-    found = opened(tmp_path).like(PROBLEM)
-    assert sorted(map(Entry.dumps, found)) == sorted(map(Entry.dumps, kind))
+    assert opened(tmp_path).of_kind(KIND, here=False) == [here, other]
+    assert opened(tmp_path).of_kind(KIND, here=True) == [here]
 
 
 def at(M: int, where: Environment = HERE) -> Entry:
     return replace(ENTRY, problem=replace(PROBLEM, M=M), environment=where)
-
-
-def test_neighbours_are_near_those_of_the_same_m_and_of_the_same_software_first(tmp_path):
-    older = replace(HERE, torch="2.10.0")
-    strange = replace(HERE, max_connections="other")
-    for entry in [
-        at(1024), at(1500), at(3072), at(4096), at(8192), at(2500, older), at(2048, strange)
-    ]:  # fmt: skip
-        plan_cache.store(tmp_path, entry)
-    near = opened(tmp_path).neighbours(replace(PROBLEM, M=2048))
-    found = [(entry.problem.M, entry.environment.torch) for entry in near]
-    assert found == [
-        (2048, "2.11.0"),
-        (1500, "2.11.0"), (3072, "2.11.0"), (1024, "2.11.0"), (4096, "2.11.0"),
-        (2500, "2.10.0"),
-    ]  # fmt: skip
 
 
 def test_the_first_folder_comes_first(tmp_path):

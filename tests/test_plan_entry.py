@@ -17,7 +17,8 @@ FORMATS = Path(__file__).parent / "plans"
 
 def test_every_format_has_a_file_that_is_still_read(tmp_path):
     """As they were written then; their measurements stay, alone and beside others."""
-    assert [file.stem for file in sorted(FORMATS.iterdir())] == [f"format_{n}" for n in (1, 2, 3)]
+    formats = [f"format_{n}" for n in (1, 2, 3, 4)]
+    assert [file.stem for file in sorted(FORMATS.iterdir())] == formats
     for file in FORMATS.iterdir():
         folder = tmp_path / file.stem / "h200"
         folder.mkdir(parents=True)
@@ -33,17 +34,18 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         assert plan_cache.read_folder(folder) == (entries, [])
 
 
-@pytest.mark.parametrize("written_in", [1, 2])
-def test_split_k_shards_had_another_name(tmp_path, written_in):
-    """In the best plan, in those that were measured, and in those that failed."""
-    plan = replace(ENTRY.plan, split_k_shards=2)
-    measured, failed = plan_entry.Measured(plan, 1.0), plan_entry.Failed(plan, "an error")
-    entry = replace(ENTRY, plan=plan, measured=(measured,), failed=(failed,))
-    text = entry.dumps().replace("split_k_shards", "cut_shards")
-    cache = read(tmp_path, f'{{"format": {written_in}, "entries": [{text}]}}')
+@pytest.mark.parametrize(("written_in", "name"), [(1, "cut_shards"), (3, "split_k_shards")])
+def test_plans_with_what_is_gone_give_way_to_the_fastest_of_the_others(tmp_path, written_in, name):
+    """Tiles that were split early, and tiles of 192 columns."""
+    raw = json.loads(ENTRY.dumps())
+    slow = {"plan": json.loads(PLAIN.dumps()), "median_us": 9.0}
+    wide = {"plan": raw["plan"] | {"tile": {"block_n": 192}, name: 0}, "median_us": 2.0}
+    raw |= {"plan": raw["plan"] | {name: 2}, "measured": [wide, slow], "failed": []}
+    cache = read(tmp_path, f'{{"format": {written_in}, "entries": [{json.dumps(raw)}]}}')
     assert cache.left_out == []
     (found,) = cache.entries
-    assert (found.plan, found.measured, found.failed) == (plan, (measured,), (failed,))
+    assert found.plan == PLAIN
+    assert found.measured == (plan_entry.Measured(PLAIN, 9.0),)
 
 
 def test_a_file_of_the_present_format_is_what_is_written():
@@ -88,7 +90,7 @@ def read(folder: Path, text: str):
         ('{"format": true, "entries": []}', "left out, a format and a list"),
         ('{"format": 0, "entries": []}', "left out, a format and a list"),
         ('{"format": 3, "entries": 3}', "left out, a format and a list"),
-        ('{"format": 4, "entries": [{}]}', "left out, format 4; this version reads 1 to 3"),
+        ('{"format": 5, "entries": [{}]}', "left out, format 5; this version reads 1 to 4"),
         ('{"format": 3, "entries": [7]}', "entry 0: left out, entry: 7 given, an object"),
         ('{"format": 1, "entries": [{"problem": 3}]}', r"left out, entry: fields .* expected"),
         (changed("plan", "comm_rows", value="7"), "entry.plan.comm_rows: '7' given, int expected"),
@@ -135,7 +137,7 @@ def test_a_field_of_a_later_version_that_says_as_before_is_ignored(tmp_path, pat
     assert f".{path[-1]} is ignored" in error
 
 
-@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport", "split_k_shards"])
+@pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport"])
 def test_a_field_that_an_earlier_version_did_not_write_is_at_its_default(tmp_path, field):
     cache = read(tmp_path, changed("measured", 1, "plan", field, value=...))
     assert cache.left_out == []
@@ -147,7 +149,7 @@ def test_a_plan_that_asks_for_more_is_left_out_of_its_entry(tmp_path):
     raw = json.loads(ENTRY.dumps())
     for plan in (raw["plan"], raw["measured"][0]["plan"]):
         plan["clusters"] = 2
-    cache = read(tmp_path, f'{{"format": 3, "entries": [{json.dumps(raw)}]}}')
+    cache = read(tmp_path, f'{{"format": 4, "entries": [{json.dumps(raw)}]}}')
     assert cache.entries == [replace(ENTRY, plan=PLAIN, measured=ENTRY.measured[1:])]
     (error,) = cache.left_out
     assert "plans with plan.clusters = 2, which this version does not know, are left out" in (error)

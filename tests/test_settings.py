@@ -23,7 +23,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_STRICT": "1",
         "FLUX_MEGATRON_TIMEOUT_S": "2.5",
         "FLUX_MEGATRON_POISON": "1",
-        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_TUNE": "on",
         "FLUX_MEGATRON_TUNE_SECONDS": "7",
         "FLUX_MEGATRON_BESIDE": "1",
         "FLUX_MEGATRON_CACHE": "/somewhere",
@@ -36,7 +36,7 @@ def test_every_variable_is_read():
     }
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
-        tune="lazy", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
+        tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
         nvtx=True, native=False, allow=("sft", "train_step"),
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ from races import FakeRace, defaults, measured, some_problem
 from ranks import DEVICE, on_device
 
 from flux_megatron.overlap import fused, registry
-from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import beside, tuner
 from flux_megatron.tuning.beside import NoRoom
@@ -155,7 +154,7 @@ def all_kinds(rank: int) -> list[Entry]:
         for layout in ("nt", "nn"):
             problem = some_problem(pattern, layout, 24, "bfloat16")
             names, _ = registry.overlapping(problem, "auto", None)
-            entry = measured(problem, tuner.candidates(problem, names, None))
+            entry = measured(problem, tuner.candidates(problem, names))
             found_names = {one.plan.strategy for one in entry.measured}
             assert found_names == {"sequential", *names}, (problem, entry.failed)
             found.append(entry)
@@ -226,15 +225,9 @@ def test_a_plan_that_fails_later_does_not_take_the_others_with_it():
     assert first.untried == 0
 
 
-def test_hopeless_plans_are_not_measured(monkeypatch):
+def test_every_strategys_default_comes_first(monkeypatch):
     problem = Problem(Pattern.AG_GEMM, 64, 4 * 12288, 12288, "bfloat16", 4)
     variants = {"fused": [FUSED, Plan("fused", 32)], "pipelined": [PIPELINED, Plan("pipelined", 8)]}
     monkeypatch.setattr(registry, "candidates", lambda problem, name: variants[name])
-    names = ["fused", "pipelined"]
-    # without facts all, every strategy's default first
     everything = [PLAIN, FUSED, PIPELINED, Plan("fused", 32), Plan("pipelined", 8)]
-    assert tuner.candidates(problem, names, None) == everything
-    assert tuner.candidates(problem, names, H200) == [PLAIN, FUSED, Plan("fused", 32)]
-    slow = {"pipelined": variants["pipelined"]}
-    monkeypatch.setattr(registry, "candidates", lambda problem, name: slow[name])
-    assert tuner.candidates(problem, ["pipelined"], H200) == [PLAIN], "sequential always is"
+    assert tuner.candidates(problem, ["fused", "pipelined"]) == everything

@@ -1,4 +1,4 @@
-"""Which plan a call gets: a measured one or a neighbour's; lazily measured in bounds."""
+"""Which plan a call gets: a measured one, or a race's winner, by its layer kind's table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ from ranks import DEVICE, on_device
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.overlap.report import report
-from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
-SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 9, 5, 4)
+SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 64, 5, 4)
 PLAIN = Plan("sequential")
 
 
@@ -43,13 +44,7 @@ def store(
     plan_cache.store(choice.user_folder(folder), entry)
 
 
-def without_facts() -> None:
-    """The cost model knows nothing of this machine, as of a CPU: all strategies may win."""
-    hardware.find = lambda gpu, link: None
-
-
 def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
-    without_facts()
     if rank == 0:
         for M, strategy, changes in entries:
             store(folder, M, strategy, **changes)
@@ -63,6 +58,7 @@ def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
 OTHER = {"driver": "1.2.3"}
 
 
+# one range of M is that of 64 and all below, the next that of 128
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
@@ -71,17 +67,16 @@ OTHER = {"driver": "1.2.3"}
         ([(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
         ([(18, "pipelined", {})], "pipelined"),
         ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
-        ([(14, "pipelined", OTHER), (18, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER), (18, "sequential", {})], "pipelined"),
+        ([(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
         ([(12, "pipelined", OTHER)], "pipelined"),
         ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
-        ([(48, "pipelined", {})], "fused"),
+        ([(128, "pipelined", {})], "fused"),
         ([(12, "magic", {})], "fused"),
         ([], "fused"),
     ],
     ids=[
-        "hit", "sequential", "hit and neighbour", "neighbour", "nearest", "same software", "same M",
-        "other software", "other connections", "too far", "unknown strategy", "nothing",
+        "hit", "sequential", "hit and neighbour", "its range", "nearest", "same software",
+        "other software", "other connections", "another range", "unknown strategy", "nothing",
     ],
 )  # fmt: skip
 def test_off(tmp_path, entries, expected):
@@ -93,28 +88,11 @@ def test_off(tmp_path, entries, expected):
 BESIDE = {"beside": True}
 
 
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ([(12, "fused", BESIDE), (12, "pipelined", {})], "fused"),
-        ([(18, "fused", BESIDE), (12, "pipelined", {})], "fused"),
-        ([(12, "fused", BESIDE | OTHER), (12, "sequential", {})], "fused"),
-        ([(12, "sequential", {"others": "pipelined"})], "sequential"),
-        ([(12, "pipelined", {"others": "sequential fused"})], "sequential"),
-        ([(18, "pipelined", {"others": "fused sequential"})], "fused"),
-        ([(12, "pipelined", {})], "fused"),
-        ([(48, "pipelined", BESIDE)], "fused"),
-        ([], "fused"),
-    ],
-    ids=[
-        "hit", "neighbour", "other software", "alone", "alone, of the careful", "alone, neighbour",
-        "alone, none careful", "too far", "nothing",
-    ],
-)  # fmt: skip
-def test_beside_others_only_what_was_measured_there_or_is_careful(tmp_path, entries, expected):
+def test_beside_others_only_what_was_measured_there(tmp_path):
     environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": "1"}
+    entries = [(12, "pipelined", BESIDE), (12, "sequential", {})]
     for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", expected): 1}
+        assert calls == {("ag_gemm", "pipelined"): 1}
 
 
 @pytest.mark.parametrize("setting", ["auto", "0"])
@@ -151,8 +129,7 @@ def test_only_the_leaders_cache_counts(tmp_path):
         assert calls == {("ag_gemm", "pipelined"): 1}
 
 
-def lazily(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
-    without_facts()
+def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
     tuner.race = FakeRace(lambda name: 1.0 if name == favourite else 100.0)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -161,48 +138,47 @@ def lazily(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
     return report().calls, len(tuner.race.turns), said.getvalue()
 
 
-def test_lazy_measures_once_says_so_and_keeps_it(tmp_path):
-    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
-    first = on_device(lazily, 2, tmp_path, "pipelined", environment=lazy)
+def test_a_range_is_raced_once_said_and_kept(tmp_path):
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    first = on_device(raced, 2, tmp_path, "pipelined", environment=on)
     for rank, (calls, races, said) in enumerate(first):
         assert calls == {("ag_gemm", "pipelined"): 4}
         assert races > 1
-        line = "flux_megatron: measured ag_gemm M=12 N=10 K=4 nt float32 over 2 ranks on"
+        line = "flux_megatron: measured ag_gemm M=64 N=10 K=4 nt float32 over 2 ranks on"
         assert said.count(line) == (1 if rank == 0 else 0)
         if rank == 0:
             assert "pipelined 1 us, sequential 100 us" in said
     (file,) = tmp_path.rglob("*.json")
     # a later run finds it, whatever it would measure itself
-    for mode in ("lazy", "off"):
-        later = lazy | {"FLUX_MEGATRON_TUNE": mode}
-        for calls, races, said in on_device(lazily, 2, tmp_path, "fused", environment=later):
+    for mode in ("on", "off"):
+        later = on | {"FLUX_MEGATRON_TUNE": mode}
+        for calls, races, said in on_device(raced, 2, tmp_path, "fused", environment=later):
             assert (calls, races, said) == ({("ag_gemm", "pipelined"): 4}, 0, "")
     # what was measured with other software is measured again
     file.write_text(file.read_text().replace('"torch": "', '"torch": "0.'))
-    for calls, races, _ in on_device(lazily, 2, tmp_path, "fused", environment=lazy):
+    for calls, races, _ in on_device(raced, 2, tmp_path, "fused", environment=on):
         assert calls == {("ag_gemm", "fused"): 4}
         assert races > 1
     assert '"torch": "0.' not in file.read_text()
 
 
-def test_lazy_measures_under_the_conditions_of_the_run(tmp_path):
-    lazy = {
+def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
+    on = {
         "FLUX_MEGATRON_CACHE": str(tmp_path),
-        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_TUNE": "on",
         "FLUX_MEGATRON_BESIDE": "1",
     }
-    for calls, races, _ in on_device(lazily, 2, tmp_path, "fused", environment=lazy):
+    for calls, races, _ in on_device(raced, 2, tmp_path, "fused", environment=on):
         assert calls == {("ag_gemm", "fused"): 4}
         assert races > 1
     (file,) = tmp_path.rglob("*.json")
     assert '"beside": true' in file.read_text()
-    off = lazy | {"FLUX_MEGATRON_TUNE": "off"}
-    for calls, races, _ in on_device(lazily, 2, tmp_path, "", environment=off):
+    off = on | {"FLUX_MEGATRON_TUNE": "off"}
+    for calls, races, _ in on_device(raced, 2, tmp_path, "", environment=off):
         assert (calls, races) == ({("ag_gemm", "fused"): 4}, 0)
 
 
 def slowly(rank: int) -> tuple[dict, int]:
-    without_facts()
     fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=0.3)
     tuner.race = tuner.time = choice.time = fake
     for case in (SMALL, LARGER):
@@ -210,21 +186,41 @@ def slowly(rank: int) -> tuple[dict, int]:
     return report().calls, len(tuner.race.turns)
 
 
-def test_lazy_stops_when_its_time_is_over_and_keeps_nothing_half_done(tmp_path):
+def test_races_stop_when_their_time_is_over_and_keep_nothing_half_done(tmp_path):
     bounded = {
         "FLUX_MEGATRON_CACHE": str(tmp_path),
-        "FLUX_MEGATRON_TUNE": "lazy",
+        "FLUX_MEGATRON_TUNE": "on",
         "FLUX_MEGATRON_TUNE_SECONDS": "0.4",
     }
     for calls, races in on_device(slowly, 2, environment=bounded):
-        # sequential, fused, then both together; the second problem finds no time left
+        # sequential, the next, then both together; the second range finds no time left
         assert races == 3
         assert calls == {("ag_gemm", "sequential"): 1, ("ag_gemm", "fused"): 1}
     assert [*tmp_path.rglob("*.json")] == []
 
 
+def every_m(rank: int) -> tuple[list[str], int]:
+    """What is asked and raced in a run whose calls all have another M."""
+    questions: list[str] = []
+    ask = Agreement.ask
+    tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
+    with mock.patch.object(
+        Agreement, "ask", lambda self, *given: (questions.append(given[0]), ask(self, *given))[1]
+    ):
+        for rows in range(1, 40):
+            check(replace(SMALL, M_shard=rows))
+    return questions, len(report().calls)
+
+
+def test_a_new_m_asks_nobody(tmp_path):
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    for questions, strategies in on_device(every_m, 2, environment=on):
+        asked = [text for text in questions if "grows" not in text]
+        assert [text.partition(" ")[0] for text in asked] == ["ag_gemm", "race"]
+        assert strategies == 1
+
+
 def captured(rank: int) -> tuple[dict, int]:
-    without_facts()
     tuner.race = FakeRace(lambda name: 1.0)
     choice.capturing = lambda device: rank == 1
     check(SMALL)
@@ -232,8 +228,8 @@ def captured(rank: int) -> tuple[dict, int]:
 
 
 def test_nothing_is_measured_while_a_rank_captures(tmp_path):
-    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
-    for answer in on_device(captured, 2, environment=lazy):
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    for answer in on_device(captured, 2, environment=on):
         assert answer == ({("ag_gemm", "fused"): 1}, 0)
 
 
@@ -250,9 +246,9 @@ def ranks_disagree(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_ranks_that_disagree_are_reported_before_anything_is_measured(tmp_path):
-    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
-    on_device(ranks_disagree, 2, environment=lazy | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
+def test_ranks_that_disagree_are_reported_before_a_race(tmp_path):
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    on_device(ranks_disagree, 2, environment=on | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
 
 
 def no_place_for_the_cache(rank: int) -> list[str]:
@@ -265,8 +261,8 @@ def no_place_for_the_cache(rank: int) -> list[str]:
 
 def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path):
     (tmp_path / "plans").write_text("not a folder")
-    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
-    first, second = on_device(no_place_for_the_cache, 2, environment=lazy)
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    first, second = on_device(no_place_for_the_cache, 2, environment=on)
     assert len(first) == 1
     assert first[0].startswith("flux_megatron: a measured plan is not kept:")
     assert second == []
@@ -285,5 +281,5 @@ def caller_state(rank: int) -> bool:
 
 
 def test_measuring_leaves_the_run_alone(tmp_path):
-    lazy = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "lazy"}
-    assert on_device(caller_state, 2, environment=lazy) == [True, True]
+    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    assert on_device(caller_state, 2, environment=on) == [True, True]

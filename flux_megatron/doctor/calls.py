@@ -8,23 +8,16 @@ from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
 
 
 def kernels(wanted: Wanted) -> Iterator[Finding]:
-    """Which kernels `hopper` and `signalled` will run, and by what bands are chosen."""
+    """Which kernels `hopper` and `signalled` will run."""
     if not gpus_seen():
         return
     import torch
 
     from flux_megatron.kernels import hopper_config, hopper_gemm
-    from flux_megatron.perf import hardware
-    from flux_megatron.tuning import environment
 
     reason = hopper_gemm.refuses_bands("cuda", torch.bfloat16, 64, 64, 1, (), hopper_config.TILE)
     text = f"the portable ones run: {reason}" if reason else "run in 16 bits, at aligned sizes"
     yield Finding("Hopper kernels", "note" if reason else "ok", text)
-    where = environment.of(torch.device("cuda", 0))
-    facts = hardware.find_or_assume(where.gpu, where.link)
-    source = f"chosen by the curves of {facts.name}, {facts.source}" if facts else "of equal size"
-    assumed = facts is None or "assumed" in facts.source
-    yield Finding("bands of signalled", "note" if assumed else "ok", source)
 
 
 def driver_calls(wanted: Wanted) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The bands of a `signalled` plan: which model predicts them, and which are best."""
+"""What predicts the bands of a `signalled` plan of AG+GEMM."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.wave_groups import (
-    COMM_SMS,
     CTA_GBPS,
-    BandModel,
     Curve,
-    best,
-    ends_of,
     finish_us,
-    model_of,
     nccl_curve,
 )
 from flux_megatron.problem import Plan, Problem
-
-CurveOf = Callable[[int], "Curve | None"]
 
 
 @dataclass(frozen=True)
@@ -78,27 +71,3 @@ def gather_model(
     local_us = gemm_us(left, rows, problem.N_local, K, problem.dtype, constants)
     curve = curve or nccl_curve(problem, hardware, gbps)
     return GatherModel(rows, local_us, gemm_of, row_bytes, curve)
-
-
-def band_model(
-    problem: Problem, plan: Plan, hardware: Hardware, constants: Constants = FITTED,
-    curve: Curve | None = None,
-) -> BandModel:  # fmt: skip
-    """What predicts the plan's bands. `curve` as in `wave_groups.model_of`."""
-    model = gather_model if problem.spec.gathers else model_of
-    return model(problem, plan, hardware, constants, curve)
-
-
-def best_plans(
-    problem: Problem, like: Plan, hardware: Hardware, curve_of: CurveOf = lambda comm_sms: None
-) -> list[Plan]:
-    """The plan with the best bands for each number of SMs left to collectives, the fastest first;
-    else as `like`. `curve_of` gives measured curves, by these SMs.
-    """
-    plans = {}
-    for comm_sms in COMM_SMS:
-        plan = replace(like, comm_sms=comm_sms)
-        model = band_model(problem, plan, hardware, curve=curve_of(comm_sms))
-        plan = replace(plan, group_rows=best(model, ends_of(model.rows, plan.tile.block_m)))
-        plans[plan] = model.finish_us(plan.group_rows)
-    return sorted(plans, key=plans.__getitem__)

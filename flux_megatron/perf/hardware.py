@@ -134,12 +134,6 @@ A100_PCIE = _like_h200(
 
 GPUS = (H200, H100, H800, A100)
 
-# Assumed where bands are chosen and the link is not known: a slot of PCIe 4 x16; one card of 400
-# Gb/s a GPU, of which NCCL gets 90 %.
-_PCIE = Link("pcie", 32.0)
-NODES_GBPS = 45.0
-
-
 def find(gpu: str, link: str) -> Hardware | None:
     """The facts of a GPU by the name its driver gives, or None where there is no cost model.
 
@@ -147,20 +141,6 @@ def find(gpu: str, link: str) -> Hardware | None:
     where kernels are emulated and their times mean nothing.
     """
     return _named(gpu) if link == "nvlink" else None
-
-
-def find_or_assume(gpu: str, link: str, one_node: bool = True) -> Hardware | None:
-    """As `find`; where there is no cost model, the GPU on a link that is assumed, as its `source`
-    says. It is for the size of bands: they must be chosen for any link. None for unknown GPUs.
-    """
-    known = _named(gpu)
-    if known is None or (one_node and find(gpu, link)):
-        return known
-    if one_node:
-        source = f"{known.source}; assumed: PCIe of {_PCIE.bandwidth_gbps:.0f} GB/s"
-        return replace(_linked(known, _PCIE), source=source)
-    source = f"{known.source}; assumed: {NODES_GBPS:.0f} GB/s a GPU between nodes"
-    return replace(known, nccl_gbps=NODES_GBPS, source=source)
 
 
 def of(cluster: Cluster) -> Hardware:

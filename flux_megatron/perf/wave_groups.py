@@ -10,9 +10,8 @@ enough. That is exact but for narrow bands, which also delay those behind them: 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ from flux_megatron.perf.constants import FITTED, Constants
 from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
 from flux_megatron.perf.hardware import Hardware
 from flux_megatron.perf.signalled_kernels import terms_of
-from flux_megatron.problem import MAX_GROUPS, Plan, Problem
+from flux_megatron.problem import Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing
 # 2 x H200, NCCL 2.28.9, docs/results/h200x2/signalled.jsonl, rows with `cga_cluster_size` 1. SMs:
@@ -123,11 +122,6 @@ class WaveModel:
         """When all is sent, for a plan's `group_rows`."""
         return finish_us(self, group_rows)
 
-    def ends(self, units: int = UNITS) -> list[int]:
-        """Where bands may end: after whole tiles, at most `units` places, the last is the end."""
-        return ends_of(self.rows, self.tile_rows, units)
-
-
 def finish_us(model: BandModel, group_rows: Sequence[int]) -> float:
     """When all bands are done, for a plan's `group_rows`."""
     first, done = 0, model.begin
@@ -137,39 +131,6 @@ def finish_us(model: BandModel, group_rows: Sequence[int]) -> float:
             done = model.after(first, last, done)
         first = last
     return done[0]
-
-
-def ends_of(rows: int, tile_rows: int, units: int = UNITS) -> list[int]:
-    """At most `units` places of whole tiles, the last of which is the end."""
-    step = math.ceil(math.ceil(rows / tile_rows) / units) * tile_rows
-    return [*range(step, rows, step), rows]
-
-
-def best(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
-    """The `group_rows` with the least `finish_us`, of at most MAX_GROUPS bands."""
-    # by the end of the last band so far
-    found: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {0: (model.begin, ())}
-    fastest: tuple[tuple[float, float], tuple[int, ...]] = ((math.inf, 0.0), ())
-    for _ in range(MAX_GROUPS):
-        longer: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
-        for (first, (before, bands)), last in itertools.product(found.items(), ends):
-            if last > first:
-                choice = (model.after(first, last, before), (*bands, last - first))
-                longer[last] = min(choice, longer.get(last, choice))
-        fastest = min(fastest, longer.get(model.rows, fastest))
-        found = longer
-    return fastest[1][:-1]
-
-
-def exhaustive(model: BandModel, ends: Sequence[int]) -> tuple[int, ...]:
-    """The same by trying every choice of `ends`: 2^(ends - 1) of them."""
-
-    def choices() -> Iterator[tuple[int, ...]]:
-        for count in range(min(len(ends), MAX_GROUPS)):
-            for inner in itertools.combinations(ends[:-1], count):
-                yield tuple(b - a for a, b in itertools.pairwise((0, *inner)))
-
-    return min(choices(), key=model.finish_us)
 
 
 def model_of(

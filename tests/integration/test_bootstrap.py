@@ -76,17 +76,17 @@ def test_flags_become_options():
     assert options_from(parse("--flux-overlap")) == FluxOptions()
     assert FluxOptions().environment() == {}
     line = (
-        "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune lazy "
+        "--flux-overlap --flux-layers fc1 head --flux-strategy fused --flux-tune on "
         "--flux-tune-seconds 7 --flux-cache plans --flux-strict --flux-trace --flux-save-gathered "
         "--flux-allow sft train_step"
     )
     given = options_from(parse(*line.split()))
     assert given == FluxOptions(
-        layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="lazy",
+        layers=("fc1", "head"), strategy="fused", save_gathered=True, tune="on",
         tune_seconds=7.0, cache="plans", strict=True, trace=True, allow=("sft", "train_step"),
     )  # fmt: skip
     assert settings.read(given.environment()) == settings.Settings(
-        strategy="fused", strict=True, tune="lazy", tune_seconds=7.0, cache=Path("plans"),
+        strategy="fused", strict=True, tune="on", tune_seconds=7.0, cache=Path("plans"),
         nvtx=True, allow=("sft", "train_step"),
     )  # fmt: skip
 
@@ -108,8 +108,8 @@ def test_deterministic_runs_measure_nothing(mode):
     args = parse("--flux-overlap")
     setattr(args, mode, True)
     assert options_from(args).environment() == {"FLUX_MEGATRON_TUNE": "off"}
-    args.flux_tune = "lazy"
-    with pytest.raises(ValueError, match="--flux-tune lazy given with --flux-deterministic"):
+    args.flux_tune = "on"
+    with pytest.raises(ValueError, match="--flux-tune on given with --flux-deterministic"):
         options_from(args)
 
 

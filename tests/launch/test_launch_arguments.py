@@ -247,7 +247,7 @@ def test_plans_are_measured_at_the_start_and_kept_in_the_run():
     """No home folder is needed, and a run's later rounds find them."""
     variables = environment.variables(GPT["flux"], RUN)
     found = settings.read(variables)
-    assert (found.tune, found.cache) == ("lazy", RUN / "cache" / "plans")
+    assert (found.tune, found.cache) == ("auto", RUN / "cache" / "plans")
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert Path(variables[name]).is_relative_to(RUN / "cache")
     assert variables["NCCL_DEBUG"] == "WARN"

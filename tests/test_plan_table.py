@@ -1,0 +1,88 @@
+"""The plans of a layer kind by ranges of M."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flux_megatron.overlap import registry
+from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.tuning import plan_table
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, problem_of, range_of
+
+LAYER = Problem(Pattern.GEMM_RS, 4096, 5120, 25600, "bfloat16", 2)
+NAMES = ["hopper", "fused", "pipelined", "signalled"]
+HALVES = Plan("pipelined", comm_rows=1024)  # of a shard of 2048 rows
+PLAIN = Plan("sequential")
+
+
+def test_ranges_are_powers_of_two_and_every_m_has_one():
+    assert [range_of(M) for M in (1, 64, 90, 91, 1448, 1449, 8192, 10**6)] == [
+        6, 6, 6, 7, 10, 11, 13, 13
+    ]  # fmt: skip
+    assert {range_of(1 << number) for number in RANGES} == {*RANGES}
+    assert problem_of(replace(LAYER, world_size=3), 6).M == 66, "whole shards"
+
+
+def test_the_nearest_point_of_the_range_gives_the_plan():
+    table = PlanTable({2048: PLAIN, 3072: HALVES, 4096: Plan("fused")})
+    assert table.plan(replace(LAYER, M=2048), NAMES) == PLAIN
+    assert table.plan(replace(LAYER, M=2100), NAMES) == PLAIN
+    assert table.plan(replace(LAYER, M=3100), NAMES).strategy == "pipelined"
+    assert table.plan(replace(LAYER, M=5700), NAMES) == Plan("fused")
+    with_hopper = plan_table.ruled(replace(LAYER, M=16384), ["pipelined"])
+    assert table.plan(replace(LAYER, M=16384), ["pipelined"]) == with_hopper, "no point is near"
+
+
+def test_a_plan_keeps_its_share_of_rows():
+    assert for_rows(HALVES, 4096, LAYER) == HALVES
+    assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500
+    assert for_rows(PLAIN, 4096, replace(LAYER, M=6000)) == PLAIN
+    bands, on_cpu = Plan("signalled", group_rows=(512, 512)), replace(LAYER, M=6000, device="cpu")
+    default = registry.strategy(on_cpu, "signalled").default_plan(on_cpu)
+    assert for_rows(bands, 4096, on_cpu) == default
+
+
+def test_a_strategy_that_cannot_run_this_m_gives_way():
+    table = PlanTable({4096: Plan("hopper")})
+    assert table.plan(replace(LAYER, M=4097), ["pipelined"]) == Plan("pipelined")
+    assert table.plan(replace(LAYER, M=4097), []) == PLAIN
+
+
+def test_the_second_range_of_training_races_all_of_them():
+    table = PlanTable()
+    assert table.unsettled(300) == [8]
+    table.settled |= {8}
+    assert table.unsettled(6000) == [13]
+    table.points[8192] = PLAIN
+    assert table.unsettled(5000) == [10, 11, 12]
+    assert table.unsettled(7000) == []
+    table.settled |= {10, 11, 12}
+    assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
+    assert table.unsettled(64) == [6], "few rows alone"
+
+
+@pytest.mark.parametrize(
+    ("M", "names", "strategy"),
+    [
+        (8192, NAMES, "hopper"), (1024, NAMES[1:], "fused"), (1023, NAMES, "sequential"),
+        (64, ["low_latency", *NAMES], "low_latency"), (65, ["low_latency", *NAMES], "sequential"),
+    ],
+)  # fmt: skip
+def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
+    monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
+    assert plan_table.ruled(replace(LAYER, M=M), names).strategy == strategy
+    gathers = replace(LAYER, pattern=Pattern.AG_GEMM, M=64)
+    assert plan_table.ruled(gathers, ["low_latency", *NAMES]) == PLAIN
+
+
+def test_a_race_leaves_out_what_never_wins(monkeypatch):
+    tried = {name: [Plan(name), Plan(name, comm_rows=8), Plan(name, splits=1)] for name in NAMES}
+    monkeypatch.setattr(registry, "candidates", lambda problem, name: tried[name])
+    first = [*tried["hopper"][:2], *tried["pipelined"][:2]]
+    assert plan_table.racers(LAYER, NAMES) == [PLAIN, *first]
+    few = plan_table.racers(replace(LAYER, M=512), ["pipelined", "signalled"])
+    assert few == [PLAIN, *tried["pipelined"]]
+    assert plan_table.racers(LAYER, ["signalled"]) == [PLAIN, *tried["signalled"][:2]]
+    assert Plan("fused") in plan_table.racers(LAYER, NAMES[1:])
