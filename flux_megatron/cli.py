@@ -85,7 +85,7 @@ def run(
 
         main(command)
         return
-    from flux_megatron.bench import machine
+    from flux_megatron import machine
 
     machine.check_device(device)
     bootstrap.check(str(script), arguments or [])

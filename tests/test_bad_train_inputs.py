@@ -30,6 +30,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flux_megatron import cli, settings
+from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.train import (
     checkpoint,
     config,
@@ -41,7 +42,6 @@ from flux_megatron.train import (
     worker,
 )  # fmt: skip
 from flux_megatron.train.config import ConfigError, DataConfig
-from flux_megatron.train.cpu_device import pretend_cuda
 from flux_megatron.train.model import Trainee, layer_context
 
 DEMO = Path(__file__).parent.parent / "configs" / "train" / "demo.yaml"

@@ -27,9 +27,9 @@ from flux_megatron.generate.comparison import Decoded
 from flux_megatron.generate.request import Request
 from flux_megatron.generate.sampling import Sampler
 from flux_megatron.generate.text_stream import TextStream
+from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.overlap.report import report
 from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.cpu_device import pretend_cuda
 from flux_megatron.train.model import gpt_model, transformer_config
 from flux_megatron.train.tokenizer import ByteTokenizer
 

@@ -49,11 +49,12 @@ TABLE = {
     "problem": room("patterns"),
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
+    "machine": room("errors"),  # the GPUs of this machine, counted without torch
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
         "config_files errors option_values problem perf version versions.python "
-        "integration.arguments integration.bootstrap train.cpu_pretrain",
+        "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors patterns problem", "torch"),

@@ -90,7 +90,8 @@ def bench_operations(
     commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
 ) -> None:
     """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
-    from flux_megatron.bench import launch, machine
+    from flux_megatron import machine
+    from flux_megatron.bench import launch
     from flux_megatron.bench.operations import NAMES
     from flux_megatron.bench.operations.worker import OperationOptions
 
@@ -125,7 +126,8 @@ def trace(
     nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
-    from flux_megatron.bench import launch, machine
+    from flux_megatron import machine
+    from flux_megatron.bench import launch
     from flux_megatron.bench.trace_options import TraceOptions, sizes
 
     options = TraceOptions(

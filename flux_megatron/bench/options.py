@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flux_megatron import option_values, settings
-from flux_megatron.bench import machine, suites
+from flux_megatron import machine, option_values, settings
+from flux_megatron.bench import suites
 from flux_megatron.bench.suites import Case
 from flux_megatron.errors import BadInput
 

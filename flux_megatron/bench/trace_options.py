@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from flux_megatron import option_values, settings
-from flux_megatron.bench import machine
+from flux_megatron import machine, option_values, settings
 from flux_megatron.errors import BadInput
 
 LAYERS = ("column", "row")

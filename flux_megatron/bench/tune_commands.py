@@ -92,8 +92,9 @@ def _tune_experts(
     experts: int, sizes: dict[str, int | None], ep: int, gated: bool, dtype: str, device: str,
     again: bool, cuda_max_connections: int,
 ) -> None:  # fmt: skip
-    from flux_megatron.bench import machine, tune_request
+    from flux_megatron import machine
     from flux_megatron.bench import tune_experts as of_experts
+    from flux_megatron.bench import tune_request
     from flux_megatron.errors import BadInput
 
     if lacking := [name for name, size in sizes.items() if size is None]:

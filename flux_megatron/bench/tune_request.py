@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flux_megatron import option_values, settings
-from flux_megatron.bench import launch, machine, suites
+from flux_megatron import machine, option_values, settings
+from flux_megatron.bench import launch, suites
 from flux_megatron.errors import BadInput
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem

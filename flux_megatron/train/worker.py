@@ -86,7 +86,7 @@ def run(
     import torch
     import torch.distributed as dist
 
-    from flux_megatron.train.cpu_device import without_compiler
+    from flux_megatron.integration.cpu_device import without_compiler
     from flux_megatron.train.rank_states import RankStates, naming_lost_ranks
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
@@ -97,7 +97,7 @@ def run(
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
-        from flux_megatron.train.cpu_device import pretend_cuda
+        from flux_megatron.integration.cpu_device import pretend_cuda
 
         device = torch.device("cpu")
         pretend_cuda()

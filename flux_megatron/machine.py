@@ -1,4 +1,4 @@
-"""Whether this machine has what a measurement asks for: a GPU for every rank, or a problem that
+"""Whether this machine has what a command asks for: a GPU for every rank, or a problem that
 interpreted kernels can run. No torch: the answer comes at once.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux_megatron.train.cpu_device import Stream, pretend_cuda
+from flux_megatron.integration.cpu_device import Stream, pretend_cuda
 from flux_megatron.versions.python import provide_override
 
 MEMORY = 1 << 34
