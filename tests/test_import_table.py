@@ -1,7 +1,8 @@
 """The import table: which room of the package may import which, and what from outside.
 
-Rooms are the modules and packages directly under `flux_megatron`; "" is its `__init__`. Imports in
-functions and those for type checkers count like any other, unless the table says "lazily".
+Rooms are the modules and packages directly under `flux_megatron` and `flux_megatron.lab`; "" is the
+package's `__init__`. Imports in functions and those for type checkers count like any other, unless
+the table says "lazily".
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
+LAB = "lab"  # the laboratory; all else is the product
 BASE = frozenset({"errors", "patterns", "problem", "settings", "version"})
 ANY = frozenset({"*"})
 
@@ -101,6 +103,11 @@ TABLE = {
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
+}
+BELOW = frozenset(TABLE)
+# The laboratory. It may import the product, and of the product only the command line may import it.
+LABORATORY = {
+    LAB: room(),
     "train": room(
         "command_errors config_files errors option_values settings ops nn integration "
         "overlap.report symm.step versions",
@@ -111,20 +118,21 @@ TABLE = {
         "command_errors option_values overlap.report symm.step train",
         "torch megatron pydantic rich typer",
     ),
+    # what runs have logged, and what they were to be: read and predicted where they are submitted
+    "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
+    "simulate": room("errors launch option_values perf", "typer", lazily="rich"),
+    # beside other libraries; plans for the models of `train`
+    "bench": Room(BELOW | {"train"}, ANY),
 }
-BELOW = frozenset(TABLE)
+TABLE |= LABORATORY
 TABLE |= {
-    "": Room(BELOW - {"train", "generate"}),
-    "bench": Room(BELOW, ANY),
+    "": Room(BELOW),
     "doctor": Room(BELOW, ANY),
     # runs on a node before the ranks, and once as ranks of its own
     "preflight": room(packages="torch"),
-    # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
-    "simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
     "patching": room("errors", "typer"),
-    "cli": Room(BELOW | {"bench", "doctor", "patching", "results", "simulate"}, ANY),
+    "cli": Room(BELOW | {"doctor", "patching", LAB, *LABORATORY}, ANY),
     "__main__": Room(frozenset({"command_errors", "version", "cli", "doctor"})),
 }
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
@@ -145,7 +153,7 @@ AT_IMPORT = {
             "bench.tune_commands",
             "option_values",
             "patching",
-            "results.commands",
+            "lab.results.commands",
             "simulate.commands",
             "train.commands",
             "versions",
@@ -197,6 +205,12 @@ def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, name, id(node) in inside
 
 
+def room_of(module: str) -> str:
+    """The room of a module, less the first name: `lab.train` of `lab.train.loop`."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == LAB else 1])
+
+
 def for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
@@ -212,13 +226,13 @@ def violations(package: Path) -> list[str]:
     found = []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
-        name = path.with_suffix("").parts[0].replace("__init__", "")
+        name = room_of(".".join(path.with_suffix("").parts)).removesuffix("__init__").rstrip(".")
         if name not in TABLE:
             found.append(f"{path}: the table has no room {name!r}")
             continue
         for line, target, lazy in imports(file, package):
             top = target.split(".")[0]
-            own = top == PACKAGE and module_name(package, target).split(".")[0] == name
+            own = top == PACKAGE and room_of(module_name(package, target)) == name
             if own or top in sys.stdlib_module_names:
                 continue
             rules = TABLE[name] if lazy else AT_IMPORT.get(name, TABLE[name])
@@ -233,10 +247,9 @@ def test_every_import_is_in_the_table():
 
 def test_every_room_of_the_package_is_seen():
     """The walk really looked at the package: the rooms that exist are rooms of the table."""
-    rooms = {path.stem for path in SOURCE.glob("*.py")} | {
-        p.parent.name for p in SOURCE.glob("*/*.py")
-    }
-    assert {"__init__", "kernels", "overlap", "symm"} <= rooms
+    files = [file.relative_to(SOURCE).with_suffix("") for file in SOURCE.rglob("*.py")]
+    rooms = {room_of(".".join(file.parts)) for file in files} - {"lab.__init__"}
+    assert {"__init__", "kernels", "overlap", "symm", "lab.results"} <= rooms
     assert rooms - {"__init__", "__main__"} <= TABLE.keys()
 
 

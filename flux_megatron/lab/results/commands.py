@@ -23,10 +23,10 @@ def results(
 
     from flux_megatron import option_values
     from flux_megatron.errors import BadInput
+    from flux_megatron.lab.results import plot, tables
+    from flux_megatron.lab.results.iterations import ResultsError
+    from flux_megatron.lab.results.report import read, reports
     from flux_megatron.launch import run_folder
-    from flux_megatron.results import plot, tables
-    from flux_megatron.results.iterations import ResultsError
-    from flux_megatron.results.report import read, reports
 
     try:
         option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")

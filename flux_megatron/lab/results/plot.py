@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flux_megatron.lab.results.iterations import Series
+from flux_megatron.lab.results.report import Report
+from flux_megatron.lab.results.summary import loss_differences, warm_times
 from flux_megatron.perf.workload import Arm
-from flux_megatron.results.iterations import Series
-from flux_megatron.results.report import Report
-from flux_megatron.results.summary import loss_differences, warm_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

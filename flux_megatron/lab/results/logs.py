@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from flux_megatron.results.iterations import Iteration, ResultsError, Series, join, split
+from flux_megatron.lab.results.iterations import Iteration, ResultsError, Series, join, split
 
 HEAD = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\] iteration +(\d+)/ *\d+ \|(.*)")
 BEGINNING = re.compile(r"\] iteration +\d+/")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flux_megatron.results.report import Report
-from flux_megatron.results.statistics import COVERAGE, Speedup
-from flux_megatron.results.summary import ArmSummary, Parity
+from flux_megatron.lab.results.report import Report
+from flux_megatron.lab.results.statistics import COVERAGE, Speedup
+from flux_megatron.lab.results.summary import ArmSummary, Parity
 
 if TYPE_CHECKING:
     from rich.table import Table

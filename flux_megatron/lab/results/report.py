@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.lab.results import logs, statistics, summary
+from flux_megatron.lab.results.iterations import ResultsError, Series
+from flux_megatron.lab.results.statistics import Speedup
+from flux_megatron.lab.results.summary import ArmSummary, Parity
 from flux_megatron.launch import run_folder
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.perf.workload import Arm
-from flux_megatron.results import logs, statistics, summary
-from flux_megatron.results.iterations import ResultsError, Series
-from flux_megatron.results.statistics import Speedup
-from flux_megatron.results.summary import ArmSummary, Parity
 
 PAIRS: tuple[tuple[Arm, Arm], ...] = (
     ("te", "megatron"),
