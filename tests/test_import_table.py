@@ -120,7 +120,7 @@ LABORATORY = {
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
-    "simulate": room("errors launch option_values perf", "typer", lazily="rich"),
+    "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # beside other libraries; plans for the models of `train`
     "bench": Room(BELOW | {"train"}, ANY),
 }
@@ -154,7 +154,7 @@ AT_IMPORT = {
             "option_values",
             "patching",
             "lab.results.commands",
-            "simulate.commands",
+            "lab.simulate.commands",
             "train.commands",
             "versions",
         },

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flux_megatron.simulate import given
+from flux_megatron.lab.simulate import given
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +64,7 @@ def simulate(
     docs/cluster.md says how to read the output, docs/performance.md how far off it is.
     """
     from flux_megatron import option_values
-    from flux_megatron.simulate import dlrm_tables, predictions, study, tables
+    from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
 
     of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
                              swiglu, micro_batch)  # fmt: skip
