@@ -16,9 +16,9 @@ from flux_megatron.command_group import CommandGroup
 from flux_megatron.generate.commands import generate
 from flux_megatron.lab.results.commands import results
 from flux_megatron.lab.simulate.commands import simulate
+from flux_megatron.lab.train.commands import train
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
-from flux_megatron.train.commands import train
 from flux_megatron.version import __version__
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)

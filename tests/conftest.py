@@ -68,8 +68,8 @@ WHOLE = {
     "test_hopper_worlds": ("overlap/", "symm/", "expert_parallel/"),
     "test_slurm_jobs": ("slurm/", "launch/"),
     "test_slurm_faults": ("slurm/", "launch/"),
-    "test_faults": ("faults/", "symm/", "train/"),
-    "test_train_runs": ("train/", "symm/"),
+    "test_faults": ("faults/", "symm/", "lab/train/"),
+    "test_train_runs": ("lab/train/", "symm/"),
     "test_in_small": ("gpu/", "bench/"),
     "test_differential": ("differential/",),
 }

@@ -108,21 +108,21 @@ BELOW = frozenset(TABLE)
 # The laboratory. It may import the product, and of the product only the command line may import it.
 LABORATORY = {
     LAB: room(),
-    "train": room(
+    "lab.train": room(
         "command_errors config_files errors option_values settings ops nn integration "
         "overlap.report symm.step versions",
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "generate": room(
-        "command_errors option_values overlap.report symm.step train",
+        "command_errors option_values overlap.report symm.step lab.train",
         "torch megatron pydantic rich typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
     "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # beside other libraries; plans for the models of `train`
-    "bench": Room(BELOW | {"train"}, ANY),
+    "bench": Room(BELOW | {"lab.train"}, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {
@@ -155,7 +155,7 @@ AT_IMPORT = {
             "patching",
             "lab.results.commands",
             "lab.simulate.commands",
-            "train.commands",
+            "lab.train.commands",
             "versions",
         },
         frozenset({"rich", "typer"}),
@@ -264,7 +264,7 @@ BAD = {
     ),
     "a room it may not skip to": ("ops.py", "from flux_megatron.symm import buffer"),
     "the package itself": ("nn/functions.py", "from flux_megatron import report"),
-    "the package itself, from above": ("train/loop.py", "import flux_megatron"),
+    "the package itself, from above": ("lab/train/loop.py", "import flux_megatron"),
     "measuring from a strategy": ("overlap/fused.py", "from flux_megatron.tuning import timing"),
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
     "torch in perf": ("perf/cost.py", "import torch.distributed"),
@@ -276,7 +276,7 @@ BAD = {
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
     "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
-    "cli from below": ("train/loop.py", "from flux_megatron.cli import main"),
+    "cli from below": ("lab/train/loop.py", "from flux_megatron.cli import main"),
     "torch when the command line loads": ("cli.py", "import torch"),
     "upwards, for type checkers": (
         "symm/buffer.py",
@@ -313,8 +313,8 @@ def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
     for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "train/loop", "bench/suite", "perf/cost", "launch/sbatch",
-                 "ops", "cli", "__init__"):  # fmt: skip
+                 "integration/layers", "lab/train/loop", "bench/suite", "perf/cost",
+                 "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

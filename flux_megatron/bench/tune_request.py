@@ -13,10 +13,10 @@ from pathlib import Path
 from flux_megatron import machine, option_values, settings
 from flux_megatron.bench import launch, suites
 from flux_megatron.errors import BadInput
+from flux_megatron.lab.train import config as configs
+from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
-from flux_megatron.train import config as configs
-from flux_megatron.train.config import TrainConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
 TRIAL = "`flux-megatron tune --suite gpt3-175b --device cpu`"

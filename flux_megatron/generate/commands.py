@@ -37,7 +37,7 @@ def generate(
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
     from flux_megatron.generate import launcher, request
-    from flux_megatron.train.config import ConfigError
+    from flux_megatron.lab.train.config import ConfigError
 
     if "RANK" in os.environ:
         raise ConfigError("RANK is set: generate starts its own ranks, run it without torchrun")

@@ -19,14 +19,14 @@ from flux_megatron.generate.decoder import Decoder
 from flux_megatron.generate.request import REQUEST, Request
 from flux_megatron.generate.sampling import Sampler
 from flux_megatron.generate.text_stream import TextStream
+from flux_megatron.lab.train import run_folder
+from flux_megatron.lab.train.checkpoint import load_weights
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.model import gpt_model, transformer_config
+from flux_megatron.lab.train.rank_counts import counts_of_all_ranks
+from flux_megatron.lab.train.tokenizer import ByteTokenizer
 from flux_megatron.overlap.report import reset_report
 from flux_megatron.symm.step import synchronize
-from flux_megatron.train import run_folder
-from flux_megatron.train.checkpoint import load_weights
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.model import gpt_model, transformer_config
-from flux_megatron.train.rank_counts import counts_of_all_ranks
-from flux_megatron.train.tokenizer import ByteTokenizer
 
 RESULT = "result.json"
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from flux_megatron import option_values
 from flux_megatron.generate.request import REQUEST, Request
-from flux_megatron.train import checkpoint_files, launcher, run_folder
-from flux_megatron.train.config import ConfigError, TrainConfig
+from flux_megatron.lab.train import checkpoint_files, launcher, run_folder
+from flux_megatron.lab.train.config import ConfigError, TrainConfig
 
 INTERRUPTED = 130
 

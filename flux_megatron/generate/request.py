@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flux_megatron.train import run_folder
-from flux_megatron.train.config import BYTE_VOCAB, ConfigError, TrainConfig
+from flux_megatron.lab.train import run_folder
+from flux_megatron.lab.train.config import BYTE_VOCAB, ConfigError, TrainConfig
 
 REQUEST = "request.json"
 MOST_PROMPTS = 64  # rows of a decoding step for which `low_latency` is chosen unmeasured

@@ -19,8 +19,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flux_megatron.integration.specs import gpt_block_spec, use_flux_output_layer
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.reordered import reordered_reduce_scatter
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.reordered import reordered_reduce_scatter
 
 
 class Trainee:

@@ -27,10 +27,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from flux_megatron.errors import RunFailed
-from flux_megatron.train import checkpoint_files, run_folder
-from flux_megatron.train.config import ConfigError
-from flux_megatron.train.model import Trainee
-from flux_megatron.train.rank_states import of_a_collective
+from flux_megatron.lab.train import checkpoint_files, run_folder
+from flux_megatron.lab.train.config import ConfigError
+from flux_megatron.lab.train.model import Trainee
+from flux_megatron.lab.train.rank_states import of_a_collective
 
 if importlib.util.find_spec("psutil") is None:  # its writers would die, and the save wait for them
     raise ImportError("megatron-core's checkpoints need psutil, which it does not install: add it")

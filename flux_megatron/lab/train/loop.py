@@ -17,14 +17,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rich.console import Console
 
 from flux_megatron.errors import RunFailed
+from flux_megatron.lab.train import checkpoint, curves, run_folder
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.data import microbatches
+from flux_megatron.lab.train.display import StepDisplay, summary_table
+from flux_megatron.lab.train.model import Trainee
+from flux_megatron.lab.train.rank_counts import counts_of_all_ranks
 from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.symm.step import confirm_step
-from flux_megatron.train import checkpoint, curves, run_folder
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.data import microbatches
-from flux_megatron.train.display import StepDisplay, summary_table
-from flux_megatron.train.model import Trainee
-from flux_megatron.train.rank_counts import counts_of_all_ranks
 
 
 class LossNotFinite(RunFailed):

@@ -33,8 +33,8 @@ def train(
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
     command_errors.require("train", "megatron.core", "numpy", "psutil")
-    from flux_megatron.train import config as configs
-    from flux_megatron.train.rank_process import INTERRUPTED
+    from flux_megatron.lab.train import config as configs
+    from flux_megatron.lab.train.rank_process import INTERRUPTED
 
     overrides: dict[str, Any] = dict(map(configs.parse_override, set_ or []))
     flags = {"parallel.tp": tp, "train.steps": steps, "data.path": data}
@@ -56,8 +56,8 @@ def _again(words: list[str]) -> str:
 
 
 def _train(run: Any, out: Path, resume: bool, compare: bool) -> int:
-    from flux_megatron.train import compare as comparison
-    from flux_megatron.train import launcher
+    from flux_megatron.lab.train import compare as comparison
+    from flux_megatron.lab.train import launcher
 
     if "RANK" in os.environ:
         return _train_under_torchrun(run, out, resume, compare)
@@ -68,7 +68,7 @@ def _train(run: Any, out: Path, resume: bool, compare: bool) -> int:
 
 def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> int:
     """This process is a rank that somebody else started."""
-    from flux_megatron.train import config, launcher, run_folder, worker
+    from flux_megatron.lab.train import config, launcher, run_folder, worker
 
     if compare:
         raise config.ConfigError("--compare starts its own ranks: run it without torchrun")

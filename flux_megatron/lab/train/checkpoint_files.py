@@ -5,8 +5,8 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from flux_megatron.train.config import ConfigError
-from flux_megatron.train.run_folder import whole_names
+from flux_megatron.lab.train.config import ConfigError
+from flux_megatron.lab.train.run_folder import whole_names
 
 COMMON = "common.pt"  # what all ranks read of a checkpoint
 

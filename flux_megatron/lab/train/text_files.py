@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from flux_megatron.train.config import ConfigError, DataConfig, TrainConfig
+from flux_megatron.lab.train.config import ConfigError, DataConfig, TrainConfig
 
 SNIFF_BYTES = 8192  # a NUL byte this early means that a file is no text
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from megatron.core.tokenizers import MegatronTokenizerBase
 
-from flux_megatron.train.config import BYTE_VOCAB
+from flux_megatron.lab.train.config import BYTE_VOCAB
 
 
 class ByteTokenizer(MegatronTokenizerBase):

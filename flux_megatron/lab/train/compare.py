@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flux_megatron.train import curves as pictures
-from flux_megatron.train import launcher, run_folder
-from flux_megatron.train.config import ConfigError, TrainConfig
+from flux_megatron.lab.train import curves as pictures
+from flux_megatron.lab.train import launcher, run_folder
+from flux_megatron.lab.train.config import ConfigError, TrainConfig
 
 FLOAT32_TOLERANCE = 1e-5  # nats; both runs do the same sums, a few of them in another order
 STOCK_ARMS = ("stock", "stock-rank-order", "stock-reverse-order")

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m flux_megatron.train.worker OUT --parent PID`, by `launcher`.
+"""One rank of a run: `python -m flux_megatron.lab.train.worker OUT --parent PID`, by `launcher`.
 
 Under torchrun the command line calls `train` in the process it is given.
 """
@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flux_megatron.train import run_folder
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.launcher import wait_bound_s
-from flux_megatron.train.rank_process import INTERRUPTED, send_error
+from flux_megatron.lab.train import run_folder
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.launcher import wait_bound_s
+from flux_megatron.lab.train.rank_process import INTERRUPTED, send_error
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def run(
     import torch.distributed as dist
 
     from flux_megatron.integration.cpu_device import without_compiler
-    from flux_megatron.train.rank_states import RankStates, naming_lost_ranks
+    from flux_megatron.lab.train.rank_states import RankStates, naming_lost_ranks
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     with contextlib.nullcontext() if on_gpu else without_compiler():
@@ -128,7 +128,7 @@ def _store(listener: int | None) -> dist.Store:
     """The store of a run's ranks: rank 0 serves it, on a socket that its parent bound."""
     import torch.distributed as dist
 
-    from flux_megatron.train.rank_states import naming_lost_ranks
+    from flux_megatron.lab.train.rank_states import naming_lost_ranks
 
     with naming_lost_ranks(_starting):
         store = dist.TCPStore(
@@ -150,9 +150,9 @@ def _train(
 ) -> bool:
     import torch.distributed as dist
 
-    from flux_megatron.train import data
-    from flux_megatron.train.loop import Loop
-    from flux_megatron.train.model import Trainee, layer_context
+    from flux_megatron.lab.train import data
+    from flux_megatron.lab.train.loop import Loop
+    from flux_megatron.lab.train.model import Trainee, layer_context
 
     _seed(config.train.seed)
     prefix: list[Path | None] = [None]

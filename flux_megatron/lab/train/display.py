@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from flux_megatron.train.config import TrainConfig
+from flux_megatron.lab.train.config import TrainConfig
 
 
 class StepDisplay:

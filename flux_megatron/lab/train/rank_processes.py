@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flux_megatron.errors import RunFailed
-from flux_megatron.train import run_folder
-from flux_megatron.train.config import ConfigError
-from flux_megatron.train.rank_process import INTERRUPTED, RankProcess
+from flux_megatron.lab.train import run_folder
+from flux_megatron.lab.train.config import ConfigError
+from flux_megatron.lab.train.rank_process import INTERRUPTED, RankProcess
 
 POLL_S = 0.05
 GRACE_S = 5.0  # for the other ranks to report their errors, after one has failed

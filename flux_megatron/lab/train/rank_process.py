@@ -130,7 +130,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """The process of a rank, `arguments` being those of `worker`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "flux_megatron.train.worker", *arguments],
+        [sys.executable, "-m", "flux_megatron.lab.train.worker", *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from flux_megatron import config_files
 from flux_megatron.errors import RunFailed
-from flux_megatron.train.config import ConfigError, TrainConfig
+from flux_megatron.lab.train.config import ConfigError, TrainConfig
 
 LOCK = "lock"
 # what a run leaves that has done no step: its folder is as good as empty

@@ -23,10 +23,10 @@ from megatron.core.datasets.indexed_dataset import (
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flux_megatron.train.config import ConfigError, DataConfig, TrainConfig
-from flux_megatron.train.rank_states import of_a_collective
-from flux_megatron.train.text_files import text_files, token_count
-from flux_megatron.train.tokenizer import ByteTokenizer
+from flux_megatron.lab.train.config import ConfigError, DataConfig, TrainConfig
+from flux_megatron.lab.train.rank_states import of_a_collective
+from flux_megatron.lab.train.text_files import text_files, token_count
+from flux_megatron.lab.train.tokenizer import ByteTokenizer
 
 DTYPE = DType.optimal_dtype(ByteTokenizer().vocab_size)
 # of an .idx: magic and version, dtype, two counts; then length, place and document of each file

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flux_megatron import settings
-from flux_megatron.train import checkpoint_files, megatron_version, run_folder, text_files
-from flux_megatron.train.config import ConfigError, TrainConfig
-from flux_megatron.train.rank_processes import RankFailure, RankProcesses
+from flux_megatron.lab.train import checkpoint_files, megatron_version, run_folder, text_files
+from flux_megatron.lab.train.config import ConfigError, TrainConfig
+from flux_megatron.lab.train.rank_processes import RankFailure, RankProcesses
 
 MOST_CPU_RANKS = 64
 

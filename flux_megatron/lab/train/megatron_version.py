@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from flux_megatron.train.config import ConfigError
+from flux_megatron.lab.train.config import ConfigError
 
 OLDEST = (0, 15)  # 0.14 has neither the base of tokenizers nor checkpoints written by a rank itself
 
