@@ -13,7 +13,7 @@ from flux_megatron.bench.commands import app as bench_app
 from flux_megatron.bench.commands import trace
 from flux_megatron.bench.tune_commands import tune
 from flux_megatron.command_group import CommandGroup
-from flux_megatron.generate.commands import generate
+from flux_megatron.lab.generate.commands import generate
 from flux_megatron.lab.results.commands import results
 from flux_megatron.lab.simulate.commands import simulate
 from flux_megatron.lab.train.commands import train

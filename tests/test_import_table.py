@@ -114,7 +114,7 @@ LABORATORY = {
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
-    "generate": room(
+    "lab.generate": room(
         "command_errors option_values overlap.report symm.step lab.train",
         "torch megatron pydantic rich typer",
     ),
@@ -147,7 +147,7 @@ AT_IMPORT = {
     "__main__": Room(frozenset({"command_errors", "version"})),
     "cli": Room(
         BASE
-        | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
+        | {"command_errors", "command_group", "doctor", "lab.generate.commands", "launch.commands"}
         | {
             "bench.commands",
             "bench.tune_commands",

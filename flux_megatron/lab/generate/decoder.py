@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from flux_megatron.generate.cached_attention import cache_in
-from flux_megatron.generate.sampling import Sampler
+from flux_megatron.lab.generate.cached_attention import cache_in
+from flux_megatron.lab.generate.sampling import Sampler
 
 MASK_MULTIPLE = 8  # a mask of other rows is copied by torch's attention, in every layer
 EAGER_STEPS = 2  # before a capture: the first calls of their sizes allocate and compile

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from flux_megatron import option_values
-from flux_megatron.generate.request import REQUEST, Request
+from flux_megatron.lab.generate.request import REQUEST, Request
 from flux_megatron.lab.train import checkpoint_files, launcher, run_folder
 from flux_megatron.lab.train.config import ConfigError, TrainConfig
 
@@ -31,7 +31,7 @@ def generate(config: TrainConfig, request: Request, json_file: Path | None) -> i
         out = Path(folder)
         run_folder.write_json(out / "config.json", config.model_dump(mode="json"))
         (out / REQUEST).write_text(request.model_dump_json())
-        job = ["--job", "flux_megatron.generate.job"]
+        job = ["--job", "flux_megatron.lab.generate.job"]
         if launcher.run_ranks(config, out, world_size, on_gpu, job):
             return INTERRUPTED
         result = run_folder.read_json(out / "result.json")

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from rich.console import Console
 
-from flux_megatron.generate import comparison
-from flux_megatron.generate.comparison import Decoded
-from flux_megatron.generate.decoder import Decoder
-from flux_megatron.generate.request import REQUEST, Request
-from flux_megatron.generate.sampling import Sampler
-from flux_megatron.generate.text_stream import TextStream
+from flux_megatron.lab.generate import comparison
+from flux_megatron.lab.generate.comparison import Decoded
+from flux_megatron.lab.generate.decoder import Decoder
+from flux_megatron.lab.generate.request import REQUEST, Request
+from flux_megatron.lab.generate.sampling import Sampler
+from flux_megatron.lab.generate.text_stream import TextStream
 from flux_megatron.lab.train import run_folder
 from flux_megatron.lab.train.checkpoint import load_weights
 from flux_megatron.lab.train.config import TrainConfig

@@ -36,7 +36,7 @@ def generate(
 ) -> None:
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
-    from flux_megatron.generate import launcher, request
+    from flux_megatron.lab.generate import launcher, request
     from flux_megatron.lab.train.config import ConfigError
 
     if "RANK" in os.environ:
