@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from flux_megatron import doctor as plain_doctor
-from flux_megatron.bench.commands import app as bench_app
-from flux_megatron.bench.commands import trace
-from flux_megatron.bench.tune_commands import tune
 from flux_megatron.command_group import CommandGroup
+from flux_megatron.lab.bench.commands import app as bench_app
+from flux_megatron.lab.bench.commands import trace
+from flux_megatron.lab.bench.tune_commands import tune
 from flux_megatron.lab.generate.commands import generate
 from flux_megatron.lab.results.commands import results
 from flux_megatron.lab.simulate.commands import simulate

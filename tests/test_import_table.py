@@ -122,7 +122,7 @@ LABORATORY = {
     "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
     "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # beside other libraries; plans for the models of `train`
-    "bench": Room(BELOW | {"lab.train"}, ANY),
+    "lab.bench": Room(BELOW | {"lab.train"}, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {
@@ -149,8 +149,8 @@ AT_IMPORT = {
         BASE
         | {"command_errors", "command_group", "doctor", "lab.generate.commands", "launch.commands"}
         | {
-            "bench.commands",
-            "bench.tune_commands",
+            "lab.bench.commands",
+            "lab.bench.tune_commands",
             "option_values",
             "patching",
             "lab.results.commands",
@@ -275,7 +275,7 @@ BAD = {
     ),
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
-    "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
+    "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron.lab import bench"),
     "cli from below": ("lab/train/loop.py", "from flux_megatron.cli import main"),
     "torch when the command line loads": ("cli.py", "import torch"),
     "upwards, for type checkers": (
@@ -298,7 +298,7 @@ GOOD = {
     ),
     "the command line, lazily": (
         "cli.py",
-        "def f():\n    import torch\n    import flux_megatron.bench",
+        "def f():\n    import torch\n    import flux_megatron.lab.bench",
     ),
     "public names, for type checkers": (
         "__init__.py",
@@ -313,7 +313,7 @@ def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
     for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "lab/train/loop", "bench/suite", "perf/cost",
+                 "integration/layers", "lab/train/loop", "lab/bench/suite", "perf/cost",
                  "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ pytest.importorskip("pydantic")
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.bench import tune, tune_request
+from flux_megatron.lab.bench import tune, tune_request
 from flux_megatron.lab.train import config as configs
 
 ROOT = Path(__file__).parents[1]
