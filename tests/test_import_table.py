@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -46,7 +47,9 @@ TABLE = {
     "versions": room(lazily="torch"),
     "errors": room(),
     "command_errors": room("errors"),  # how a command ends, where only the core is installed
-    "command_group": room("command_errors", "typer"),
+    # the laboratory's commands by name: the command line works without them
+    "lab_commands": room(f"command_errors errors {LAB}"),
+    "command_group": room("command_errors lab_commands", "typer"),
     "patterns": room(),
     "problem": room("patterns"),
     "config_files": room(packages="yaml"),
@@ -132,8 +135,8 @@ TABLE |= {
     "preflight": room(packages="torch"),
     # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
     "patching": room("errors", "typer"),
-    "cli": Room(BELOW | {"doctor", "patching", LAB, *LABORATORY}, ANY),
-    "__main__": Room(frozenset({"command_errors", "version", "cli", "doctor"})),
+    "cli": Room(BELOW | {"doctor", "patching"}, ANY),
+    "__main__": room("command_errors lab_commands version cli doctor"),
 }
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
@@ -144,20 +147,12 @@ AT_IMPORT = {
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
-    "__main__": Room(frozenset({"command_errors", "version"})),
+    "__main__": room("command_errors errors lab_commands version"),
+    "lab_commands": room("command_errors errors"),
     "cli": Room(
         BASE
-        | {"command_errors", "command_group", "doctor", "lab.generate.commands", "launch.commands"}
-        | {
-            "lab.bench.commands",
-            "lab.bench.tune_commands",
-            "option_values",
-            "patching",
-            "lab.results.commands",
-            "lab.simulate.commands",
-            "lab.train.commands",
-            "versions",
-        },
+        | {"command_errors", "command_group", "doctor", "launch.commands", "option_values"}
+        | {"patching", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }
@@ -189,8 +184,14 @@ def imported_names(node: ast.AST, package_of_file: str) -> list[str]:
             base = ".".join([*kept, *filter(None, [node.module])])
         return [f"{base}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
-        return [str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)]
-    return []
+        texts = [a for a in node.args[:1] if isinstance(a, ast.Constant)]
+        return [str(text.value) for text in texts if not names_laboratory(text)]
+    return [str(node.value)] if names_laboratory(node) else []
+
+
+def names_laboratory(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """A text, or part of one, that may be started or imported: what of the product names it?"""
+    return isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}.{LAB}")
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
@@ -202,7 +203,7 @@ def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
     package_of_file = ".".join([PACKAGE, *file.relative_to(package).parent.parts])
     for node in ast.walk(tree):
         for name in imported_names(node, package_of_file):
-            yield node.lineno, name, id(node) in inside
+            yield node.lineno, name, id(node) in inside or names_laboratory(node)
 
 
 def room_of(module: str) -> str:
@@ -245,6 +246,13 @@ def test_every_import_is_in_the_table():
     assert not violations(SOURCE)
 
 
+def test_the_product_may_import_nothing_of_the_laboratory():
+    """The table itself, for whoever adds a row: only the command line names the laboratory."""
+    product = TABLE.keys() - LABORATORY.keys()
+    naming = {room for room in product if {*map(room_of, TABLE[room].ours)} & LABORATORY.keys()}
+    assert naming == {"lab_commands"}
+
+
 def test_every_room_of_the_package_is_seen():
     """The walk really looked at the package: the rooms that exist are rooms of the table."""
     files = [file.relative_to(SOURCE).with_suffix("") for file in SOURCE.rglob("*.py")]
@@ -276,6 +284,24 @@ BAD = {
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
     "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron.lab import bench"),
+    "the laboratory from the product": ("ops.py", "from flux_megatron.lab.train import loop"),
+    "the laboratory, lazily": ("cli.py", "def f():\n    import flux_megatron.lab.train.loop"),
+    "the laboratory, by name": (
+        "nn/functions.py",
+        "importlib.import_module('flux_megatron.lab.train.loop')",
+    ),
+    "the laboratory, in a process of its own": (
+        "launch/sbatch.py",
+        "f = lambda room: [f'flux_megatron.lab.{room}.worker']",
+    ),
+    "the laboratory, for type checkers": (
+        "nn/functions.py",
+        "if TYPE_CHECKING:\n    from flux_megatron.lab.train import loop",
+    ),
+    "the laboratory when the command line loads": (
+        "lab_commands.py",
+        "import flux_megatron.lab.train.loop",
+    ),
     "cli from below": ("lab/train/loop.py", "from flux_megatron.cli import main"),
     "torch when the command line loads": ("cli.py", "import torch"),
     "upwards, for type checkers": (
@@ -298,8 +324,10 @@ GOOD = {
     ),
     "the command line, lazily": (
         "cli.py",
-        "def f():\n    import torch\n    import flux_megatron.lab.bench",
+        "def f():\n    import torch\n    import flux_megatron.integration",
     ),
+    "the laboratory's commands, by name": ("lab_commands.py", "F = 'flux_megatron.lab.train'"),
+    "its own room of the laboratory": ("lab/train/loop.py", "import flux_megatron.lab.train"),
     "public names, for type checkers": (
         "__init__.py",
         "if TYPE_CHECKING:\n    from flux_megatron.nn import functions",
