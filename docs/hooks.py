@@ -82,11 +82,12 @@ def _command_line() -> str:
     from flux_megatron import doctor
     from flux_megatron.cli import app
 
-    lines = "\n".join(_command(typer.main.get_command(app), "flux-megatron"))
+    root = typer.main.get_command(app)
+    lines = "\n".join(_command(root, "flux-megatron", typer.Context(root)))
     return f"{lines}\n\n```\n{doctor.parser().format_help()}```\n"
 
 
-def _command(command: Any, name: str) -> Iterator[str]:
+def _command(command: Any, name: str, context: Any) -> Iterator[str]:
     shown = [one for one in command.params if one.help and not getattr(one, "hidden", False)]
     arguments = "".join(f" {_word(one)}" for one in shown if one.param_type_name == "argument")
     yield f"\n## `{name}{arguments}`\n\n{inspect.cleandoc(command.help or '')}\n"
@@ -97,8 +98,8 @@ def _command(command: Any, name: str) -> Iterator[str]:
         value = f" {one.metavar}" if one.param_type_name == "option" and one.metavar else ""
         default = "required" if one.required else _default(one)
         yield f"| `{option}{value}` | {one.help} | {default} |"
-    for below, inner in getattr(command, "commands", {}).items():
-        yield from _command(inner, f"{name} {below}")
+    for below in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        yield from _command(command.get_command(context, below), f"{name} {below}", context)
 
 
 def _word(argument: Any) -> str:

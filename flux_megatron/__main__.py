@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from flux_megatron import command_errors
+from flux_megatron import command_errors, lab_commands
 from flux_megatron.version import __version__
 
 HELP = """Tensor-parallel layers for Megatron that hide communication behind GEMMs.
@@ -40,7 +40,8 @@ def _plain(words: Sequence[str], module: str) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS")
     given = parser.parse_args(words)
     if given.command != "doctor":
-        print(command_errors.missing(module, given.command), file=sys.stderr)
+        line = lab_commands.missing(given.command)
+        print(line or command_errors.missing(module, given.command), file=sys.stderr)
         return 2
     from flux_megatron import doctor
 

@@ -1,4 +1,7 @@
-"""The command `flux-megatron`. Commands import what they need when they run: `--help` is quick."""
+"""The command `flux-megatron`. Commands import what they need when they run: `--help` is quick.
+
+Those of the laboratory are in `lab_commands`, by name.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,14 @@ from typing import Annotated
 import typer
 
 from flux_megatron import doctor as plain_doctor
-from flux_megatron.bench.commands import app as bench_app
-from flux_megatron.bench.commands import trace
-from flux_megatron.bench.tune_commands import tune
 from flux_megatron.command_group import CommandGroup
-from flux_megatron.generate.commands import generate
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
-from flux_megatron.results.commands import results
-from flux_megatron.simulate.commands import simulate
-from flux_megatron.train.commands import train
 from flux_megatron.version import __version__
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
-app.add_typer(bench_app, name="bench")
-for command in (
-    train, launch, results, simulate, generate,
-    tune, trace,
-):  # fmt: skip
-    app.command()(command)
+app.command()(launch)
 
 
 def _show_version(wanted: bool) -> None:
@@ -85,7 +76,7 @@ def run(
 
         main(command)
         return
-    from flux_megatron.bench import machine
+    from flux_megatron import machine
 
     machine.check_device(device)
     bootstrap.check(str(script), arguments or [])

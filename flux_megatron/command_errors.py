@@ -46,9 +46,9 @@ def missing(module: str, command: str = "") -> str | None:
     package = module.split(".")[0]
     if package not in EXTRAS:
         return None
-    extra = EXTRA_OF_COMMAND.get(command, EXTRAS[package])
+    brings = EXTRA_OF_COMMAND.get(command, EXTRAS[package])
     subject = f"flux-megatron {command}".rstrip()
-    return f"{subject}: {package} is not installed: pip install 'flux-megatron[{extra}]'"
+    return f"{subject}: {package} is not installed: pip install 'flux-megatron[{brings}]'"
 
 
 def require(command: str, *modules: str) -> None:
@@ -58,7 +58,11 @@ def require(command: str, *modules: str) -> None:
 
 
 def remedy(command: str) -> str:
-    return f"pip install 'flux-megatron[{EXTRA_OF_COMMAND.get(command, 'launch')}]'"
+    return f"pip install 'flux-megatron[{extra(command)}]'"
+
+
+def extra(command: str) -> str:
+    return EXTRA_OF_COMMAND.get(command, "launch")
 
 
 def _is_there(module: str) -> bool:

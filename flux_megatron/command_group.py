@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from flux_megatron import command_errors
+from flux_megatron import command_errors, lab_commands
 
+LAB_PANEL = "Laboratory: measure, predict, demonstrate"
 # click's, or typer's own copy of it since 0.26
 ClickException: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -19,10 +20,18 @@ ClickException: Any = next(
 
 
 class CommandGroup(TyperGroup):
-    """The root group. Its option `debug` lets exceptions through, for their traceback."""
+    """The root group. Its option `debug` lets exceptions through, for their traceback.
+
+    A command of the laboratory has only a name here until it is asked for.
+    """
 
     debug = False
     command = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in filter(lab_commands.is_installed, lab_commands.PLACES):
+            self.add_command(TyperCommand(name))
 
     def invoke(self, ctx: Any) -> Any:
         self.debug = ctx.params["debug"]
@@ -30,6 +39,8 @@ class CommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         self.command = cmd_name
+        if cmd_name in lab_commands.PLACES:
+            self.add_command(_of_lab(cmd_name))
         return super().get_command(ctx, cmd_name)
 
     def main(  # type: ignore[override]  # typer gives names
@@ -52,6 +63,15 @@ class CommandGroup(TyperGroup):
         if standalone_mode:
             sys.exit(status or 0)
         return status
+
+
+def _of_lab(name: str) -> Any:
+    app, found = typer.Typer(), lab_commands.load(name)
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name, rich_help_panel=LAB_PANEL)
+    else:
+        app.command(name, rich_help_panel=LAB_PANEL)(found)
+    return typer.main.get_group(app).commands[name]
 
 
 def _open_standard_streams() -> None:

@@ -69,9 +69,9 @@ WHOLE = {
     "test_hopper_worlds": ("overlap/", "symm/", "expert_parallel/"),
     "test_slurm_jobs": ("slurm/", "launch/"),
     "test_slurm_faults": ("slurm/", "launch/"),
-    "test_faults": ("faults/", "symm/", "train/"),
-    "test_train_runs": ("train/", "symm/"),
-    "test_in_small": ("gpu/", "bench/"),
+    "test_faults": ("faults/", "symm/", "lab/train/"),
+    "test_train_runs": ("lab/train/", "symm/"),
+    "test_in_small": ("gpu/", "lab/bench/"),
     "test_differential": ("differential/",),
 }
 # the files that have changed and the mutants that are new, one a line; unset: nobody asked, so

@@ -26,8 +26,9 @@ ROOT = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 4
 IMPORTED = (  # what a rank of `flux-megatron train` imports
-    "flux_megatron.train.launcher", "flux_megatron.train.worker", "flux_megatron.train.loop",
-    "flux_megatron.train.rank_states", "flux_megatron.nn.functions",
+    "flux_megatron.lab.train.launcher", "flux_megatron.lab.train.worker",
+    "flux_megatron.lab.train.loop", "flux_megatron.lab.train.rank_states",
+    "flux_megatron.nn.functions",
     "flux_megatron.overlap.pipelined", "torch._dynamo", "torch.distributed.checkpoint",
     "matplotlib.backends.backend_agg", "rich.live",
 )  # fmt: skip
@@ -98,7 +99,7 @@ def forked_rank(
     """In place of `rank_process.start`: a rank in which `plant(rank)` runs before anything."""
 
     def rank() -> int:
-        from flux_megatron.train import worker
+        from flux_megatron.lab.train import worker
 
         plant(int(os.environ["RANK"]))
         return worker.main(arguments)
@@ -167,7 +168,7 @@ def command_line(
 
 def _command_line(words: list[str], plant: Callable[[int], None]) -> int:
     from flux_megatron import cli
-    from flux_megatron.train import rank_process
+    from flux_megatron.lab.train import rank_process
 
     rank_process.start = partial(forked_rank, plant=plant)
     os.chdir(ROOT)

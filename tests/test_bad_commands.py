@@ -22,8 +22,7 @@ pytest.importorskip("pydantic")
 
 from typer.testing import CliRunner
 
-from flux_megatron import option_values
-from flux_megatron.bench import machine
+from flux_megatron import machine, option_values
 from flux_megatron.cli import app
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flux_megatron import cli, settings
-from flux_megatron.train import (
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.train import (
     checkpoint,
     config,
     data,
@@ -40,9 +41,8 @@ from flux_megatron.train import (
     text_files,
     worker,
 )  # fmt: skip
-from flux_megatron.train.config import ConfigError, DataConfig
-from flux_megatron.train.cpu_device import pretend_cuda
-from flux_megatron.train.model import Trainee, layer_context
+from flux_megatron.lab.train.config import ConfigError, DataConfig
+from flux_megatron.lab.train.model import Trainee, layer_context
 
 DEMO = Path(__file__).parent.parent / "configs" / "train" / "demo.yaml"
 TINY = {
@@ -353,7 +353,7 @@ def test_nobody_looks_any_longer():
     """`train | head -1`: the run goes on. In a process of its own: rich ends the one it is in."""
     program = """
 import os
-from flux_megatron.train.worker import _console
+from flux_megatron.lab.train.worker import _console
 reader, writer = os.pipe()
 console = _console(writer)
 console.print("one")

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, run_ranks
 
-from flux_megatron.bench import provenance
-from flux_megatron.bench.operations import expert_all_to_all, worker
-from flux_megatron.bench.operations.expert_work import SMALL, Work
-from flux_megatron.bench.operations.worker import OperationOptions
-from flux_megatron.bench.table_run import Run
 from flux_megatron.expert_parallel import call, fused, ops
+from flux_megatron.lab.bench import provenance
+from flux_megatron.lab.bench.operations import expert_all_to_all, worker
+from flux_megatron.lab.bench.operations.expert_work import SMALL, Work
+from flux_megatron.lab.bench.operations.worker import OperationOptions
+from flux_megatron.lab.bench.table_run import Run
 
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")

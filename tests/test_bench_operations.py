@@ -13,17 +13,17 @@ import torch.distributed as dist
 from ranks import DEVICE, run_ranks
 from typer.testing import CliRunner
 
-from flux_megatron.bench import provenance
-from flux_megatron.bench.operations import (
+from flux_megatron.cli import app
+from flux_megatron.embedding import operation
+from flux_megatron.lab.bench import provenance
+from flux_megatron.lab.bench.operations import (
     embedding_all_to_all,
     gemv_all_reduce,
     gemv_verification,
     worker,
 )
-from flux_megatron.bench.operations.worker import OperationOptions
-from flux_megatron.bench.table_run import Run
-from flux_megatron.cli import app
-from flux_megatron.embedding import operation
+from flux_megatron.lab.bench.operations.worker import OperationOptions
+from flux_megatron.lab.bench.table_run import Run
 
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")

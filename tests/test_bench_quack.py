@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, run_ranks
 
-from flux_megatron.bench import provenance, records, runner, suites
-from flux_megatron.bench.competitors import quack
-from flux_megatron.bench.competitors.quack import TILES, Quack, QuackGemm, Tile
-from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.options import Options
+from flux_megatron.lab.bench import provenance, records, runner, suites
+from flux_megatron.lab.bench.competitors import quack
+from flux_megatron.lab.bench.competitors.quack import TILES, Quack, QuackGemm, Tile
+from flux_megatron.lab.bench.forward import Forward
+from flux_megatron.lab.bench.options import Options
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")

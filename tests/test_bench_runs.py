@@ -15,15 +15,16 @@ import torch.distributed as dist
 from ranks import DEVICE, run_ranks
 from typer.testing import CliRunner
 
-from flux_megatron.bench import provenance, records, runner, suites
-from flux_megatron.bench.backward import Backward
-from flux_megatron.bench.candidates import Candidate, with_strategy
-from flux_megatron.bench.competitors.transformer_engine import TransformerEngine
-from flux_megatron.bench.forward import Forward
-from flux_megatron.bench.options import Options
-from flux_megatron.bench.verify import examine
 from flux_megatron.cli import app
+from flux_megatron.lab.bench import provenance, records, runner, suites
+from flux_megatron.lab.bench.backward import Backward
+from flux_megatron.lab.bench.candidates import Candidate, with_strategy
+from flux_megatron.lab.bench.competitors.transformer_engine import TransformerEngine
+from flux_megatron.lab.bench.forward import Forward
+from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.bench.verify import examine
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
@@ -255,7 +256,7 @@ def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):
 
 
 def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
-    from flux_megatron.bench.competitors import transformer_engine
+    from flux_megatron.lab.bench.competitors import transformer_engine
 
     monkeypatch.setattr(transformer_engine.util, "find_spec", lambda name: object())
     monkeypatch.setattr(transformer_engine, "import_module", lambda name: object())
@@ -279,3 +280,23 @@ def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
     assert with_strategy("auto", lambda: (settings.get().strategy, 1))() == ("auto", 1)
     monkeypatch.undo()
     settings.reload()
+
+
+def test_a_row_says_when_any_source_of_the_package_differs_from_its_commit(tmp_path, monkeypatch):
+    package = tmp_path / "flux_megatron"
+    file = package / Path(provenance.__file__).relative_to(ROOT / "flux_megatron")
+    file.parent.mkdir(parents=True)
+    for path in (file, package / "ops.py", tmp_path / "README.md"):
+        path.touch()
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(provenance, "__file__", str(file))
+
+    def commit() -> str:
+        return provenance.describe(CPU, 2, torch.float32, 1, False, "").commit
+
+    (tmp_path / "README.md").write_text("no source")
+    assert len(commit()) == 12
+    (package / "ops.py").write_text("1")
+    assert commit().endswith("+dirty")

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from flux_megatron.bench import suites
-from flux_megatron.bench.competitors import all_competitors
-from flux_megatron.bench.efficiency import Baselines, baselines, percentile
-from flux_megatron.bench.options import Options
+from flux_megatron.lab.bench import suites
+from flux_megatron.lab.bench.competitors import all_competitors
+from flux_megatron.lab.bench.efficiency import Baselines, baselines, percentile
+from flux_megatron.lab.bench.options import Options
 
 # layer: N and K of one rank's GEMM at TP 4, and how the weight lies
 LOCAL = {

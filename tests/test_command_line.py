@@ -28,7 +28,7 @@ def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 @pytest.fixture
 def failing(monkeypatch):
     """A function that makes `flux-megatron results` raise what it is given."""
-    from flux_megatron.results import report
+    from flux_megatron.lab.results import report
 
     def raises(error: BaseException) -> None:
         def read(folder: object) -> None:

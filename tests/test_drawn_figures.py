@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs the extra `bench`")
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
+from flux_megatron.lab.results import plot, report
+from flux_megatron.lab.results.iterations import Iteration, Series
+from flux_megatron.lab.train import curves
 from flux_megatron.launch.experiment import load
-from flux_megatron.results import plot, report
-from flux_megatron.results.iterations import Iteration, Series
-from flux_megatron.train import curves
 
 LOSSES = [5.0, 4.0, 3.0]
 

@@ -15,10 +15,10 @@ from test_expert_parallel import calls, even
 from typer.testing import CliRunner
 
 import flux_megatron
-from flux_megatron.bench import tune_experts
 from flux_megatron.cli import app
 from flux_megatron.expert_parallel import fused, plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
+from flux_megatron.lab.bench import tune_experts
 from flux_megatron.problem import Plan
 from flux_megatron.tuning import environment, tuner
 from flux_megatron.tuning.plan_entry import Measured

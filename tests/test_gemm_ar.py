@@ -12,9 +12,9 @@ from ranks import DEVICE, FUSED, here, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import ops, reference
-from flux_megatron.bench import records, runner
-from flux_megatron.bench.options import Options
 from flux_megatron.kernels import launch
+from flux_megatron.lab.bench import records, runner
+from flux_megatron.lab.bench.options import Options
 from flux_megatron.patterns import Pattern
 from flux_megatron.perf.hardware import H200
 from flux_megatron.perf.operator_cost import exposed_us, predict_us

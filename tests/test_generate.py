@@ -21,17 +21,17 @@ from ranks import run_ranks
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.generate import comparison, decoder, job
-from flux_megatron.generate import launcher as generate_launcher
-from flux_megatron.generate.comparison import Decoded
-from flux_megatron.generate.request import Request
-from flux_megatron.generate.sampling import Sampler
-from flux_megatron.generate.text_stream import TextStream
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.generate import comparison, decoder, job
+from flux_megatron.lab.generate import launcher as generate_launcher
+from flux_megatron.lab.generate.comparison import Decoded
+from flux_megatron.lab.generate.request import Request
+from flux_megatron.lab.generate.sampling import Sampler
+from flux_megatron.lab.generate.text_stream import TextStream
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.model import gpt_model, transformer_config
+from flux_megatron.lab.train.tokenizer import ByteTokenizer
 from flux_megatron.overlap.report import report
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.cpu_device import pretend_cuda
-from flux_megatron.train.model import gpt_model, transformer_config
-from flux_megatron.train.tokenizer import ByteTokenizer
 
 LAYERS, TOKENS, STEPS = 2, 6, 3
 MODEL = {"num_layers": LAYERS, "hidden": 32, "heads": 4, "ffn": 64, "seq_length": 32}

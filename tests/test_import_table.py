@@ -1,7 +1,8 @@
 """The import table: which room of the package may import which, and what from outside.
 
-Rooms are the modules and packages directly under `flux_megatron`; "" is its `__init__`. Imports in
-functions and those for type checkers count like any other, unless the table says "lazily".
+Rooms are the modules and packages directly under `flux_megatron` and `flux_megatron.lab`; "" is the
+package's `__init__`. Imports in functions and those for type checkers count like any other, unless
+the table says "lazily".
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
+LAB = "lab"  # the laboratory; all else is the product
 BASE = frozenset({"errors", "patterns", "problem", "settings", "version"})
 ANY = frozenset({"*"})
 
@@ -44,16 +47,19 @@ TABLE = {
     "versions": room(lazily="torch"),
     "errors": room(),
     "command_errors": room("errors"),  # how a command ends, where only the core is installed
-    "command_group": room("command_errors", "typer"),
+    # the laboratory's commands by name: the command line works without them
+    "lab_commands": room(f"command_errors errors {LAB}"),
+    "command_group": room("command_errors lab_commands", "typer"),
     "patterns": room(),
     "problem": room("patterns"),
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
+    "machine": room("errors"),  # the GPUs of this machine, counted without torch
     "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
         "config_files errors option_values problem perf version versions.python "
-        "integration.arguments integration.bootstrap train.cpu_pretrain",
+        "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
     "reference": room("errors patterns problem", "torch"),
@@ -100,31 +106,37 @@ TABLE = {
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
-    "train": room(
+}
+BELOW = frozenset(TABLE)
+# The laboratory. It may import the product, and of the product only the command line may import it.
+LABORATORY = {
+    LAB: room(),
+    "lab.train": room(
         "command_errors config_files errors option_values settings ops nn integration "
         "overlap.report symm.step versions",
         "torch megatron matplotlib numpy pydantic rich typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
-    "generate": room(
-        "command_errors option_values overlap.report symm.step train",
+    "lab.generate": room(
+        "command_errors option_values overlap.report symm.step lab.train",
         "torch megatron pydantic rich typer",
     ),
+    # what runs have logged, and what they were to be: read and predicted where they are submitted
+    "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
+    "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
+    # beside other libraries; plans for the models of `train`
+    "lab.bench": Room(BELOW | {"lab.train"}, ANY),
 }
-BELOW = frozenset(TABLE)
+TABLE |= LABORATORY
 TABLE |= {
-    "": Room(BELOW - {"train", "generate"}),
-    "bench": Room(BELOW, ANY),
+    "": Room(BELOW),
     "doctor": Room(BELOW, ANY),
     # runs on a node before the ranks, and once as ranks of its own
     "preflight": room(packages="torch"),
-    # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
-    "simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
     "patching": room("errors", "typer"),
-    "cli": Room(BELOW | {"bench", "doctor", "patching", "results", "simulate"}, ANY),
-    "__main__": Room(frozenset({"command_errors", "version", "cli", "doctor"})),
+    "cli": Room(BELOW | {"doctor", "patching"}, ANY),
+    "__main__": room("command_errors lab_commands version cli doctor"),
 }
 BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
@@ -135,20 +147,12 @@ AT_IMPORT = {
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
-    "__main__": Room(frozenset({"command_errors", "version"})),
+    "__main__": room("command_errors errors lab_commands version"),
+    "lab_commands": room("command_errors errors"),
     "cli": Room(
         BASE
-        | {"command_errors", "command_group", "doctor", "generate.commands", "launch.commands"}
-        | {
-            "bench.commands",
-            "bench.tune_commands",
-            "option_values",
-            "patching",
-            "results.commands",
-            "simulate.commands",
-            "train.commands",
-            "versions",
-        },
+        | {"command_errors", "command_group", "doctor", "launch.commands", "option_values"}
+        | {"patching", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }
@@ -180,8 +184,14 @@ def imported_names(node: ast.AST, package_of_file: str) -> list[str]:
             base = ".".join([*kept, *filter(None, [node.module])])
         return [f"{base}.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
-        return [str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)]
-    return []
+        texts = [a for a in node.args[:1] if isinstance(a, ast.Constant)]
+        return [str(text.value) for text in texts if not names_laboratory(text)]
+    return [str(node.value)] if names_laboratory(node) else []
+
+
+def names_laboratory(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """A text, or part of one, that may be started or imported: what of the product names it?"""
+    return isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}.{LAB}")
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
@@ -193,7 +203,13 @@ def imports(file: Path, package: Path) -> Iterator[tuple[int, str, bool]]:
     package_of_file = ".".join([PACKAGE, *file.relative_to(package).parent.parts])
     for node in ast.walk(tree):
         for name in imported_names(node, package_of_file):
-            yield node.lineno, name, id(node) in inside
+            yield node.lineno, name, id(node) in inside or names_laboratory(node)
+
+
+def room_of(module: str) -> str:
+    """The room of a module, less the first name: `lab.train` of `lab.train.loop`."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == LAB else 1])
 
 
 def for_type_checkers(node: ast.AST) -> bool:
@@ -211,13 +227,13 @@ def violations(package: Path) -> list[str]:
     found = []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
-        name = path.with_suffix("").parts[0].replace("__init__", "")
+        name = room_of(".".join(path.with_suffix("").parts)).removesuffix("__init__").rstrip(".")
         if name not in TABLE:
             found.append(f"{path}: the table has no room {name!r}")
             continue
         for line, target, lazy in imports(file, package):
             top = target.split(".")[0]
-            own = top == PACKAGE and module_name(package, target).split(".")[0] == name
+            own = top == PACKAGE and room_of(module_name(package, target)) == name
             if own or top in sys.stdlib_module_names:
                 continue
             rules = TABLE[name] if lazy else AT_IMPORT.get(name, TABLE[name])
@@ -230,12 +246,18 @@ def test_every_import_is_in_the_table():
     assert not violations(SOURCE)
 
 
+def test_the_product_may_import_nothing_of_the_laboratory():
+    """The table itself, for whoever adds a row: only the command line names the laboratory."""
+    product = TABLE.keys() - LABORATORY.keys()
+    naming = {room for room in product if {*map(room_of, TABLE[room].ours)} & LABORATORY.keys()}
+    assert naming == {"lab_commands"}
+
+
 def test_every_room_of_the_package_is_seen():
     """The walk really looked at the package: the rooms that exist are rooms of the table."""
-    rooms = {path.stem for path in SOURCE.glob("*.py")} | {
-        p.parent.name for p in SOURCE.glob("*/*.py")
-    }
-    assert {"__init__", "kernels", "overlap", "symm"} <= rooms
+    files = [file.relative_to(SOURCE).with_suffix("") for file in SOURCE.rglob("*.py")]
+    rooms = {room_of(".".join(file.parts)) for file in files} - {"lab.__init__"}
+    assert {"__init__", "kernels", "overlap", "symm", "lab.results"} <= rooms
     assert rooms - {"__init__", "__main__"} <= TABLE.keys()
 
 
@@ -250,7 +272,7 @@ BAD = {
     ),
     "a room it may not skip to": ("ops.py", "from flux_megatron.symm import buffer"),
     "the package itself": ("nn/functions.py", "from flux_megatron import report"),
-    "the package itself, from above": ("train/loop.py", "import flux_megatron"),
+    "the package itself, from above": ("lab/train/loop.py", "import flux_megatron"),
     "measuring from a strategy": ("overlap/fused.py", "from flux_megatron.tuning import timing"),
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
     "torch in perf": ("perf/cost.py", "import torch.distributed"),
@@ -261,8 +283,26 @@ BAD = {
     ),
     "triton in overlap": ("overlap/fused.py", "import triton"),
     "numpy when kernels load": ("kernels/ag_gemm.py", "import numpy"),
-    "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron import bench"),
-    "cli from below": ("train/loop.py", "from flux_megatron.cli import main"),
+    "bench from below": ("overlap/fused.py", "def f():\n    from flux_megatron.lab import bench"),
+    "the laboratory from the product": ("ops.py", "from flux_megatron.lab.train import loop"),
+    "the laboratory, lazily": ("cli.py", "def f():\n    import flux_megatron.lab.train.loop"),
+    "the laboratory, by name": (
+        "nn/functions.py",
+        "importlib.import_module('flux_megatron.lab.train.loop')",
+    ),
+    "the laboratory, in a process of its own": (
+        "launch/sbatch.py",
+        "f = lambda room: [f'flux_megatron.lab.{room}.worker']",
+    ),
+    "the laboratory, for type checkers": (
+        "nn/functions.py",
+        "if TYPE_CHECKING:\n    from flux_megatron.lab.train import loop",
+    ),
+    "the laboratory when the command line loads": (
+        "lab_commands.py",
+        "import flux_megatron.lab.train.loop",
+    ),
+    "cli from below": ("lab/train/loop.py", "from flux_megatron.cli import main"),
     "torch when the command line loads": ("cli.py", "import torch"),
     "upwards, for type checkers": (
         "symm/buffer.py",
@@ -284,8 +324,10 @@ GOOD = {
     ),
     "the command line, lazily": (
         "cli.py",
-        "def f():\n    import torch\n    import flux_megatron.bench",
+        "def f():\n    import torch\n    import flux_megatron.integration",
     ),
+    "the laboratory's commands, by name": ("lab_commands.py", "F = 'flux_megatron.lab.train'"),
+    "its own room of the laboratory": ("lab/train/loop.py", "import flux_megatron.lab.train"),
     "public names, for type checkers": (
         "__init__.py",
         "if TYPE_CHECKING:\n    from flux_megatron.nn import functions",
@@ -299,8 +341,8 @@ def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
     for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "train/loop", "bench/suite", "perf/cost", "launch/sbatch",
-                 "ops", "cli", "__init__"):  # fmt: skip
+                 "integration/layers", "lab/train/loop", "lab/bench/suite", "perf/cost",
+                 "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
-from flux_megatron.train import megatron_version
-from flux_megatron.train.config import ConfigError
+from flux_megatron.lab.train import megatron_version
+from flux_megatron.lab.train.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
 

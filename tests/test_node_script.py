@@ -46,7 +46,7 @@ def known(words: list[str]) -> set[str]:
     for word in words[1:]:
         if word not in getattr(command, "commands", {}):
             break
-        command = command.commands[word]
+        command = command.get_command(typer.Context(command), word)
     return {option for parameter in command.params for option in parameter.opts}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.bench import rank_processes
 from flux_megatron.errors import RunFailed
+from flux_megatron.lab.bench import rank_processes
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)
@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named():
 
 PARENT = """
 import signal, sys
-from flux_megatron.bench import launch
+from flux_megatron.lab.bench import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has them ignored
 code = "import os, time; open(sys_file, 'a').write(f'{os.getpid()} '); time.sleep(60)"
 code = code.replace("sys_file", repr(sys.argv[1]))

@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from flux_megatron import ops, settings
-from flux_megatron.bench import trace
-from flux_megatron.bench.trace import Summary
 from flux_megatron.cli import app
+from flux_megatron.lab.bench import trace
+from flux_megatron.lab.bench.trace import Summary
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import phase as phases
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from ranks import run_ranks
 
-from flux_megatron.train import checkpoint, run_folder
-from flux_megatron.train.cpu_device import pretend_cuda
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.train import checkpoint, run_folder
 
 
 class Nothing:

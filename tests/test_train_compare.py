@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
-from flux_megatron.train import compare, config, run_folder
+from flux_megatron.lab.train import compare, config, run_folder
 
 LOSSES = [5.0, 4.0, 3.0]
 

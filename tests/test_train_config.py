@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
 from flux_megatron import config_files, settings
-from flux_megatron.train import config as configs
-from flux_megatron.train import launcher, run_folder
-from flux_megatron.train.config import ConfigError
+from flux_megatron.lab.train import config as configs
+from flux_megatron.lab.train import launcher, run_folder
+from flux_megatron.lab.train.config import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "train"
 DEMO = CONFIGS / "demo.yaml"

@@ -15,9 +15,9 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 import torch
 from rich.console import Console
 
-from flux_megatron.train import data
-from flux_megatron.train.config import ConfigError, DataConfig
-from flux_megatron.train.tokenizer import ByteTokenizer
+from flux_megatron.lab.train import data
+from flux_megatron.lab.train.config import ConfigError, DataConfig
+from flux_megatron.lab.train.tokenizer import ByteTokenizer
 
 QUIET = Console(file=io.StringIO())
 

@@ -92,7 +92,7 @@ def assert_no_rank_of(out: Path) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked
             if (
-                f"flux_megatron.train.worker\0{out}\0".encode()
+                f"flux_megatron.lab.train.worker\0{out}\0".encode()
                 in (process / "cmdline").read_bytes()
             ):
                 left.append(process.name)

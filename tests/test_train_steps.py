@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from flux_megatron.train import loop
-from flux_megatron.train.config import TrainConfig
-from flux_megatron.train.cpu_device import pretend_cuda
-from flux_megatron.train.model import Trainee, transformer_config
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.train import loop
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.model import Trainee, transformer_config
 
 MODEL = {"num_layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "seq_length": 24}
 LOOP = {

@@ -19,9 +19,9 @@ pytest.importorskip("pydantic")
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.bench import tune, tune_model, tune_request
-from flux_megatron.bench.tune_model import Widths
-from flux_megatron.train import config as configs
+from flux_megatron.lab.bench import tune, tune_model, tune_request
+from flux_megatron.lab.bench.tune_model import Widths
+from flux_megatron.lab.train import config as configs
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]

@@ -21,7 +21,7 @@ CHECKOUT = Path(__file__).parents[1]
 ALL = (PYTHON, TORCH, TRITON, MEGATRON_CORE, TRANSFORMER_ENGINE)
 # besides `versions`: what is written into rows and keys of measurements, and shown
 READS_VERSIONS = {
-    "bench/competitors/async_tp.py", "doctor/packages.py", "tuning/environment.py",
+    "lab/bench/competitors/async_tp.py", "doctor/packages.py", "tuning/environment.py",
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     try:
         bootstrap.enter(given.script, given.arguments)
         if given.device == "cpu":
-            from flux_megatron.train.cpu_pretrain import pretend_gpu
+            from flux_megatron.integration.cpu_pretrain import pretend_gpu
 
             pretend_gpu()
         bootstrap.run()

@@ -21,7 +21,7 @@ from flux_megatron.launch.inheritance import Merged, Source, Value, covers
 from flux_megatron.launch.schema import Program
 from flux_megatron.perf.workload import Arm, Workload
 
-STUDY_PROGRAM = "dlrm"  # of a file that `simulate.study` reads
+STUDY_PROGRAM = "dlrm"  # of a study, which `flux-megatron simulate` reads
 
 
 @dataclass(frozen=True)

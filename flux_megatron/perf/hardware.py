@@ -134,6 +134,7 @@ A100_PCIE = _like_h200(
 
 GPUS = (H200, H100, H800, A100)
 
+
 def find(gpu: str, link: str) -> Hardware | None:
     """The facts of a GPU by the name its driver gives, or None where there is no cost model.
 

@@ -122,6 +122,7 @@ class WaveModel:
         """When all is sent, for a plan's `group_rows`."""
         return finish_us(self, group_rows)
 
+
 def finish_us(model: BandModel, group_rows: Sequence[int]) -> float:
     """When all bands are done, for a plan's `group_rows`."""
     first, done = 0, model.begin

@@ -1,5 +1,5 @@
 """TransformerEngine. One version was run, on GPUs; what our layers ask of it is in the stand-ins of
-`tests/integration/te_stand_ins.py`, what the benchmark calls in `bench/competitors`.
+`tests/integration/te_stand_ins.py`, what the benchmark calls in `lab/bench/competitors`.
 
 Read in the wheels of 2.11.0 to 2.20.2: the functions of userbuffers and `general_gemm` have the
 same arguments, but that `initialize_ub` has an optional `with_cublasmp` from 2.17 on; parameters

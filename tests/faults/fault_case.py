@@ -212,7 +212,7 @@ class World:
         environment: dict[str, str] | None = None, **options: Any,
     ) -> Job:  # fmt: skip
         """A job in `out`; `settings` change its configuration."""
-        from flux_megatron.train import config
+        from flux_megatron.lab.train import config
 
         own = {"parallel.device": self.device, "data.path": str(self.text)}
         demo = ROOT / "configs" / "train" / "demo.yaml"

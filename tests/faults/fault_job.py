@@ -74,8 +74,8 @@ class Job:
 
 
 def _launch(config, out, resume, plant, pids) -> int:
-    from flux_megatron.train import launcher, rank_process
-    from flux_megatron.train.config import ConfigError
+    from flux_megatron.lab.train import launcher, rank_process
+    from flux_megatron.lab.train.config import ConfigError
 
     start = forked_rank if config.parallel.device == "cpu" else _anew
 
@@ -96,7 +96,8 @@ def _launch(config, out, resume, plant, pids) -> int:
 
 
 def _anew(arguments, environment, log, descriptors, plant) -> subprocess.Popen:
-    code = "import pickle, sys, os; sys.path[:0] = {path!r}; from flux_megatron.train import worker"
+    code = "import pickle, sys, os; sys.path[:0] = {path!r}"
+    code += "; from flux_megatron.lab.train import worker"
     code += "; pickle.loads({plant!r})(int(os.environ['RANK'])); sys.exit(worker.main())"
     program = code.format(
         path=[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/faults")], plant=pickle.dumps(plant)

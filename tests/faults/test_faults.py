@@ -29,7 +29,7 @@ BOUND_S = 4.0
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     run.prepare("cpu")
-    from flux_megatron.train import rank_processes
+    from flux_megatron.lab.train import rank_processes
 
     made = World(tmp_path_factory.mktemp("faults") / "world", "cpu", BOUND_S)
     with pytest.MonkeyPatch.context() as patch:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from flux_megatron.bench import provenance
-from flux_megatron.bench.table_run import Run
+from flux_megatron.lab.bench import provenance
+from flux_megatron.lab.bench.table_run import Run
 
 COLLECTIVE_LIMIT_S = 120
 GRACE_S = 15  # behind the seconds that a script has

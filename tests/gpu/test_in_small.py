@@ -28,7 +28,7 @@ import typer
 from ranks import run_ranks
 
 import flux_megatron
-from flux_megatron.bench import provenance
+from flux_megatron.lab.bench import provenance
 from flux_megatron.launch.parser_signature import recorded
 
 PACKAGE = Path(flux_megatron.__file__).parent

@@ -13,8 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
-from flux_megatron.train.cpu_device import pretend_cuda
 
 SEQUENCE, BATCH, HIDDEN, FFN = 8, 3, 20, 24
 PAIRS = {

@@ -156,7 +156,7 @@ def _moves(rank, source, target, folder) -> None:
     sbs.start(2)
     saved = build(source, 2, True, False)
     multiprocessing.current_process()._config["daemon"] = False  # megatron-core starts a process
-    filesystem_async._results_queue = None  # flux_megatron.train's, if that has been imported
+    filesystem_async._results_queue = None  # flux_megatron.lab.train's, if that has been imported
     dist_checkpointing.save(saved.sharded_state_dict(), folder)
     filesystem_async._results_queue._manager.shutdown()
     loaded = build(target, 2, True, False)

@@ -26,8 +26,8 @@ from training_run import Feature, Training
 
 import flux_megatron
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.lab.train.compare import FLOAT32_TOLERANCE, STOCK_ARMS, judge_exact, judge_spread
 from flux_megatron.overlap.report import Report
-from flux_megatron.train.compare import FLOAT32_TOLERANCE, STOCK_ARMS, judge_exact, judge_spread
 
 CHOSEN = [name for name, feature in FEATURES.items() if ALL or feature.quick]
 BROKEN = [*FEATURES] if ALL else ["sequence parallel", "sequence parallel off", "wgrad fusion"]

@@ -24,7 +24,7 @@ from megatron.core.transformer.module import Float16Module
 
 from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
 from flux_megatron.integration.specs import local_spec_from
-from flux_megatron.train.model import layer_context
+from flux_megatron.lab.train.model import layer_context
 
 VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 

@@ -43,7 +43,7 @@ def test_nothing_is_pinned():
 
         torch.Tensor.pin_memory = pin
         torch.accelerator.is_available = lambda: torch.cuda.is_available()
-        from flux_megatron.train.cpu_pretrain import pretend_gpu
+        from flux_megatron.integration.cpu_pretrain import pretend_gpu
 
         pretend_gpu()
         batches = torch.utils.data.DataLoader([1, 2, 3], batch_size=3, pin_memory=True)
@@ -65,7 +65,7 @@ def test_an_optimizer_asks_no_driver():
         torch.accelerator.is_available = lambda: torch.cuda.is_available()
         torch.accelerator.current_accelerator = lambda check_available=False: cuda
         torch.accelerator.current_stream = stream
-        from flux_megatron.train.cpu_pretrain import pretend_gpu
+        from flux_megatron.integration.cpu_pretrain import pretend_gpu
 
         pretend_gpu()
         for kind in (torch.optim.AdamW, torch.optim.SGD):
@@ -82,7 +82,7 @@ def test_a_loader_draws_nothing_that_dropout_draws():
     """It draws at its start, so a resumed run would have other numbers than a straight one."""
     program = """
         import torch
-        from flux_megatron.train.cpu_pretrain import pretend_gpu
+        from flux_megatron.integration.cpu_pretrain import pretend_gpu
 
         pretend_gpu()
         before = torch.get_rng_state()

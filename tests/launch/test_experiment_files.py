@@ -348,6 +348,6 @@ def test_the_example_of_the_page_is_an_experiment(tmp_path):
 
 def test_our_loop_reads_as_many_tokens_as_the_rule_says():
     """The rule cannot ask the loop: neither may import the other."""
-    from flux_megatron.train.config import BYTE_VOCAB
+    from flux_megatron.lab.train.config import BYTE_VOCAB
 
     assert rules.BYTE_VOCAB == BYTE_VOCAB

@@ -255,7 +255,7 @@ def test_plans_are_measured_at_the_start_and_kept_in_the_run():
 
 @pytest.mark.parametrize("name", OF_OURS)
 def test_our_own_program_takes_its_configuration(name, tmp_path):
-    from flux_megatron.train import config
+    from flux_megatron.lab.train import config
 
     file = tmp_path / "train.yaml"
     for arm, workload in EXPERIMENTS[name].arms.items():

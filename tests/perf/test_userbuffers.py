@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.simulate.predictions import predict
+from flux_megatron.lab.simulate.predictions import predict
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 

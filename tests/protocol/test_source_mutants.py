@@ -28,7 +28,7 @@ MEGATRON = importlib.util.find_spec("megatron") is not None
 @needs_interpreter  # on GPUs ranks are spawned, and would import the module as it is
 @pytest.mark.parametrize("mutant", SOURCE_MUTANTS, ids=str)
 def test_mutant_is_caught(mutant, tmp_path):
-    if not MEGATRON and mutant.mutation.path.startswith(("integration/", "train/")):
+    if not MEGATRON and mutant.mutation.path.startswith(("integration/", "lab/train/")):
         pytest.skip("megatron-core is not installed")
     code = outcome(mutant, tmp_path / "log")
     assert code == FAILED, f"exit code {code}\n{(tmp_path / 'log').read_text()}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from written_runs import losses, megatron_line, megatron_process, write
 
-from flux_megatron.results import logs, summary
-from flux_megatron.results.iterations import ResultsError
+from flux_megatron.lab.results import logs, summary
+from flux_megatron.lab.results.iterations import ResultsError
 
 # Printed by the statements of the releases' own training_log: iterations 1 and 2, 3 skipped without
 # a finite loss, 4 with a loss that is no number.

@@ -22,11 +22,11 @@ from written_runs import (
     write,
 )
 
+from flux_megatron.lab.results import logs, report, summary
+from flux_megatron.lab.results.commands import results
+from flux_megatron.lab.results.iterations import Iteration, Series
 from flux_megatron.launch.experiment import load
 from flux_megatron.perf import flops
-from flux_megatron.results import logs, report, summary
-from flux_megatron.results.commands import results
-from flux_megatron.results.iterations import Iteration, Series
 
 ROOT = Path(__file__).parents[2]
 PAPER = "paper/gpt3-175b_a100-pcie"
@@ -261,7 +261,8 @@ def test_model_flops_are_those_megatron_counts(experiment):
 
 def test_neither_torch_nor_triton_is_loaded(finished):
     script = (
-        "import sys\nfrom pathlib import Path\nfrom flux_megatron.results.commands import results\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from flux_megatron.lab.results.commands import results\n"
         f"results([Path({str(finished)!r})])\n"
         "assert not {'torch', 'triton', 'megatron'} & set(sys.modules)"
     )

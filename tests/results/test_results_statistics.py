@@ -8,8 +8,8 @@ from statistics import fmean, median, stdev
 import pytest
 from written_runs import correlated
 
-from flux_megatron.results import statistics
-from flux_megatron.results.statistics import Speedup, speedup, speedup_of_runs, step_time
+from flux_megatron.lab.results import statistics
+from flux_megatron.lab.results.statistics import Speedup, speedup, speedup_of_runs, step_time
 
 REPEATS = 400
 ITERATIONS, CORRELATIONS = (40, 100, 300), (0.0, 0.5, 0.8)

@@ -8,9 +8,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from flux_megatron.lab.results.iterations import Iteration
 from flux_megatron.launch import run_folder
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.results.iterations import Iteration
 
 
 def correlated(seed: int, n: int, rho: float, median: float = 0.2, spread: float = 0.02):

@@ -19,8 +19,8 @@ from slurm_cluster import SOON, SlurmCluster, why_unavailable
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.lab.train.run_folder import metrics
 from flux_megatron.launch import experiment
-from flux_megatron.train.run_folder import metrics
 
 # of many, because a requeue takes some seconds, and a step a third of one
 STEPS, SAVE_INTERVAL, REQUEUED_AT = 20, 4, 6

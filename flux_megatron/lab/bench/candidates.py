@@ -1,0 +1,95 @@
+"""The participants of a case: a name, and a call or the reason why there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import settings
+from flux_megatron.dispatch import decide
+from flux_megatron.lab.bench.efficiency import IN_A_GRAPH
+from flux_megatron.problem import Pattern
+
+Call = Callable[[], tuple[Any, ...]]  # tensors
+Results = TypeVar("Results")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`call` returns the results of the case; `reason` says why there is no call.
+
+    A `local` candidate only multiplies: its result is this rank's GEMM, without communication.
+    `plan` gives the plan of ours as JSON after a call.
+    """
+
+    name: str
+    role: str
+    call: Call | None
+    reason: str = ""
+    local: bool = False
+    plan: Callable[[], str] | None = None
+
+
+def with_strategy(strategy: str, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+    """A call of `function` under FLUX_MEGATRON_STRATEGY=`strategy`, as a tuple of results."""
+
+    def call() -> tuple[Any, ...]:
+        if settings.get().strategy != strategy:
+            os.environ["FLUX_MEGATRON_STRATEGY"] = strategy
+            settings.reload()
+        result = function(*args, **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def plan_of_auto(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
+) -> Callable[[], str]:
+    """A function that gives the chosen plan of a call of x and w as JSON. It is collective."""
+
+    def plan() -> str:
+        return decide(pattern, x, w, None, group, layout, None).plan.dumps()
+
+    return lambda: with_strategy("auto", plan)()[0]
+
+
+def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator[Candidate]:
+    """Each candidate that communicates once more, replayed from a CUDA graph."""
+    for one in candidates:
+        if one.local or one.call is None:
+            continue
+        name = one.name + IN_A_GRAPH
+        if device.type == "cuda":
+            yield replace(one, name=name, call=replayed(one.call))
+        else:
+            yield replace(one, name=name, call=None, reason="CUDA graphs need a GPU")
+
+
+def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
+    """Replays of a graph of `call`, which is captured at the first one, after the call itself.
+
+    On the stream of that moment, unless that is the default one, which cannot be captured. Backward
+    runs on forward's stream: where the call has one, forward must not be on the default stream.
+    """
+    made: list[tuple[torch.cuda.CUDAGraph, Results]] = []
+
+    def replay() -> Results:
+        if not made:
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            own = None if stream == torch.cuda.default_stream() else stream
+            # backward runs in threads of autograd
+            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+                results = call()
+            made.append((graph, results))
+        graph, results = made[0]
+        graph.replay()
+        return results
+
+    return replay

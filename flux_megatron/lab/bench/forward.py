@@ -1,0 +1,126 @@
+"""The cases of one GEMM: AG+GEMM, GEMM+RS and the GEMM alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import ops, reference
+from flux_megatron.kernels.hopper_config import wide_tile
+from flux_megatron.lab.bench import expected
+from flux_megatron.lab.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
+from flux_megatron.lab.bench.records import LIBRARY, OURS
+from flux_megatron.lab.bench.suites import Case
+from flux_megatron.overlap import registry
+from flux_megatron.patterns import COLUMN, Pattern
+from flux_megatron.problem import Problem
+
+
+class Forward:
+    """Operands of a case on this rank, and the reference.
+
+    | tensor | ag_gemm | gemm_rs | gemm |
+    | --- | --- | --- | --- |
+    | x | [M / R, K] | [M, K / R] | [M, K] |
+    | w, "nt" (transposed for "nn") | [N / R, K] | [N, K / R] | [N, K] |
+    | gathered | [M, K] | x | x |
+    | reference | [M, N / R] | [M / R, N] | [M, N] |
+    """
+
+    def __init__(
+        self, case: Case, group: ProcessGroup, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.case, self.group, self.device = case, group, device
+        M, N, K = case.M, case.N_local, case.K_local
+        gathers = case.spec.gathers
+        rows = M // case.world_size if gathers else M
+        self.x = torch.randn(rows, K, device=device, dtype=dtype)
+        shape = (N, K) if case.layout == "nt" else (K, N)
+        self.w = torch.randn(shape, device=device, dtype=dtype)
+        self.right = self.w.t() if case.layout == "nt" else self.w
+        self.gathered = self.x
+        if gathers:
+            self.gathered = self.x.new_empty(M, K)
+            dist.all_gather_into_tensor(self.gathered, self.x, group=group)
+        self.partial = self.x.new_empty(M, N)
+        self.y = self.x.new_empty(M // case.world_size, N)  # of the reduce-scatter
+
+    def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """The result of the operation and that of a local candidate, in a wider dtype."""
+        x, w, layout = self.gathered, self.w, self.case.layout
+        local = reference.matmul(expected.widened(x), expected.widened(w), layout)
+        if self.case.pattern == "gemm":
+            return (local,), (local,)
+        y = expected.of_pattern(Pattern(self.case.pattern), self.x, w, layout, self.group)
+        return (y,), (local,)
+
+    def candidates(self) -> Iterator[Candidate]:
+        yield Candidate("gemm", LIBRARY, self._gemm, local=True)
+        yield self._ours_gemm()
+        if self.case.pattern == "gemm":
+            yield Candidate("gemm_again", LIBRARY, self._gemm, local=True)
+            return
+        yield Candidate("serial", LIBRARY, self._serial)
+        yield Candidate("serial_again", LIBRARY, self._serial)
+        yield from self._ours()
+
+    def _gemm(self) -> tuple[Tensor]:
+        return (torch.mm(self.gathered, self.right, out=self.partial),)
+
+    def _serial(self) -> tuple[Tensor]:
+        """NCCL's collective in front of the GEMM, or behind it."""
+        if self.case.spec.gathers:
+            dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
+        result = self._gemm()
+        if self.case.spec.trips > 1:
+            dist.all_reduce(*result, group=self.group)
+        if not self.case.spec.scatters:
+            return result
+        dist.reduce_scatter_tensor(self.y, *result, group=self.group)
+        return (self.y,)
+
+    def _ours_gemm(self) -> Candidate:
+        call, reason = self._local_kernel()
+        return Candidate("ours_gemm", OURS, call, reason, local=True)
+
+    def _local_kernel(self) -> tuple[Call | None, str]:
+        """Our GEMM without communication, or the reason why it cannot run."""
+        try:
+            from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm
+        except ImportError as error:
+            return None, str(error)
+        x, w, layout = self.gathered, self.w, self.case.layout
+        alone = replace(self._problem(COLUMN), N=self.case.N_local, world_size=1)
+        if reason := hopper_gemm.supports(replace(alone, K=self.case.K_local)):
+            return None, reason
+        tile = wide_tile(len(x), self.case.N_local, self.case.K_local)
+        return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
+
+    def _ours(self) -> Iterator[Candidate]:
+        pattern = Pattern(self.case.pattern)
+        problem = self._problem(pattern)
+        op = ops.OPERATIONS[pattern]
+        operands = (self.x, self.w, self.group)
+        options = {"layout": self.case.layout}
+        for name, strategy in registry.STRATEGIES[pattern].items():
+            if reason := strategy.supports(problem):
+                yield Candidate(name, OURS, None, reason)
+                continue
+            plan = strategy.default_plan(problem)
+            call = with_strategy("auto", op, *operands, **options, plan=plan)
+            yield Candidate(name, OURS, call, plan=plan.dumps)
+        call = with_strategy("auto", op, *operands, **options)
+        plan_of = plan_of_auto(pattern, *operands, self.case.layout)
+        yield Candidate("auto", OURS, call, plan=plan_of)
+
+    def _problem(self, pattern: Pattern) -> Problem:
+        case = self.case
+        dtype = str(self.x.dtype).removeprefix("torch.")
+        return Problem(
+            pattern, case.M, case.N, case.K, dtype, case.world_size, case.layout, self.device.type
+        )

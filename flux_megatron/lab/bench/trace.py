@@ -1,0 +1,208 @@
+"""A rank of a traced run: `python -m flux_megatron.lab.bench.trace OPTIONS`, by us or by torchrun.
+
+OPTIONS is `TraceOptions` as JSON. Each rank writes the trace of torch's profiler; rank 0 prints how
+much of the communication was hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.distributed import ProcessGroup
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from flux_megatron import settings
+from flux_megatron.lab.bench.rank_processes import as_rank
+from flux_megatron.lab.bench.trace_options import TraceOptions
+from flux_megatron.lab.bench.worker import joined
+from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.overlap.phase import PREFIX
+from flux_megatron.symm import workspace
+from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
+from flux_megatron.wgrad import accumulate_wgrad_by_torch
+
+WARMUP = 3  # steps; and as many while the profiler is warming up
+COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
+# phases of `overlap.phase`, for the CPU, where no device runs beside the host
+_PHASES = {
+    **dict.fromkeys(("gather push", "scatter push", "all-gather", "reduce-scatter"), COMMUNICATION),
+    **dict.fromkeys(
+        ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad"),
+        COMPUTE,
+    ),
+    "wait": WAIT,
+}
+_WAITING = ("wait_sources", "rank_barrier")  # kernels that do nothing else
+Interval = tuple[float, float]
+
+
+class Summary(NamedTuple):
+    """Microseconds of one rank: from the first to the last thing that ran; in which something
+    computed; in which something travelled, and of those the ones beside a computation.
+    """
+
+    time: float
+    compute: float
+    communication: float
+    hidden: float
+
+
+class Layer:
+    """Operands of one layer on this rank; `step` is its forward and its backward."""
+
+    def __init__(self, options: TraceOptions, group: ProcessGroup, device: torch.device) -> None:
+        R = group.size()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        M, N, K = options.M, options.N, options.K
+        self._group, self._column = group, options.layer == "column"
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device) * 0.1
+
+        if self._column:
+            self._x, self._w, self._dy = random(M // R, K), random(N // R, K), random(M, N // R)
+        else:
+            self._x, self._w, self._dy = random(M, K // R), random(N, K // R), random(M // R, N)
+        self._x.requires_grad_()
+        self._w.requires_grad_()
+        self._main_grad = torch.zeros(self._w.shape, dtype=torch.float32, device=device)
+
+    def step(self) -> None:
+        if self._column:
+            y = column_parallel_linear(self._x, self._w, None, group=self._group, wgrad=self._wgrad)
+        else:
+            y = row_parallel_linear(self._x, self._w, group=self._group, wgrad=self._wgrad)
+        torch.autograd.grad(y, (self._x, self._w), self._dy, allow_unused=True)
+
+    def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
+        accumulate_wgrad_by_torch(self._main_grad, dy, x)
+
+
+def main(options: TraceOptions) -> None:
+    """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
+    os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
+    settings.reload()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with joined(options) as (group, device):
+        if group.rank() == 0:
+            print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
+        profiler = _traced(Layer(options, group, device), group, device)
+        profiler.export_chrome_trace(str(out / f"trace_rank-{group.rank()}.json"))
+        mine = summarize(profiler.events())
+        summaries = [mine] * group.size()
+        dist.all_gather_object(summaries, mine, group=group)
+        if group.rank() == 0:
+            _print(options, summaries)
+
+
+def _traced(layer: Layer, group: ProcessGroup, device: torch.device) -> profile:
+    for _ in range(WARMUP):
+        layer.step()
+    workspace.check()
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    timing = schedule(wait=0, warmup=WARMUP, active=1, repeat=1)
+    with profile(activities=activities, schedule=timing) as profiler:
+        for _ in range(WARMUP + 1):
+            _align(group, device)
+            layer.step()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            profiler.step()
+    workspace.check()
+    return profiler
+
+
+def _align(group: ProcessGroup, device: torch.device) -> None:
+    """Begin on all ranks together; on GPUs when the host has enqueued the step."""
+    if device.type == "cpu":
+        dist.barrier(group=group)
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(BEHIND_SLEEP)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda._sleep(AFTER_ALIGNMENT)
+
+
+def summarize(events: Iterable[Any]) -> Summary:
+    """From the events of torch's profiler: on GPUs what the device ran, on the CPU the phases."""
+    events = [*events]
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
+    kinds = [(_of_device(e), e) for e in on_device] or [(_of_host(e), e) for e in events]
+    spans: dict[str | None, list[Interval]] = {COMPUTE: [], COMMUNICATION: [], WAIT: []}
+    for kind, event in kinds:
+        spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
+    compute, moved = union(spans[COMPUTE]), union(spans[COMMUNICATION])
+    busy = [*compute, *moved, *spans[WAIT]]
+    time = max(end for _, end in busy) - min(begin for begin, _ in busy) if busy else 0.0
+    return Summary(time, length(compute), length(moved), length(overlap(moved, compute)))
+
+
+def _of_device(event: Any) -> str | None:
+    """A kernel by its name; a push of the copy engine is a copy between GPUs."""
+    name = event.name
+    if name.startswith(PREFIX) or "spin_kernel" in name or "AllReduce" in name:  # of `_align` too
+        return None
+    if "nccl" in name or "PtoP" in name:
+        return COMMUNICATION
+    return WAIT if name.startswith(_WAITING) else COMPUTE
+
+
+def _of_host(event: Any) -> str | None:
+    return _PHASES.get(event.name.removeprefix(PREFIX)) if event.name.startswith(PREFIX) else None
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of the intervals: disjoint, in order."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def overlap(these: Iterable[Interval], those: Sequence[Interval]) -> list[Interval]:
+    """The intersection of both; each is disjoint and in order."""
+    return [
+        (max(begin, other_begin), min(end, other_end))
+        for begin, end in these
+        for other_begin, other_end in those
+        if begin < other_end and other_begin < end
+    ]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _print(options: TraceOptions, summaries: Sequence[Summary]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, interpreted"
+    sizes = f"M {options.M}, N {options.N}, K {options.K}, TP {options.tp}"
+    table = Table(title=f"{options.layer} layer, {sizes}, {options.strategy}, {gpu}: microseconds")
+    for column in ("rank", *Summary._fields):
+        table.add_column(column, justify="right")
+    for rank, of in enumerate(summaries):
+        share = f"{of.hidden / of.communication:.0%}" if of.communication else "-"
+        cells = [f"{value:.1f}" for value in (of.time, of.compute, of.communication)]
+        table.add_row(str(rank), *cells, share)
+    console = Console()
+    console.print(table)
+    console.print(f"{options.out}: trace_rank-*.json, for https://ui.perfetto.dev")
+
+
+if __name__ == "__main__":
+    as_rank(main, TraceOptions.loads(sys.argv[1]), "trace")

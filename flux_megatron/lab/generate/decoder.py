@@ -1,0 +1,122 @@
+"""A model that decodes token by token, all its state at fixed addresses of the device.
+
+The model's parts are called one by one, because `GPTModel.forward` numbers positions from 0 where
+it is given no inference context. Megatron's own contexts keep the position on the host, which a
+CUDA graph would repeat: docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from flux_megatron.lab.generate.cached_attention import cache_in
+from flux_megatron.lab.generate.sampling import Sampler
+
+MASK_MULTIPLE = 8  # a mask of other rows is copied by torch's attention, in every layer
+EAGER_STEPS = 2  # before a capture: the first calls of their sizes allocate and compile
+
+
+class Decoder:
+    """Decodes `rows` prompts at once, into `slots` cached tokens each.
+
+    The prompts end in the same slot, so that shorter ones begin later. `token` [rows] is what
+    was decoded last, from `scores` [rows, vocab] of `logits` [rows, vocab] in float32. All ranks
+    have the same. `forwards` counts how often the model was called, a capture included.
+    """
+
+    def __init__(
+        self, model: GPTModel, sampler: Sampler, *, rows: int, slots: int, vocab: int,
+        device: torch.device, graph: bool = True,
+    ) -> None:  # fmt: skip
+        self.model, self.sampler, self.vocab = model.eval(), sampler, vocab
+        self.forwards, self._steps = 0, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures = graph and device.type == "cuda"
+        like, slots = next(model.parameters()), -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
+        self._cached = cache_in(model.decoder, rows, slots, like)
+        self._hidden = torch.full((), -torch.inf, dtype=like.dtype, device=device)
+        self._visible = torch.zeros((), dtype=like.dtype, device=device)
+        self._all_slots = torch.arange(slots, device=device)
+        self._rotary = model.rotary_pos_emb(slots)[:, 0] if _has_rope(model) else None
+        self._first = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(rows, vocab, device=device)
+        self.scores = torch.zeros(rows, vocab, device=device)
+
+    @torch.no_grad()
+    def prefill(self, prompts: list[list[int]], multiple: int = 1) -> Tensor:
+        """Read the prompts and decode the first `token`. Collective, as every step.
+
+        The rows of a prompt are filled up to a multiple of `multiple`.
+        """
+        longest = max(map(len, prompts))
+        width = -(-longest // multiple) * multiple
+        rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        self._first.copy_(torch.tensor([[width - len(prompt)] for prompt in prompts]))
+        self._slot.fill_(width)
+        self._steps = 0
+        self.sampler.draw()
+        self._forward(torch.tensor(rows, device=self.token.device), self._all_slots[:width])
+        return self.token
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Decode the next `token`."""
+        self.sampler.draw()
+        if self._graph is None and self._captures and self._steps >= EAGER_STEPS:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            # the watchdog of NCCL queries events of its own meanwhile
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._advance()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._advance()
+        self._steps += 1
+        return self.token
+
+    def _advance(self) -> None:
+        self._forward(self.token[:, None], self._slot)
+        self._slot += 1
+
+    def _forward(self, tokens: Tensor, slots: Tensor) -> None:
+        """Read tokens [rows, n] into slots [n], and decode what follows the last one."""
+        self.forwards += 1
+        for attention in self._cached:
+            attention.slots = slots
+        positions = (slots - self._first).clamp_min(0)
+        model: Any = self.model
+        hidden = model.embedding(input_ids=tokens, position_ids=positions)
+        hidden = model.decoder(
+            hidden_states=hidden,
+            attention_mask=self._mask(slots),
+            rotary_pos_emb=None if self._rotary is None else self._rotary[positions.t()],
+        )
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else None
+        logits, _ = model.output_layer(hidden[-1:], weight=weight)
+        logits = gather_from_tensor_model_parallel_region(logits)[0, :, : self.vocab]
+        self.logits.copy_(logits)
+        self.scores.copy_(self.sampler.scores(self.logits))
+        self.token.copy_(self.scores.argmax(-1))
+
+    def _mask(self, slots: Tensor) -> Tensor:
+        """What is added to scores: 0 for a prompt's own earlier slots and the query's, else -inf.
+
+        A query before its prompt's beginning sees itself, because its result must be a number.
+        """
+        query, key = slots[:, None], self._all_slots
+        begun = key >= self._first[:, None]
+        visible = (key <= query) & (begun | (key == query))
+        return torch.where(visible, self._visible, self._hidden)[:, None]
+
+
+def _has_rope(model: Any) -> bool:
+    return bool(model.position_embedding_type == "rope")

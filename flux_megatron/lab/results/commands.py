@@ -1,0 +1,60 @@
+"""`flux-megatron results`: what the arms of runs reached, beside the paper's figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or repeats")]
+
+
+def results(
+    runs: Runs,
+    json_: Annotated[Path | None, typer.Option("--json", help="All figures; - for stdout")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
+    loss_bound: Annotated[
+        float | None, typer.Option(help="Nats that losses may differ; default by dtype")
+    ] = None,
+) -> None:
+    """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
+    from rich.console import Console
+
+    from flux_megatron import option_values
+    from flux_megatron.errors import BadInput
+    from flux_megatron.lab.results import plot, tables
+    from flux_megatron.lab.results.iterations import ResultsError
+    from flux_megatron.lab.results.report import read, reports
+
+    try:
+        option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
+        found = reports([one for run in runs for one in read(run)], loss_bound)
+        if json_ is not None:
+            option_values.json_target(json_)
+        if out is not None:
+            option_values.folder("--out", out)
+    except (ResultsError, BadInput) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    # what a program reads on stdout has no table in it
+    console = Console(stderr=json_ == option_values.STDOUT)
+    if not console.is_terminal:
+        console = Console(stderr=console.stderr, width=120)
+    for report in found:
+        console.rule(f"{report.experiment.name}: {report.machine}")
+        for table in tables.tables(report):
+            console.print(tables.as_rich(table))
+        for remark in tables.remarks(report):
+            console.print(remark, soft_wrap=True, highlight=False, markup=False)
+    if json_ is not None:
+        option_values.write_json(json_, [report.plain() for report in found])
+    if out is None:
+        return
+    with option_values.writing("--out", out):
+        for index, report in enumerate(found, start=1):
+            name = report.experiment.name.replace("/", "_")
+            file = out / (f"{index}_{name}" if len(found) > 1 else name)
+            file.with_name(f"{file.name}.md").write_text(tables.as_markdown(report))
+            plot.draw(report, file.with_name(f"{file.name}.png"))
+            console.print(f"wrote {file}.md and {file}.png", soft_wrap=True, highlight=False)

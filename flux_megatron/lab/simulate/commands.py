@@ -1,0 +1,117 @@
+"""The command `flux-megatron simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flux_megatron.lab.simulate import given
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def simulate(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[EXPERIMENT]",
+            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML; without one, "
+            "give --gpu, --tp, --hidden ...",
+        ),
+    ] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also other values of what the experiment assumes")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Replicas on the same node, 1 by default")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Width; without the rest, Llama's 8192")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="8 by default")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="HEADS by default")] = None,
+    ffn: Annotated[
+        int | None, typer.Option(min=1, help="Width of the MLP, 4 HIDDEN by default")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="32000 by default")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="4096 by default")] = None,
+    swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences, 1 by default")] = None,
+    assumptions: Annotated[
+        bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
+    ] = False,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures there; -: to stdout, instead")
+    ] = None,
+) -> None:
+    """Predict what a step of an experiment's arms takes, and what of it is exposed.
+
+    docs/cluster.md says how to read the output, docs/performance.md how far off it is.
+    """
+    from flux_megatron import option_values
+    from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
+
+    of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
+                             swiglu, micro_batch)  # fmt: skip
+    try:
+        name, overrides = _what(name, of_options, set_ or [])
+        if json_ is not None:
+            option_values.json_target(json_)
+        if study.is_study(name):
+            if arm:
+                raise ValueError(f"{name}: --set, --sweep and --json expected with a study")
+            of_study = study.load(name, overrides)
+            shown = [*dlrm_tables.shown(of_study, sweep)]
+            plain = dlrm_tables.plain(of_study, sweep)
+        else:
+            found = predictions.predict(name, overrides, arm or [], sweep)
+            shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
+            plain = tables.plain(found)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if json_ != option_values.STDOUT:
+        _print(shown)
+    if json_ is not None:
+        option_values.write_json(json_, plain)
+
+
+def _what(
+    name: str | None, of_options: given.Given, texts: list[str]
+) -> tuple[str, dict[str, Any]]:
+    """The file and the values for it. `ValueError` unless one of the two is given."""
+    from flux_megatron.launch.experiment import parse_override
+
+    if name and of_options:
+        raise ValueError(
+            f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values"
+        )
+    if not name and not of_options:
+        raise ValueError("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
+    overrides = {} if name else given.values(of_options)
+    return name or given.NAME, overrides | dict(map(parse_override, texts))
+
+
+def _print(items: Iterable[str | Table]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for item in items:
+        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)

@@ -1,0 +1,165 @@
+"""Predictions as tables of the terminal, and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flux_megatron.lab.simulate.predictions import Predictions
+from flux_megatron.perf import accuracy
+from flux_megatron.perf.step import Step
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 2**30
+A_NANOSECOND = 1e-3  # less is what rounding leaves
+
+
+def tables(found: Predictions) -> Iterator[str | Table]:
+    """Each table after its heading."""
+    yield title(found)
+    yield accuracy.sentence(next(iter(found.workloads.values())).cluster)
+    yield _parts(found)
+    yield _arms(found)
+    if found.alternatives:
+        yield "\nOther values of what is assumed, one at a time"
+        yield _alternatives(found)
+
+
+def _parts(found: Predictions) -> Table:
+    """Two columns an arm: what a step consists of, in time and as a share."""
+    from rich.table import Table
+
+    steps, unit = found.steps, _unit(found.steps.values())
+    table = Table("part of a step")
+    for arm in steps:
+        table.add_column(f"{arm}, {unit}", justify="right")
+        table.add_column("%", justify="right")
+    for name in dict.fromkeys(name for step in steps.values() for name in step.parts):
+        parts = [(step, step.parts.get(name, 0.0)) for step in steps.values()]
+        if any(us > A_NANOSECOND for _, us in parts):
+            cells = ((_time(us, unit), f"{us / step.step_us * 100:.1f}") for step, us in parts)
+            table.add_row(name, *(cell for pair in cells for cell in pair))
+    return table
+
+
+def _arms(found: Predictions) -> Table:
+    """A row an arm: its step, and what that makes."""
+    from rich.table import Table
+
+    unit = _unit(found.steps.values())
+    over = [arm for arm in found.steps if arm in (found.baseline, "te") and len(found.steps) > 1]
+    paper = {arm: found.paper_speedup(arm) for arm in over}
+    table = Table("arm", f"step, {unit}", "tokens/s", "MFU, %", "memory, GiB")
+    for arm in over:
+        table.add_column(f"over {arm}")
+        if paper[arm]:
+            table.add_column("the paper's")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for arm, step in found.steps.items():
+        cells = [_time(step.step_us, unit), f"{step.tokens_per_second:,.0f}"]
+        cells += [f"{step.mfu * 100:.1f}" if step.mfu else "?", f"{step.memory.total / GIB:.1f}"]
+        for other in over:
+            cells.append(f"{found.steps[other].step_us / step.step_us:.3f}")
+            if paper[other]:
+                cells.append(paper[other] if arm == "flux" else "")
+        table.add_row(arm, *cells)
+    return table
+
+
+def _alternatives(found: Predictions) -> Table:
+    """A row for each other value: the step of the baseline, and what the other arms make of it."""
+    from rich.table import Table
+
+    others = [arm for arm in found.steps if arm != found.baseline]
+    unit = _unit(found.steps.values())
+    headers = (f"{arm}: speedup" for arm in others)
+    table = Table("", f"{found.baseline}: step, {unit}", *headers)
+    for alternative in found.alternatives:
+        label = f"{alternative.key} = {alternative.value}"
+        if alternative.steps:
+            step = _time(alternative.steps[found.baseline].step_us, unit)
+            ratios = (f"{found.speedups(arm, alternative.steps):.3f}" for arm in others)
+            table.add_row(label, step, *ratios)
+        else:
+            table.add_row(label, f"refused: {alternative.refused}")
+    table.add_section()
+    ranges = ("{:.3f} to {:.3f}".format(*found.range(arm)) for arm in others)
+    table.add_row("all of them", "", *ranges)
+    return table
+
+
+def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
+    """What the figures rest on; all `assumptions`, or how many."""
+    experiment = found.experiment
+    if "section" in experiment.paper and found.is_published:
+        yield f"The paper's figures: {experiment.paper['section']}."
+    yield from _assumed(experiment.assumed, assumptions)
+    yield "How to read it: docs/cluster.md. How far off it is: docs/performance.md."
+
+
+def _assumed(assumed: dict[str, str], whole: bool) -> Iterator[str]:
+    if assumed and not whole:
+        yield f"{len(assumed)} values are assumed: --assumptions lists them with their reasons."
+    elif assumed:
+        yield "Assumed, as nobody states it:"
+        for keys, why in _by_reason(assumed).items():
+            yield f"  {keys}: {why}"
+
+
+def _by_reason(assumed: dict[str, str]) -> dict[str, str]:
+    keys: dict[str, list[str]] = {}
+    for key, why in assumed.items():
+        keys.setdefault(why, []).append(key)
+    return {", ".join(names): why for why, names in keys.items()}
+
+
+def plain(found: Predictions) -> dict[str, Any]:
+    """All of it in the types of JSON; times in microseconds, memory in bytes."""
+    experiment = found.experiment
+    return {
+        "experiment": experiment.name,
+        "paper": experiment.paper if found.is_published else {},
+        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())).cluster)),
+        "assumed": experiment.assumed,
+        "arms": {arm: _plain_step(step) for arm, step in found.steps.items()},
+        "speedups": {arm: found.speedups(arm) for arm in found.steps},
+        "alternatives": [
+            {
+                "key": alternative.key,
+                "value": alternative.value,
+                "refused": alternative.refused,
+                "step_us": {arm: step.step_us for arm, step in alternative.steps.items()},
+            }
+            for alternative in found.alternatives
+        ],
+    }
+
+
+def _plain_step(step: Step) -> dict[str, Any]:
+    values = asdict(step)
+    values["memory"]["total"] = step.memory.total
+    return values
+
+
+def title(found: Predictions) -> str:
+    """The experiment, its GPUs and how they are split."""
+    workload = next(iter(found.workloads.values()))
+    parallel = workload.parallel
+    return (
+        f"{found.experiment.name}: {parallel.world_size} x {workload.cluster.gpu}, "
+        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, M {workload.tokens}, "
+        f"{workload.micro_batches} micro-batches"
+    )
+
+
+def _unit(steps: Iterable[Step]) -> str:
+    """One for all times of a table."""
+    return "s" if max((step.step_us for step in steps), default=0.0) >= 1e7 else "ms"
+
+
+def _time(us: float, unit: str) -> str:
+    return f"{us / 1e6:.3f}" if unit == "s" else f"{us / 1e3:.1f}"

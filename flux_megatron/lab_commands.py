@@ -1,0 +1,49 @@
+"""Where the commands of the laboratory are. The command line knows them by these names alone: it
+loads one when it is asked for, and works where `flux_megatron.lab` is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from flux_megatron import command_errors
+from flux_megatron.errors import BadInput
+
+LAB = "flux_megatron.lab"
+PLACES = {  # module below it, and the function or typer app there; in the order of --help
+    "tune": ("bench.tune_commands", "tune"),
+    "bench": ("bench.commands", "app"),
+    "trace": ("bench.commands", "trace"),
+    "simulate": ("simulate.commands", "simulate"),
+    "results": ("results.commands", "results"),
+    "train": ("train.commands", "train"),
+    "generate": ("generate.commands", "generate"),
+}
+
+
+def is_installed(command: str) -> bool:
+    try:
+        return find_spec(f"{LAB}.{PLACES[command][0]}") is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
+
+
+def missing(command: str) -> str | None:
+    """In one line why a command cannot start; None for one that is installed, or not of these."""
+    if command not in PLACES or is_installed(command):
+        return None
+    extra = command_errors.extra(command)
+    return (
+        f"flux-megatron {command}: {LAB}, which has this command, is not installed: in a checkout "
+        f"of flux_megatron, pip install -e '.[{extra}]'"
+    )
+
+
+def load(command: str) -> Any:
+    """The function or typer app. `BadInput` where it is not installed."""
+    if line := missing(command):
+        raise BadInput(line)
+    module, name = PLACES[command]
+    return getattr(import_module(f"{LAB}.{module}"), name)
