@@ -137,4 +137,9 @@ class Agreement:
                 published.append(self._store.get(key).decode())
             except dist.DistStoreError:
                 published.append("")
+                reason = f"no answer of rank {rank} within {timeout_s(self._group):g} s"
+                # a rank that comes now must not go on alone
+                self._store.set(f"{number}/{self._rank}", _REFUSED + reason)
+        if number and all(published):  # every rank has read what this one said before
+            self._store.delete_key(f"{number - 1}/{self._rank}")
         return published

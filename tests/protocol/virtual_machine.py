@@ -235,7 +235,6 @@ class Machine:
     def _replacing(self) -> Iterator[None]:
         p = self.package
         workspace = {
-            "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
@@ -246,6 +245,7 @@ class Machine:
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.object(p.workspace.Workspace, "_barrier", self._barrier_of),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
@@ -286,6 +286,9 @@ class Machine:
         assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
         pointers = torch.tensor([shard.data_ptr() for shard in shards])
         return self.package.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
+
+    def _barrier_of(self, space, reason: str) -> None:
+        self._barrier(space.group.rank())
 
     def _barrier(self, rank: int) -> None:
         if self.scheduler is None:  # while the workspaces are made, one rank after another

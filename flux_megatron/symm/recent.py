@@ -1,0 +1,37 @@
+"""A cache of bounded size: a training run may make another shape in every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+LIMIT = 256
+
+
+class Recent(dict[K, V]):
+    """At most `limit` entries: a new one replaces the entry that was set, or got by `get`, longest
+    ago. `dropped` is called with the value that goes. `in` and `[]` keep the order, so ranks that
+    add the same keys drop the same ones, whatever each of them looks up in this way.
+    """
+
+    def __init__(self, limit: int = LIMIT, dropped: Callable[[V], object] | None = None) -> None:
+        super().__init__()
+        self._limit, self._dropped = limit, dropped
+
+    def get(self, key: K, default: V | None = None) -> V | None:  # type: ignore[override]
+        value = super().get(key)
+        if value is None:
+            return default
+        super().pop(key, None)
+        super().__setitem__(key, value)
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if key not in self and len(self) >= self._limit:
+            gone = self.pop(next(iter(self)))
+            if self._dropped is not None:
+                self._dropped(gone)
+        super().__setitem__(key, value)
