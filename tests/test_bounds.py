@@ -20,7 +20,7 @@ from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import signalled
 from flux_megatron.problem import Plan
 from flux_megatron.symm import buffer, call_log, recent
-from flux_megatron.symm.channel import Channel, rounded
+from flux_megatron.symm.channel import Channel, Region, rounded
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace
@@ -199,6 +199,23 @@ def drops_one(rank: int) -> list[bool]:
 def test_a_decision_that_ranks_have_dropped_is_asked_for_again():
     """On each rank: one that still knew it would not answer."""
     assert on_device(drops_one, 2) == [[True, False, True]] * 2
+
+
+def made(region: Region, size: int) -> int:
+    return size
+
+
+def knows_many(rank: int) -> tuple[int, int]:
+    begins(rank, Channel, 5000)
+    region = workspace(dist.group.WORLD, here()).channels["gather"]._regions[0]
+    for size in range(2000):
+        region.prepared(made, size)
+        region.view(rank, (size,), torch.uint8)
+    return len(region._prepared), len(region._data._views)
+
+
+def test_what_a_region_knows_of_shapes_is_bounded():
+    assert on_device(knows_many, 1) == [(recent.LIMIT, buffer._MAX_VIEWS)]
 
 
 def many_rows(rank: int, count: int) -> dict[str, int]:

@@ -59,8 +59,8 @@ class Workspace:
         self.calls: CallLog | None = None
         # The decisions that all ranks have confirmed. Nobody calls `get`: all ranks drop the same.
         self.decisions: Recent[Hashable, Any] = Recent(dropped=self._forget)
-        # the same decisions, by all that a rank checks of its call
-        self.checked: Recent[Hashable, Any] = Recent()
+        # The same decisions, by all that a rank checks of its call. They go with those above.
+        self.checked: dict[Hashable, Any] = {}
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid

@@ -234,6 +234,10 @@ class Machine:
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.package
+
+        def barrier(space, reason: str) -> None:
+            self._barrier(space.group.rank())
+
         workspace = {
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
@@ -245,7 +249,7 @@ class Machine:
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
-            mock.patch.object(p.workspace.Workspace, "_barrier", self._barrier_of),
+            mock.patch.object(p.workspace.Workspace, "_barrier", barrier),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
@@ -286,9 +290,6 @@ class Machine:
         assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
         pointers = torch.tensor([shard.data_ptr() for shard in shards])
         return self.package.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
-
-    def _barrier_of(self, space, reason: str) -> None:
-        self._barrier(space.group.rank())
 
     def _barrier(self, rank: int) -> None:
         if self.scheduler is None:  # while the workspaces are made, one rank after another
