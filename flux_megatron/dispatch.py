@@ -6,7 +6,6 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
@@ -25,7 +24,6 @@ from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
 LAYOUTS = ("nt", "nn")
-MOST_SHAPES = 512  # that are remembered: of packed sequences each has another number of rows
 
 
 class Kinds(NamedTuple):
@@ -105,7 +103,7 @@ def decide(
     if decision is None:
         with space.guard():  # measuring makes calls
             decision = _decide(pattern, x, w, bias, layout, plan, space)
-        _remember(space.checked, key, decision)
+        space.checked[key] = decision
     space.note(decision.description)
     return decision
 
@@ -118,15 +116,8 @@ def _decide(
         refuse(f"{pattern}: {error}", space.group, x.device)
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
     if key not in space.decisions:
-        decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
-        _remember(space.decisions, key, decision)
+        space.decisions[key] = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
     return space.decisions[key]
-
-
-def _remember(decisions: dict[Hashable, Decision], key: Hashable, decision: Decision) -> None:
-    if len(decisions) >= MOST_SHAPES:
-        decisions.clear()
-    decisions[key] = decision
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

@@ -77,9 +77,8 @@ def some_rank_is_frozen(rank: int) -> None:
             torch.cuda.synchronize()  # by then the kernel's wait has run out of time
         apply(made, *mine(made, rank, ""))
 
-    said = (  # each of its two new calls has a question to the other ranks before it
-        "call 5 of rank 1 is gather beside gemm_rs" if rank else "one that this rank has not made"
-    )
+    # both new calls, and the growth of a channel, ask first; it is said by whoever sees it first
+    said = "call 6 of rank (1 is gather beside gemm_rs|0 is one that is new to it, of rank 1)"
     with pytest.raises((errors.ProblemMismatch, errors.SignalTimeout), match=said):
         backward_and_another()
 

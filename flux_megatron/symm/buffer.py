@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.recent import Recent
 
-_MAX_VIEWS = 1024  # that are cached: a call needs several, and they are slow to make
+_MAX_VIEWS = 1024  # a call needs several, and they are slow to make
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class SymmetricBuffer:
     shards: tuple[Tensor, ...]
     pointers: Tensor
     keep_alive: object
-    _views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _views: Recent[tuple[Any, ...], Tensor] = field(
+        default_factory=partial(Recent, _MAX_VIEWS), repr=False, compare=False
+    )
 
     @property
     def size_bytes(self) -> int:
@@ -37,11 +41,10 @@ class SymmetricBuffer:
     ) -> Tensor:
         """Rank `rank`'s bytes from `offset_bytes` on as a contiguous tensor."""
         key = (rank, shape, dtype, offset_bytes)
-        if key not in self._views:
-            if len(self._views) >= _MAX_VIEWS:  # shapes that change from step to step
-                self._views.clear()
-            self._views[key] = self._new_view(*key)
-        return self._views[key]
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._new_view(*key)
+        return view
 
     @lasting()
     def _new_view(

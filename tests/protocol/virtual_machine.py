@@ -234,8 +234,11 @@ class Machine:
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.package
+
+        def barrier(space, reason: str) -> None:
+            self._barrier(space.group.rank())
+
         workspace = {
-            "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
@@ -246,6 +249,7 @@ class Machine:
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.object(p.workspace.Workspace, "_barrier", barrier),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
