@@ -97,6 +97,7 @@ class Launcher:
         self._name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
+        self._is_compiled = hasattr(kernel, "params")  # not interpreted
         self._dtypes: list | None = None
         self._device: int | None = None
 
@@ -129,8 +130,8 @@ class Launcher:
                 bits |= address
             addresses.append(address)
         aligned = bits % 16 == 0
-        if self._device != _ON_HOST and aligned and not has_hooks():
-            if self._direct is None:
+        if aligned and not has_hooks():
+            if self._direct is None and self._is_compiled:
                 self._use(_compiled.get(self._code_for(tensors, numbers)))
             if self._direct is not None:
                 self._direct(*addresses, *numbers, *self._fixed)
