@@ -11,15 +11,18 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from flux_megatron.kernels import (
+    hopper_ag_gemm,
     hopper_config,
     hopper_gathered_rows,
     hopper_gemm,
     hopper_split_k,
     hopper_tile_order,
+    launch,
 )
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.split_k import PARTS_MAX, SplitK, split_last_wave
@@ -224,6 +227,18 @@ def test_low_tiles_are_not_cut_into_two_rounds_of_parts():
     assert split_last_wave(80, 128, SMS, wide).parts == 3
     assert split_last_wave(80, 128, SMS, low).parts == 1
     assert split_last_wave(40, 128, SMS, low).parts == 3
+
+
+def test_tiles_that_make_the_same_rows_are_not_split(monkeypatch):
+    """Those that end a ragged shard, and those before: their sums must have one order."""
+    monkeypatch.setattr(launch, "sms", lambda device: SMS)
+    given = (1280, 2, torch.bfloat16, torch.device("cuda", 0), False, "nt", hopper_config.DEEP)
+    names = hopper_ag_gemm.hopper_ag_gemm_kernel.arg_names
+    for M_shard, row_limit, parts in ((256, hopper_ag_gemm.NO_LIMIT, 4), (200, 72, 1)):
+        run, sums, _ = hopper_ag_gemm._launcher(torch.Size((M_shard, 8192)), *given, False)
+        numbers = dict(zip(names[-len(run._fixed) :], run._fixed, strict=True))
+        assert (numbers["row_limit"], numbers["parts"]) == (row_limit, parts)
+        assert bool(sums) == (parts > 1)
 
 
 def test_local_tiles_lie_in_their_number_order():
