@@ -24,7 +24,10 @@ SPILLED_BYTES_MAX = 32 if ADDS_BARRIERS else 8 if COMPLETES else 0
 
 # Some more, touched once a tile: beside warps of 72 registers that copy local rows, and in the
 # producer warp of rows that come in parts of K.
-SPILLED = {"ag_gemm bfloat16 nn 128x256 bias": 24 if COMPLETES else 12}
+SPILLED = dict.fromkeys(
+    ("ag_gemm bfloat16 nn 128x256 bias", "ag_gemm bfloat16 nn 128x256 bias long"),
+    24 if COMPLETES else 12,
+)
 if COMPLETES:
     SPILLED["ag_gemm bfloat16 nt 128x256 plain parts"] = 20
 

@@ -67,6 +67,11 @@ def test_low_tiles_are_compiled(compiled):
             assert named(compiled, "ag_gemm", way, tile)
 
 
+def test_tiles_of_long_calls_are_compiled(compiled):
+    for way in ("plain", "bias"):
+        assert named(compiled, "ag_gemm", way, "128x256", "long")
+
+
 def test_rows_in_parts_of_k_are_compiled(compiled):
     for tile in ("128x256", "128x128", "64x128", "64x64"):
         assert named(compiled, "ag_gemm", "parts", tile)
