@@ -115,7 +115,7 @@ def hopper_ag_gemm_kernel(
                 (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
             ],
             [NUM_WARPS, 1, 2],
-            [208 if COPY_LOCAL else 232, 40, 80 if COPY_LOCAL else 40],
+            [216 if COPY_LOCAL else 232, 40, 72 if COPY_LOCAL else 40],
         )
 
 

@@ -109,8 +109,9 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         if plan.splits and as_others:
             return
         launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options, k_parts=max(1, plan.splits))
-        parts = " parts" * (plan.splits > 1)
-        yield f"{'bias' if options['bias'] else 'plain'}{parts}", launcher
+        kind = "bias" if options["bias"] else "plain"
+        kind += " parts" * (plan.splits > 1) + " long" * (plan.tile == hopper_config.LONG)
+        yield kind, launcher
         return
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
