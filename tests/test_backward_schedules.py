@@ -77,7 +77,7 @@ def some_rank_is_frozen(rank: int) -> None:
             torch.cuda.synchronize()  # by then the kernel's wait has run out of time
         apply(made, *mine(made, rank, ""))
 
-    # both new calls, and the growth of a channel, ask the other ranks first; by whoever sees it first
+    # both new calls, and the growth of a channel, ask first; any rank may find it
     said = "call 6 of rank (1 is gather beside gemm_rs|0 is one that is new to it, of rank 1)"
     with pytest.raises((errors.ProblemMismatch, errors.SignalTimeout), match=said):
         backward_and_another()
