@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,19 +24,26 @@ from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
 LAYOUTS = ("nt", "nn")
+PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of calls
 
 
-class Kinds(NamedTuple):
-    """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
-    their rows; GEMM+RS in pieces; the gather of x, alone or beside that.
+class Kinds(dict[int, Steady]):
+    """The kinds of calls under one decision, each made when it is first asked for: whole ones
+    without and with a bias, the same that lend their rows; GEMM+RS in pieces; the gather of x,
+    alone or beside that.
     """
 
-    plain: Steady
-    biased: Steady
-    lending: Steady
-    biased_lending: Steady
-    in_pieces: Steady
-    gather: Steady
+    def __init__(self, decision: Decision) -> None:
+        super().__init__()
+        self._decision = decision
+
+    def __missing__(self, kind: int) -> Steady:
+        decision = self._decision
+        recordable = decision.problem.pattern in getattr(decision.strategy, "RECORDABLE", ())
+        usual = GATHER if decision.problem.spec.gathers else SCATTER
+        channel = GATHER if kind == ROWS else getattr(decision.strategy, "CHANNEL", usual)
+        self[kind] = Steady(decision.workspace, channel, recordable)
+        return self[kind]
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,7 @@ class Decision:
     @cached_property
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
-        recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
-        usual = GATHER if self.problem.spec.gathers else SCATTER
-        channel = getattr(self.strategy, "CHANNEL", usual)
-        channels = [channel] * 5 + [GATHER]
-        return Kinds(*[Steady(self.workspace, one, recordable) for one in channels])
+        return Kinds(self)
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

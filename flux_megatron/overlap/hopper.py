@@ -91,8 +91,6 @@ def ag_gemm(
 
 
 class PushSchedule(NamedTuple):
-    """The same for every scatter of a shape through one region."""
-
     received: Tensor
     tiles_comm: int
     pushes: tuple[GatedPush, ...]
@@ -175,8 +173,8 @@ def _start(
     size_bytes = world_size * tile_rows * tile.block_n * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     counters = call.channel.tile_counters
-    schedule: PushSchedule = call.region.prepared(
-        _schedule, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
+    schedule = _schedule(
+        call.region, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
     )
     parts = None
     if not by_sm:
