@@ -28,17 +28,21 @@ PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of c
 
 
 class Kinds(dict[int, Steady]):
-    """The kinds of calls under one decision, each made when it is first asked for: whole ones
-    without and with a bias, the same that lend their rows; GEMM+RS in pieces; the gather of x,
-    alone or beside that.
+    """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
+    their rows; GEMM+RS in pieces; the gather of x, alone or beside that. Each is made at its second
+    call: of many shapes there is only one.
     """
 
     def __init__(self, decision: Decision) -> None:
         super().__init__()
         self._decision = decision
+        self._asked = 0  # a bit for each kind
 
     def __missing__(self, kind: int) -> Steady:
-        decision = self._decision
+        decision, again = self._decision, self._asked >> kind & 1
+        self._asked |= 1 << kind
+        if not again:
+            return Steady(decision.workspace, "", recordable=False)
         recordable = decision.problem.pattern in getattr(decision.strategy, "RECORDABLE", ())
         usual = GATHER if decision.problem.spec.gathers else SCATTER
         channel = GATHER if kind == ROWS else getattr(decision.strategy, "CHANNEL", usual)

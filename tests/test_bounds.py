@@ -124,6 +124,7 @@ def frees(rank: int, kind: type[Channel]) -> list[bool]:
     ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("pipelined"))
     channel = space.channels["gather"]
     (decision,) = space.decisions.values()
+    decision.steady[PLAIN]  # the first call of a kind keeps nothing
     decision.steady[PLAIN]._regions = channel._regions  # as a recording of a GPU's calls does
     region = channel._regions[0]
     known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]

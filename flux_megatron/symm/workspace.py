@@ -112,7 +112,7 @@ class Workspace:
             self.channels[channel] = kind(self.group, self.device, self._status)
         self.channels[channel].grow(size_bytes)
         for decision in (*self.decisions.values(), *self.checked.values()):
-            vars(decision).pop("steady", None)  # recorded calls would pin the old memory
+            getattr(decision, "__dict__", {}).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
     def _barrier(self, reason: str) -> None:
