@@ -54,6 +54,13 @@ def supports(problem: Problem) -> str | None:
     return transfer.unequal_shards(problem) or hopper_gemm.supports(problem)
 
 
+def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
+    """Compile the kernel of such calls, or find it in Triton's cache on disk."""
+    from flux_megatron.kernels import hopper_probe
+
+    hopper_probe.compile_for(problem, plan, device)
+
+
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     return transfer.start_gather(x, workspace, plan.comm_rows)
