@@ -145,8 +145,8 @@ def gathering() -> dict[str, Configuration]:
         ("nn", False, hopper_config.NARROW), ("nn", True, hopper_config.NARROW),
     ):  # fmt: skip
         launcher = hopper_gemm_rs._launcher(
-            WORLD_SIZE, WORLD_SIZE - 1, torch.bfloat16, torch.device("cuda", 0), layout, tile, by_sm,
-            gathers=True,
+            WORLD_SIZE, WORLD_SIZE - 1, torch.bfloat16, torch.device("cuda", 0), layout, tile,
+            by_sm, gathers=True,
         )  # fmt: skip
         way = "sm" if by_sm else "copy_engine"
         name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}"
