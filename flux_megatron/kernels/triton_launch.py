@@ -47,6 +47,15 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
     return made
 
 
+def partial_sums(like: torch.Tensor, count: int, counters: torch.Tensor) -> torch.Tensor:
+    """New memory for so many float32, or for none any address of such: another type would be
+    another kernel.
+    """
+    if not count:
+        return counters.view(torch.float32)
+    return empty(like, count, dtype=torch.float32)
+
+
 @contextmanager
 def compiling_only() -> Iterator[None]:
     """Launches inside compile their kernels, which do not run."""
