@@ -155,7 +155,8 @@ class Launcher:
         if (recording := this_thread.recording) is not None:
             recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
-            _compiled[self._code_for(tensors, numbers)] = compiled
+            if self._is_compiled:
+                _compiled[self._code_for(tensors, numbers)] = compiled
             self._use(compiled)
 
     def _use(self, compiled) -> None:
