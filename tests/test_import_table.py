@@ -105,6 +105,12 @@ TABLE = {
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
     ),
+    # measures ahead of a run, on ranks that it starts; the names of Megatron's options
+    "tune_command": room(
+        "command_errors errors machine option_values patterns problem settings expert_parallel "
+        "launch.parser_signature overlap.registry symm.workspace tuning",
+        "torch typer rich",
+    ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
 }
 BELOW = frozenset(TABLE)
@@ -124,8 +130,8 @@ LABORATORY = {
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
     "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
-    # beside other libraries; plans for the models of `train`
-    "lab.bench": Room(BELOW | {"lab.train"}, ANY),
+    # beside other libraries
+    "lab.bench": Room(BELOW, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {
@@ -152,7 +158,7 @@ AT_IMPORT = {
     "cli": Room(
         BASE
         | {"command_errors", "command_group", "doctor", "launch.commands", "option_values"}
-        | {"patching", "versions"},
+        | {"patching", "tune_command.commands", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }

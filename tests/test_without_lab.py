@@ -58,7 +58,7 @@ def test_an_operation_has_its_help(folder):
     assert "gemm_reduce_scatter(" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "launch", "doctor", "patch"])
+@pytest.mark.parametrize("command", ["run", "launch", "doctor", "patch", "tune"])
 def test_commands_of_the_product_work(folder, command):
     done = ran(folder, "-m", "flux_megatron", command, "--help")
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_help_lists_what_is_installed(folder):
     done = ran(folder, "-m", "flux_megatron", "--help")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
-    assert {"run", "launch", "doctor", "patch"} <= {*words}
+    assert {"run", "launch", "doctor", "patch", "tune"} <= {*words}
     assert not {*lab_commands.PLACES} & {*words}
 
 

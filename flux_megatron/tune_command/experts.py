@@ -12,7 +12,7 @@ from rich.console import Console
 from flux_megatron.errors import BadInput
 from flux_megatron.expert_parallel import plans, tune
 from flux_megatron.expert_parallel.plans import ExpertProblem
-from flux_megatron.lab.bench.tune import join, table
+from flux_megatron.tune_command.measure import join, table
 from flux_megatron.tuning import tuner
 
 

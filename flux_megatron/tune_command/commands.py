@@ -13,7 +13,7 @@ import typer
 from flux_megatron import option_values
 
 if TYPE_CHECKING:
-    from flux_megatron.lab.bench.tune_model import Widths
+    from flux_megatron.tune_command.widths import Widths
 
 
 def tune(
@@ -21,8 +21,7 @@ def tune(
         list[str] | None,
         typer.Argument(metavar="ARGS...", help="Megatron's own, after --, instead of a suite"),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A training run, as of train")] = None,
-    suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b, instead")] = None,
+    suite: Annotated[str | None, typer.Option(help="gpt3-175b or llama2-70b")] = None,
     tp: Annotated[
         int | None,
         typer.Option(min=2, help="Ranks of the suite or model; default: all GPUs, CPU 2"),
@@ -38,9 +37,7 @@ def tune(
         int | None,
         typer.Option(min=1, help="Divide the suite's widths; default 1, on the CPU 512"),
     ] = None,
-    sequence_parallel: Annotated[
-        bool, typer.Option(help="Without it GEMM+AR is tuned; not with --config")
-    ] = True,
+    sequence_parallel: Annotated[bool, typer.Option(help="Without it GEMM+AR is tuned")] = True,
     cuda_max_connections: Annotated[
         int, typer.Option(min=0, help="CUDA_DEVICE_MAX_CONNECTIONS to tune for; 0: unset")
     ] = 1,
@@ -54,9 +51,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; default: of the config, else cuda")
-    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     experts: Annotated[
         int | None,
         typer.Option(min=1, help="Instead: strategies for so many experts, of all ranks"),
@@ -88,7 +83,7 @@ def tune(
     ] = False,
 ) -> None:
     """Measure which plan is the fastest for each problem of a model, and keep it for later runs."""
-    from flux_megatron.lab.bench import tune_request
+    from flux_megatron.tune_command import request
 
     of_model = {
         "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--vocab": vocab,
@@ -99,25 +94,25 @@ def tune(
     if experts is not None:
         sizes = {"--hidden": hidden, "--ffn": ffn, "--topk": topk, "--tokens": tokens}
         _tune_experts(
-            experts, sizes, ep, gated, dtype or "bfloat16", device or "cuda", again,
+            experts, sizes, ep, gated, dtype or "bfloat16", device, again,
             cuda_max_connections,
         )  # fmt: skip
         return
 
     widths = _widths(hidden, ffn, heads, kv_heads, head_dim, swiglu, None if arguments else vocab)
-    request = tune_request.Request(
-        config, suite, tp, M, dtype, scale, sequence_parallel, beside, device, widths,
+    wanted = request.Request(
+        suite, tp, M, dtype, scale, sequence_parallel, beside, device, widths,
         arguments or (), vocab,
     )  # fmt: skip
-    problems, name = request.problems()
+    problems, name = wanted.problems()
     if out is not None:
         option_values.folder("--out", out)
     if "RANK" not in os.environ:
         ranks, on = problems[0].world_size, problems[0].device
-        raise typer.Exit(tune_request.start(ranks, on, cuda_max_connections, sys.argv[1:]))
-    from flux_megatron.lab.bench import tune as tuning
+        raise typer.Exit(request.start(ranks, on, cuda_max_connections, sys.argv[1:]))
+    from flux_megatron.tune_command import measure
 
-    tuning.tune(problems, again, out, name)
+    measure.tune(problems, again, out, name)
 
 
 def _refuse(others: Mapping[str, object], experts: bool) -> None:
@@ -134,7 +129,7 @@ def _widths(
 ) -> Widths | None:  # fmt: skip
     """None if none is given."""
     from flux_megatron.errors import BadInput
-    from flux_megatron.lab.bench.tune_model import Widths
+    from flux_megatron.tune_command.widths import Widths
 
     if not any((hidden, ffn, heads, kv_heads, head_dim, swiglu, vocab)):
         return None
@@ -150,15 +145,15 @@ def _tune_experts(
 ) -> None:  # fmt: skip
     from flux_megatron import machine
     from flux_megatron.errors import BadInput
-    from flux_megatron.lab.bench import tune_experts as of_experts
-    from flux_megatron.lab.bench import tune_request
+    from flux_megatron.tune_command import experts as of_experts
+    from flux_megatron.tune_command import request
 
     if lacking := [name for name, size in sizes.items() if size is None]:
         raise BadInput(f"--experts needs {', '.join(lacking)} too")
     hidden, ffn, topk, tokens = (size or 0 for size in sizes.values())
-    option_values.names("--dtype", dtype, tune_request.DTYPES)
+    option_values.names("--dtype", dtype, request.DTYPES)
     machine.ranks(device, ep, "--device cpu with a small model", option="--ep", least=2)
     wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
     if "RANK" not in os.environ:
-        raise typer.Exit(tune_request.start(ep, device, cuda_max_connections, sys.argv[1:]))
+        raise typer.Exit(request.start(ep, device, cuda_max_connections, sys.argv[1:]))
     of_experts.run(wanted, again)

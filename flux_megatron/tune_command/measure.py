@@ -1,6 +1,6 @@
 """`flux-megatron tune`: measure the plans of a model's problems ahead of a run, and keep them.
 
-`tune_request` has what is asked for. Every rank runs `tune`, rank 0 shows it.
+`request` has what is asked for. Every rank runs `tune`, rank 0 shows it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rich.table import Table
 
 from flux_megatron import settings
 from flux_megatron.expert_parallel.plans import ExpertEntry
-from flux_megatron.lab.bench.rank_processes import rendezvous
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tune_command.rank_processes import rendezvous
 from flux_megatron.tuning import choice, environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 

@@ -11,10 +11,39 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.bench import suites
 from flux_megatron.launch import parser_signature
 
+CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
 NEEDED = ("--hidden-size", "--num-attention-heads")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of a model's linear layers.
+
+    `qkv` and `fc1` are outputs of column-parallel layers, `attention` and `ffn` inputs of
+    row-parallel ones; fc1 holds gate and up where a model has both.
+    """
+
+    hidden: int
+    qkv: int
+    attention: int
+    fc1: int
+    ffn: int
+
+    def scaled(self, scale: int) -> Model:
+        """The same model with every width divided by `scale`, for machines without GPUs."""
+        widths = (self.hidden, self.qkv, self.attention, self.fc1, self.ffn)
+        if any(width % scale for width in widths):
+            raise BadInput(f"scale {scale} given, a divisor of {widths} expected")
+        return Model(*(width // scale for width in widths))
+
+
+MODELS = {
+    "gpt3-175b": Model(12288, 3 * 12288, 12288, 4 * 12288, 4 * 12288),
+    # 64 heads and 2 x 8 key-value heads of 128; gate and up of 28672 each
+    "llama2-70b": Model(8192, (64 + 2 * 8) * 128, 8192, 2 * 28672, 28672),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +60,7 @@ class Widths:
     swiglu: bool = False
     vocab: int | None = None
 
-    def layers(self, tp: int) -> suites.Model:
+    def layers(self, tp: int) -> Model:
         """The linear layers. `BadInput` where the heads are uneven, or `tp` ranks cannot share."""
         kv_heads, head_dim = self.kv_heads or self.heads, self.head_dim
         if head_dim is None:
@@ -55,7 +84,7 @@ class Widths:
             if width % tp:
                 raise BadInput(f"{name} {width} given, a multiple of the {tp} ranks expected")
         fc1 = 2 * self.ffn if self.swiglu else self.ffn
-        return suites.Model(self.hidden, qkv, attention, fc1, self.ffn)
+        return Model(self.hidden, qkv, attention, fc1, self.ffn)
 
     def __str__(self) -> str:
         numbers = {
