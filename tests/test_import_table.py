@@ -132,6 +132,7 @@ LABORATORY = {
     "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # beside other libraries
     "lab.bench": Room(BELOW, ANY),
+    "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {

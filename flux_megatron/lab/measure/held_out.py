@@ -1,8 +1,10 @@
 """Shapes that no plan was tuned for: every plan of the tuner's, beside the library and NCCL.
 
-    torchrun --nproc-per-node=2 tests/gpu/held_out.py out.jsonl --commit COMMIT
-    torchrun --nproc-per-node=2 tests/gpu/held_out.py out.jsonl --beside --cases "gemm_rs 64x8x4"
-    TRITON_INTERPRET=1 torchrun --nproc-per-node=2 tests/gpu/held_out.py out.jsonl --device cpu
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.held_out out.jsonl --commit COMMIT
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.held_out out.jsonl --beside \
+        --cases "gemm_rs 64x8x4"
+    TRITON_INTERPRET=1 torchrun \
+        --nproc-per-node=2 -m flux_megatron.lab.measure.held_out out.jsonl --device cpu
 
 A case is a pattern and local M x N x K, w as in a layer's forward. Plans are those that `tune`
 measures. Each is verified on small integers, every bit; then all race on random numbers, `gemm`
@@ -17,19 +19,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import gpu_run
 import torch
 import torch.distributed as dist
 import typer
-from gpu_run import Run
 from torch import Tensor
 
 from flux_megatron import ops, settings
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap import registry
-from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import workspace
-from flux_megatron.tuning import environment, tuner
+from flux_megatron.tuning import tuner
 from flux_megatron.tuning.timing import race
 
 CASES = (
@@ -85,9 +86,7 @@ class Layer:
     def plans(self, device: torch.device) -> list[Plan]:
         unavailable = workspace(self.group, device).unavailable
         names, _ = registry.overlapping(self.problem, "auto", unavailable)
-        where = environment.of(device)
-        facts = hardware.find(where.gpu, where.link)
-        return tuner.candidates(self.problem, names, facts)
+        return tuner.candidates(self.problem, names)
 
 
 def measure(run: Run, case: str, rounds: int, beside: bool) -> bool:

@@ -1,6 +1,7 @@
 """What a layer of pretrain_gpt.py takes the host, with stock linear layers and with ours.
 
-    python tests/gpu/host_time.py path/to/Megatron-LM host_time.jsonl --tp 2 --M 2048
+    python -m flux_megatron.lab.measure.host_time path/to/Megatron-LM host_time.jsonl --tp 2 \
+        --M 2048
 
 Runs the comparison of `iterations.py` for a few blocks with a clock around calls of rank 0: nothing
 waits for the GPU in them, so their times are the host's. Where a layer takes the GPU less than
@@ -11,21 +12,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import iterations
 import typer
 
-RANK = __file__
-BLOCKS = 4  # stock, ours, stock, ours
+from flux_megatron.lab.measure import iterations
+
 TIMED = [13, 14, 15, 18, 19, 20]  # of the last two blocks
 
 
@@ -78,11 +76,13 @@ def parts() -> list[tuple[type, str, str]]:
     ]
 
 
-def time_iterations(train_step: Callable[..., Any], clock: Clock, out: Path) -> Callable[..., Any]:
+def time_iterations(train_step: Callable[..., Any], out: Path) -> Callable[..., Any]:
     """`train_step` that appends a line a timed iteration to `out`."""
     from flux_megatron.integration import arm
 
-    count = 0
+    count, clock = 0, Clock()
+    for part in parts():
+        clock.around(*part)
 
     @functools.wraps(train_step)  # others look for its parameters by name
     def timing(*given: Any, **named: Any) -> Any:
@@ -101,19 +101,7 @@ def time_iterations(train_step: Callable[..., Any], clock: Clock, out: Path) -> 
 
 
 def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    """One rank, as in `iterations`; the first one is timed."""
-
-    def prepare() -> None:
-        import megatron.training.training as training
-
-        if os.environ["RANK"] == "0":
-            clock = Clock()
-            for part in parts():
-                clock.around(*part)
-            out = gate.with_name("host_time.jsonl")
-            training.train_step = time_iterations(training.train_step, clock, out)
-
-    iterations.rank(gate, script, arguments, prepare)
+    iterations.recording_rank(gate, script, arguments, time_iterations)
 
 
 def main(
@@ -125,24 +113,15 @@ def main(
     for rows in map(int, M.split(",")):
         for experiment in iterations.EXPERIMENTS:
             job = next(iterations.jobs(experiment, rows, tp, (), layers=layers))
-            steps = replace(job.workload.training, steps=BLOCKS * iterations.BLOCK)
-            job = replace(job, workload=replace(job.workload, training=steps))
             known = {"model": job.workload.model.name, "M": job.M, "tp": tp}
             with tempfile.TemporaryDirectory() as folder:
-                where = Path(folder, "0")
-                process = iterations.Process(job, checkout, where, RANK)
-                process.begin()
-                process.times_ms()
-                timed = (where / "host_time.jsonl").read_text().splitlines()
+                timed = iterations.recorded(job, checkout, Path(folder, "0"), __file__)
             with out.open("a") as file:
-                for line in map(json.loads, timed):
+                for line in timed:
                     print(known["model"], line)
                     row = {"what": "host_time", **known, **line, **machine}
                     file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    else:
-        typer.run(main)
+    iterations.as_rank_or_command(rank, main)

@@ -1,8 +1,10 @@
 """Whole training iterations of Megatron-LM's unedited pretrain_gpt.py: stock, ours, userbuffers.
 
-    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 4
-    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 2 --layout dp
-    python tests/gpu/iterations.py path/to/Megatron-LM iterations.jsonl --tp 2 --layout dp \
+    python -m flux_megatron.lab.measure.iterations path/to/Megatron-LM iterations.jsonl --tp 4
+    python -m flux_megatron.lab.measure.iterations path/to/Megatron-LM iterations.jsonl --tp 2 \
+        --layout dp
+    python -m flux_megatron.lab.measure.iterations path/to/Megatron-LM iterations.jsonl --tp 2 \
+        --layout dp \
         --arms flux --timed 990                                           # does it hang?
 
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
@@ -51,7 +53,7 @@ from flux_megatron.lab.results import logs
 from flux_megatron.lab.results.iterations import ResultsError
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
-from flux_megatron.perf.workload import Workload
+from flux_megatron.perf.workload import Arm, Workload
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
@@ -131,7 +133,7 @@ def jobs(
 
 def _workloads(
     experiment: str, M: int, tp: int, micro_batches: int, layout: str, length: Length
-) -> Mapping[str, Workload]:
+) -> Mapping[Arm, Workload]:
     """By arm. Sequences are the model's, or M where that is shorter."""
     sequence = load(experiment).arms["flux"].model.seq_length
     micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
@@ -178,7 +180,7 @@ class Process:
     def times_ms(self, limit_s: float = 150) -> dict[int, float]:
         """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
         try:
-            code = self.process.wait(timeout=limit_s)
+            code: int | str = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self.stop()
             code = f"stopped after {limit_s:g} s"
@@ -218,6 +220,32 @@ def rank(
     while not gate.exists():
         time.sleep(0.02)
     bootstrap.run()
+
+
+def recording_rank(
+    gate: Path, script: str, arguments: list[str], record: Callable[[Callable, Path], Callable]
+) -> None:
+    """As `rank`; the first one's iterations are those of `record`, which appends rows to a file."""
+
+    def prepare() -> None:
+        import megatron.training.training as training
+
+        if os.environ["RANK"] == "0":
+            training.train_step = record(training.train_step, gate.with_name("recorded.jsonl"))
+
+    rank(gate, script, arguments, prepare)
+
+
+def recorded(
+    job: Job, checkout: Path, where: Path, script: str, limit_s: float = 150
+) -> list[dict[str, Any]]:
+    """What the first rank of `script` has recorded of four blocks: stock, ours, stock, ours."""
+    steps = replace(job.workload.training, steps=4 * BLOCK)
+    job = replace(job, workload=replace(job.workload, training=steps))
+    process = Process(job, checkout, where, script)
+    process.begin()
+    process.times_ms(limit_s)
+    return [json.loads(line) for line in (where / "recorded.jsonl").read_text().splitlines()]
 
 
 def compared(
@@ -338,8 +366,15 @@ def _line(row: dict) -> str:
     return f"{what} {row['median_ms']:8.2f} ms {said}"
 
 
-if __name__ == "__main__":
+def as_rank_or_command(
+    rank: Callable[[Path, str, list[str]], None], main: Callable[..., None]
+) -> None:
+    """What a script does that `Process` starts as its ranks."""
     if sys.argv[1:2] == ["rank"]:
         rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
     else:
         typer.run(main)
+
+
+if __name__ == "__main__":
+    as_rank_or_command(rank, main)

@@ -1,7 +1,4 @@
-"""The measuring scripts of this folder in small, on a CPU: they write rows, and time nothing wrong.
-
-`test_soak.py` has the soak, which finds faults of the package here too.
-"""
+"""The measuring scripts in small, on a CPU: they write rows, and time nothing wrong."""
 
 from __future__ import annotations
 
@@ -13,15 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import breakdown
-import dynamic_layers
-import dynamic_rows
-import gpu_run
-import held_out
-import hold
-import iterations
 import pytest
-import te_launches
 import torch
 import torch.distributed as dist
 import typer
@@ -29,7 +18,15 @@ from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron.lab.bench import provenance
-from flux_megatron.launch.parser_signature import recorded
+from flux_megatron.lab.measure import (
+    breakdown,
+    dynamic_layers,
+    dynamic_rows,
+    gpu_run,
+    held_out,
+    hold,
+    iterations,
+)
 
 PACKAGE = Path(flux_megatron.__file__).parent
 RANK = """
@@ -145,7 +142,7 @@ def test_trees_race_and_a_wrong_one_takes_no_part(tmp_path):
         file.write("_right = all_gather_gemm\n")
         file.write("def all_gather_gemm(*args, **options): return _right(*args, **options) + 1\n")
     command = [
-        sys.executable, str(Path(__file__).with_name("trees.py")), str(tmp_path / "rows"),
+        sys.executable, "-m", "flux_megatron.lab.measure.trees", str(tmp_path / "rows"),
         "--device", "cpu", "--rounds", "2", "--calls", "1", "--shapes", "32x16x16 nt",
         "--only", "ag_gemm fused,gemm_rs", "--tree", "installed", "--tree", f"broken={tmp_path}",
     ]  # fmt: skip
@@ -187,11 +184,3 @@ def test_time_in_which_only_communication_runs(tmp_path):
     assert found["idle_us"] == 15
     assert found["communication_alone_us"] == 35
     assert found["by_kind_us"] == {"linear": 150, "collective": 40, "copy": 15}
-
-
-def test_megatron_knows_the_options_of_every_launch():
-    known = {*recorded()["core_v0.16.1"], "--flux-overlap", "--flux-layers"}
-    for case in te_launches.CASES:
-        for arm in te_launches.ARMS:
-            words = te_launches.arguments(case, arm)
-            assert {word for word in words if word.startswith("--")} <= known

@@ -1,8 +1,9 @@
 """Where an iteration of pretrain_gpt.py spends its time, and what clocks do meanwhile.
 
-    python tests/gpu/breakdown.py path/to/Megatron-LM breakdown.jsonl --tp 2 --M 8192,2048
-    python tests/gpu/breakdown.py path/to/Megatron-LM breakdown.jsonl --tp 2 --M 2048 \
-        --micro-batches 8 --layers 2
+    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
+        --M 8192,2048
+    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
+        --M 2048 --micro-batches 8 --layers 2
 
 Runs the comparison of `iterations.py` (stock and ours in turn) for a few blocks. Iterations of each
 arm are recorded by torch's profiler, GPU activity alone, on rank 0: what kernels of each kind take,
@@ -17,25 +18,23 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import iterations
 import torch
 import typer
 
-BLOCKS = 4  # stock, ours, stock, ours
+from flux_megatron.lab.measure import iterations
+
 RECORDED = [*range(13, 16), *range(18, 21)]  # of the last two blocks: three iterations of each arm
 RESTED_S, LOADED_S = 5.0, 8.0
 BUSY_PERCENT = 90
@@ -50,7 +49,6 @@ KINDS = {
     "sum of parts": r"reduce_received",
     "copy": r"^memcpy|^memset",
 }  # the first that is found; "other" otherwise
-RANK = __file__
 COMMUNICATION = ("collective", "wait", "copy")
 
 
@@ -150,16 +148,7 @@ def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[...
 
 
 def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    """One rank, as in `iterations`; the first one records."""
-
-    def prepare() -> None:
-        import megatron.training.training as training
-
-        if os.environ["RANK"] == "0":
-            out = gate.with_name("recorded.jsonl")
-            training.train_step = record_iterations(training.train_step, out)
-
-    iterations.rank(gate, script, arguments, prepare)
+    iterations.recording_rank(gate, script, arguments, record_iterations)
 
 
 @contextmanager
@@ -230,16 +219,12 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         for index, job in enumerate(wanted):
             where = Path(folder, str(index))
-            steps = replace(job.workload.training, steps=BLOCKS * iterations.BLOCK)
-            job = replace(job, workload=replace(job.workload, training=steps))
             with clocks() as seen:
-                process = iterations.Process(job, checkout, where, RANK)
-                process.begin()
-                process.times_ms(limit_s)
+                found = iterations.recorded(job, checkout, where, __file__, limit_s)
             known = {"model": job.workload.model.name, "M": job.M, "tp": tp}
             known |= {"micro_batches": micro_batches}
-            for line in (where / "recorded.jsonl").read_text().splitlines():
-                _append(out, {"what": "breakdown", **known, **json.loads(line), **machine})
+            for row in found:
+                _append(out, {"what": "breakdown", **known, **row, **machine})
             _append(out, {"what": "clocks", **known, **clock_row(seen), **machine})
 
 
@@ -252,7 +237,4 @@ def _append(out: Path, row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    else:
-        typer.run(main)
+    iterations.as_rank_or_command(rank, main)

@@ -1,7 +1,7 @@
 """Launches of Megatron-LM with real TransformerEngine: do its specification with our linears and
 its own train the same model?
 
-    python tests/gpu/te_launches.py path/to/core_v0.16.1 te_launches.jsonl
+    python tests/differential/te_launches.py path/to/core_v0.16.1 te_launches.jsonl
 
 TP 2 with sequence parallelism, bf16, 20 iterations on mock data, of every case of `CASES`: stock,
 ours, and stock in fp32, which is the reference. `differential/comparison.py` says what counts as
@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "tests" / "differential")]
 
 STEPS, SAVED = 20, 10
 TP = 2
@@ -218,7 +215,8 @@ def main(
     stock fails, and where no case ran.
     """
     import torch
-    from iterations import machine_of
+
+    from flux_megatron.lab.measure.iterations import machine_of
 
     wanted = cases.split(",")
     if too_many := [case for case in wanted if ranks(case, "ours") > torch.cuda.device_count()]:

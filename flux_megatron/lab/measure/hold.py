@@ -1,7 +1,8 @@
 """Do calls end, and how soon, while another kernel holds SMs? Every strategy, forward and backward.
 
-    torchrun --nproc-per-node 4 tests/gpu/hold.py hold.jsonl
-    torchrun --nproc-per-node 4 tests/gpu/hold.py hold.jsonl --old path/to/another/checkout
+    torchrun --nproc-per-node 4 -m flux_megatron.lab.measure.hold hold.jsonl
+    torchrun --nproc-per-node 4 -m flux_megatron.lab.measure.hold hold.jsonl \
+        --old path/to/another/checkout
 
 A kernel that only spins (`held_sms.py`) holds k SMs of rank 0 or of every rank. It is launched
 first, and let go when the call has ended or after `--hold-ms`: a call that needs those SMs outlasts
@@ -23,16 +24,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpu_run
 import torch
 import torch.distributed as dist
-from gpu_run import Run
 
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.tuning import timing
 
 SHAPES = "8192x12288x12288,2048x12288x12288,8192x12288x3072"
@@ -136,7 +137,7 @@ def timed(
     """Of every call in every round: us on the slowest rank, and whether the hold outlasted it."""
     spinner = None
     if held.here(run.group.rank()) and run.device.type == "cuda":
-        from held_sms import HeldSms
+        from flux_megatron.lab.measure.held_sms import HeldSms
 
         spinner = HeldSms(held.count, hold_ms, run.device)
     token = torch.zeros(1, device=run.device)
@@ -239,16 +240,11 @@ def main(
     run = gpu_run.start(out, commit, seconds)
     counts = [int(count) for count in sms.split(",")]
     holds = [Held(), *(Held(count, on) for on in ("all", "rank0") for count in counts)]
-    sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
+    sizes: Any = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
 
-    def with_versions(versions: dict[str, str]) -> None:
+    with other_version(old) if old else nullcontext() as package:
+        versions = {"new": "flux_megatron"} | ({"old": package} if package else {})
         measure(run, versions, sizes, pieces.split(","), holds, hold_ms, rounds, held_rounds)
-
-    if old is None:
-        with_versions({"new": "flux_megatron"})
-    else:
-        with other_version(old) as package:
-            with_versions({"new": "flux_megatron", "old": package})
     gpu_run.finish(run)
 
 

@@ -1,9 +1,11 @@
 """Another number of tokens in every micro-batch, as with packed sequences: ours beside NCCL.
 
-    torchrun --nproc-per-node=2 tests/gpu/dynamic_rows.py out.jsonl --commit COMMIT
-    torchrun --nproc-per-node=2 tests/gpu/dynamic_rows.py out.jsonl --repeat --beside
-    torchrun --nproc-per-node=2 tests/gpu/dynamic_rows.py out.jsonl --many 10000
-    TRITON_INTERPRET=1 torchrun --nproc-per-node=2 tests/gpu/dynamic_rows.py out.jsonl --device cpu
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --commit COMMIT
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --repeat \
+        --beside
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --many 10000
+    TRITON_INTERPRET=1 torchrun \
+        --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --device cpu
 
 A case is a kind of call and a model. `ops` calls the operations of a layer's four linears, forward;
 `nn` calls the modules of `flux_megatron.nn`, forward and backward. Both are verified on small
@@ -23,16 +25,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import gpu_run
 import torch
 import torch.distributed as dist
 import triton
 import typer
-from dynamic_layers import MODELS, Layer
-from gpu_run import Run
 
-import flux_megatron
 from flux_megatron import settings
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
+from flux_megatron.lab.measure.gpu_run import Run
+from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.tuning.beside import AllReduces
 
 CASES = "ops qwen3-32b,nn qwen3-32b,nn qwen3-8b"
@@ -67,7 +69,7 @@ def census(run: Run, kernels: Kernels) -> dict[str, float]:
     here = {
         "device_mib": used / 2**20,
         "host_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "workspace_mib": flux_megatron.report().workspace_bytes / 2**20,
+        "workspace_mib": report().workspace_bytes / 2**20,
         "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
         "compiled": kernels.found["compiled"],
         "loaded": kernels.found["loaded"],
@@ -125,8 +127,8 @@ def timed(
 
 
 def reported() -> dict[str, object]:
-    """Totals of `flux_megatron.report()`, of this rank."""
-    found = flux_megatron.report()
+    """Totals of `report()`, of this rank."""
+    found = report()
     return {
         "calls": {" ".join(key): n for key, n in sorted(found.calls.items())},
         "fallbacks": {": ".join(key): n for key, n in sorted(found.fallbacks.items())},
@@ -140,7 +142,7 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     small = model == "small"
     least, largest = (SMALL_LEAST, SMALL_LARGEST) if small else (LEAST, LARGEST)
     layers = 2 if small else LAYERS
-    flux_megatron.reset_report()
+    reset_report()
     layer, kernels = Layer(run, MODELS[model], largest, kind == "nn"), Kernels()
     if not verified(run, layer, least, case):
         return False
@@ -215,7 +217,7 @@ def many(run: Run, count: int) -> None:
     afterwards never ends. `held` has the first census after the largest.
     """
     R = run.group.size()
-    flux_megatron.reset_report()
+    reset_report()
     model = "small" if run.device.type == "cpu" else "tiny"
     layer, kernels = Layer(run, MODELS[model], R * count, backward=True), Kernels()
     layer.fill_random()

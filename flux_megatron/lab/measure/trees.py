@@ -2,11 +2,13 @@
 in one race.
 
     git worktree add ../before COMMIT
-    python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before
-    python tests/gpu/trees.py rows.jsonl --tree installed --tree 3.9=PATH/OF/ITS/FOLDER
-    python tests/gpu/trees.py rows.jsonl --tree 1=. --tree 0=.,FLUX_MEGATRON_NATIVE=0
-    TRITON_INTERPRET=1 python tests/gpu/trees.py rows.jsonl --tree now=. --tree before=../before \
-        --device cpu --shapes "64x64x64 nt" --rounds 2
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree now=. --tree before=../before
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree installed \
+        --tree 3.9=PATH/OF/ITS/FOLDER
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree 1=. \
+        --tree 0=.,FLUX_MEGATRON_NATIVE=0
+    TRITON_INTERPRET=1 python -m flux_megatron.lab.measure.trees rows.jsonl --tree now=. \
+        --tree before=../before --device cpu --shapes "64x64x64 nt" --rounds 2
 
 A tree is a folder for PYTHONPATH: another checkout, or another `triton`, as
 `pip install --no-deps --target` makes it; `installed` is this checkout and the machine's Triton.
@@ -35,8 +37,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
 
 
@@ -45,7 +48,7 @@ class Tree:
     """The ranks of one tree; each reads a case a line and answers with its time."""
 
     name: str
-    ranks: list[subprocess.Popen]
+    ranks: list[Any]  # of Popen, with pipes
     variables: tuple[str, ...] = ()  # names of what its environment has besides
 
     def ask(self, case: str) -> list[dict]:
@@ -55,7 +58,7 @@ class Tree:
                 rank.stdin.flush()
         return [self._answer(rank) for rank in self.ranks]
 
-    def _answer(self, rank: subprocess.Popen) -> dict:
+    def _answer(self, rank: Any) -> dict:
         for line in rank.stdout:
             if line.startswith("{"):
                 return json.loads(line)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_run import Run
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear
 
 
@@ -130,13 +131,13 @@ class Layer:
         return [*results, *torch.autograd.grad(results, operands, dys)]
 
 
-def gather(x: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, dist.Work | None]:
+def gather(x: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, Any]:
     """x of all ranks; with `later` only after the work that is returned too."""
     whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
     return whole, dist.all_gather_into_tensor(whole, x, group=group, async_op=later)
 
 
-def scatter(y: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, dist.Work | None]:
+def scatter(y: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, Any]:
     """This rank's rows of the sum; with `later` only after the work that is returned too."""
     mine = y.new_empty(y.shape[0] // group.size(), y.shape[1])
     return mine, dist.reduce_scatter_tensor(mine, y, group=group, async_op=later)
