@@ -128,7 +128,9 @@ LABORATORY = {
         "torch megatron pydantic rich typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
+    "lab.results": room(
+        "errors launch option_values perf", "scipy typer", lazily="matplotlib rich"
+    ),
     "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
     # beside other libraries
     "lab.bench": Room(BELOW, ANY),

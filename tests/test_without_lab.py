@@ -73,10 +73,10 @@ def test_help_lists_what_is_installed(folder):
     assert not {*lab_commands.PLACES} & {*words}
 
 
-@pytest.mark.parametrize("command", ["train", "bench"])
+@pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("bench", "lab")])
 @pytest.mark.parametrize("typer", [True, False], ids=["", "no typer"])
 def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
-    folder, tmp_path, command, typer
+    folder, tmp_path, command, extra, typer
 ):
     if not typer:
         error = "raise ModuleNotFoundError('No module named typer', name='typer')"
@@ -85,7 +85,7 @@ def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"flux-megatron {command}: flux_megatron.lab, which has this command, is not installed: "
-        f"in a checkout of flux_megatron, pip install -e '.[{command}]'\n"
+        f"in a checkout of flux_megatron, pip install -e '.[{extra}]'\n"
     )
 
 
