@@ -53,7 +53,7 @@ from flux_megatron.lab.results import logs
 from flux_megatron.lab.results.iterations import ResultsError
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
-from flux_megatron.perf.workload import Arm, Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %

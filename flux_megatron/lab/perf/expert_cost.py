@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flux_megatron.perf.hardware import H200, Hardware
-from flux_megatron.perf.terms import Terms, total
+from flux_megatron.lab.perf.hardware import H200, Hardware
+from flux_megatron.lab.perf.terms import Terms, total
 
 OPERATIONS = ("a2a_gemm", "gemm_a2a")
 FUSED_TERMS = ("gflop", "gemm_bytes", "remote_bytes")

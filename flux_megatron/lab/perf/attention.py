@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
-from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.workload import Workload
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 
 def core_us(workload: Workload, hardware: Hardware) -> tuple[float, float]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import moe_layer, schedule, stages
-from flux_megatron.perf.gemm import ELEMENT_BYTES
-from flux_megatron.perf.layer import padded_vocab
-from flux_megatron.perf.stages import Stage
-from flux_megatron.perf.workload import Cluster, Workload
+from flux_megatron.launch import stages
+from flux_megatron.launch.stages import Stage
+from flux_megatron.launch.workload import ELEMENT_BYTES, Cluster, Workload
 
 RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, fragmentation
 
@@ -99,7 +97,7 @@ def in_flight(workload: Workload, rank: int) -> int:
     with virtual stages chunks of them.
     """
     chunks = workload.parallel.virtual_stages
-    ahead = schedule.warmup(workload.parallel.pp, rank, chunks)
+    ahead = stages.warmup(workload.parallel.pp, rank, chunks)
     return min(ahead + 1, workload.micro_batches * chunks)
 
 
@@ -114,7 +112,7 @@ def layer_activations(workload: Workload) -> int:
     if model.moe:  # rows of each token's experts as they come, the activation, and what goes back
         one = 2 * model.hidden + fc1 + model.ffn
         split = workload.tokens * (2 * model.hidden + 2 * kv) * element
-        split += int(moe_layer.rows(workload) * one) * element
+        split += int(workload.expert_rows * one) * element
     # both norms' inputs and outputs
     return split + 4 * _row_bytes(workload) + _scores_bytes(workload)
 
@@ -135,7 +133,7 @@ def _head_bytes(workload: Workload) -> int:
     softmax and then the gradient.
     """
     element = ELEMENT_BYTES[workload.training.dtype]
-    logits = workload.tokens * padded_vocab(workload) // workload.parallel.tp
+    logits = workload.tokens * workload.padded_vocab // workload.parallel.tp
     return 2 * _row_bytes(workload) + logits * (element + 4)
 
 
@@ -145,7 +143,7 @@ def _gathered_bytes(workload: Workload) -> int:
 
 def _capacity(workload: Workload) -> int:
     """The rows that a rank may get at most, over the tokens of a micro-batch."""
-    moe, ep = moe_layer.of(workload), workload.parallel.ep
+    moe, ep = workload.moe, workload.parallel.ep
     return min(moe.topk, moe.experts // ep) * ep
 
 

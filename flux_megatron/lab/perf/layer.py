@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import attention, linear, moe_layer, userbuffers
-from flux_megatron.perf.all_reduce import all_reduce_us
-from flux_megatron.perf.gemm import ELEMENT_BYTES, pass_us
-from flux_megatron.perf.hardware import in_training
-from flux_megatron.perf.operator_cost import collective_us
-from flux_megatron.perf.workload import Workload
+from flux_megatron.lab.perf import attention, linear, moe_layer, userbuffers
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.gemm import pass_us
+from flux_megatron.lab.perf.hardware import in_training
+from flux_megatron.lab.perf.operator_cost import collective_us
+from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 # Measured over the least: what traces of stock Megatron's norms, activations and other small
 # kernels took beside one read and write of each tensor: 3.2 and 4.1 (GPT-3 at M = 2048 and 8192),
@@ -83,7 +83,7 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
 def _activation(workload: Workload) -> Piece:
     """Bias and GELU, or SwiGLU: what goes in, what comes out, and in backward both gradients."""
     wide = 2 if workload.model.swiglu else 1
-    rows = moe_layer.rows(workload) if workload.model.moe else workload.tokens
+    rows = workload.expert_rows if workload.model.moe else workload.tokens
     elements = int(rows * workload.model.ffn) // workload.parallel.tp
     return _passes(workload, "activation", elements, wide + 1, 2 * wide + 1)
 
@@ -123,18 +123,12 @@ def _rows(workload: Workload) -> int:
     return workload.tokens // shared
 
 
-def padded_vocab(workload: Workload) -> int:
-    """Megatron pads the vocabulary to a multiple of 128 on every tensor-parallel rank."""
-    multiple = 128 * workload.parallel.tp
-    return -(-workload.model.vocab // multiple) * multiple
-
-
 def embedding(workload: Workload) -> Piece:
     """The lookup, of whose rows every rank has those of its tokens: reduce-scattered, and their
     gradient gathered, with sequence parallelism; all-reduced without.
     """
     rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
-    table = padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
+    table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
     one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
     exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
@@ -150,7 +144,7 @@ def head(workload: Workload) -> Piece:
 
     `--flux-overlap` takes the LM head too; TransformerEngine's overlap leaves it to Megatron.
     """
-    vocab, hidden = padded_vocab(workload), workload.model.hidden
+    vocab, hidden = workload.padded_vocab, workload.model.hidden
     theirs = "megatron" if workload.arm == "te" else None
     logits_gemm = _linear(workload, "head", N=vocab, K=hidden, strategy=theirs)
     norm = _passes(workload, "norm", _rows(workload) * hidden, 2, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flux_megatron.perf.hardware import Hardware
+from flux_megatron.lab.perf.hardware import Hardware
 from flux_megatron.problem import Plan, Problem
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from flux_megatron.perf.hardware import A100, A100_PCIE, H800, Hardware
-from flux_megatron.perf.linear import Linear, Platform, operator_us
-from flux_megatron.perf.operator_cost import collective_us, gemms_us, moved_bytes
+from flux_megatron.lab.perf.hardware import A100, A100_PCIE, H800, Hardware
+from flux_megatron.lab.perf.linear import Linear, Platform, operator_us
+from flux_megatron.lab.perf.operator_cost import collective_us, gemms_us, moved_bytes
 from flux_megatron.problem import Problem
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.perf.all_reduce import all_reduce_us, exposed_share
-from flux_megatron.perf.constants import FITTED, Constants
-from flux_megatron.perf.gemm import gemm_us
-from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.operator_cost import (
+from flux_megatron.lab.perf.all_reduce import all_reduce_us, exposed_share
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.gemm import gemm_us
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.lab.perf.operator_cost import (
     beside_us,
     collective_us,
     gemms_us,
@@ -27,7 +26,8 @@ from flux_megatron.perf.operator_cost import (
     predict_us,
     shard_us,
 )
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 
 OURS = ("hopper", "fused", "pipelined")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from flux_megatron.perf.constants import FITTED, Constants
-from flux_megatron.perf.hardware import Hardware
-
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.launch.workload import ELEMENT_BYTES
 
 # The tiles that a library chooses from, and the share of the peak rate that each can reach.
 TILES = {

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flux_megatron.perf.gemm import ELEMENT_BYTES
-from flux_megatron.perf.hardware import H200, in_training
-from flux_megatron.perf.terms import total
-from flux_megatron.perf.workload import Workload
+from flux_megatron.lab.perf.hardware import H200, in_training
+from flux_megatron.lab.perf.terms import total
+from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 NAME = "userbuffers"
 COSTS: Mapping[str, float] = {"layer": 306.44, "biased GB": 5378.1}  # us of each on an H200

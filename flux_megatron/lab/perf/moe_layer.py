@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flux_megatron.perf import expert_cost
-from flux_megatron.perf.expert_cost import Experts
-from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
-from flux_megatron.perf.hardware import in_training
-from flux_megatron.perf.workload import Moe, Workload
+from flux_megatron.lab.perf import expert_cost
+from flux_megatron.lab.perf.expert_cost import Experts
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
+from flux_megatron.lab.perf.hardware import in_training
+from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 
 class Times(NamedTuple):
@@ -26,24 +26,13 @@ class Times(NamedTuple):
     backward_us: float
 
 
-def rows(workload: Workload) -> float:
-    """That the experts of the busiest GPU get of one micro-batch on all GPUs."""
-    moe = of(workload)
-    return workload.tokens * moe.topk * (moe.imbalance if workload.parallel.ep > 1 else 1.0)
-
-
-def of(workload: Workload) -> Moe:
-    assert workload.model.moe is not None, "a model with experts"
-    return workload.model.moe
-
-
 def times(workload: Workload) -> list[Times]:
     """The router with both permutations, the experts' GEMMs, and what their all-to-all adds."""
     model = workload.model
     fc1 = _experts(workload, model.ffn * (2 if model.swiglu else 1), model.hidden)
     fc2 = _experts(workload, model.hidden, model.ffn)
     strategy = "fused" if workload.arm == "flux" else "nccl"
-    first = f"{strategy} + sync" if strategy == "nccl" and of(workload).host_sync else strategy
+    first = f"{strategy} + sync" if strategy == "nccl" and workload.moe.host_sync else strategy
     hardware = in_training(workload.cluster)
     gemms = [expert_cost.part_us("gemm", one, hardware) for one in (fc1, fc2)]
     forward = expert_cost.operation_us("a2a_gemm", first, fc1, hardware)
@@ -59,12 +48,12 @@ def times(workload: Workload) -> list[Times]:
 
 
 def _experts(workload: Workload, N: int, K: int) -> Experts:
-    moe, ep = of(workload), workload.parallel.ep
+    moe, ep = workload.moe, workload.parallel.ep
     return Experts(
         ranks=ep,
         experts=moe.experts // ep,
         rows=workload.tokens * moe.topk,
-        came=rows(workload),
+        came=workload.expert_rows,
         N=N,
         K=K,
         moved=workload.model.hidden,
@@ -78,7 +67,7 @@ def _dual(one: Experts) -> Experts:
 
 def _router(workload: Workload) -> Times:
     """The router's GEMM; rows copied for each of their experts, and their results added."""
-    moe, hidden, dtype = of(workload), workload.model.hidden, workload.training.dtype
+    moe, hidden, dtype = workload.moe, workload.model.hidden, workload.training.dtype
     hardware = in_training(workload.cluster)
     gemm = gemm_us(hardware, workload.tokens, moe.experts, hidden, dtype)
     one = workload.tokens * hidden * ELEMENT_BYTES[dtype]

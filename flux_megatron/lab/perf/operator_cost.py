@@ -14,12 +14,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from flux_megatron.perf.all_reduce import Protocol, all_reduce_us, exposed_share
-from flux_megatron.perf.band_plans import gather_model
-from flux_megatron.perf.constants import FITTED, Constants
-from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us, wgrad_us
-from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.wave_groups import model_of
+from flux_megatron.lab.perf.all_reduce import Protocol, all_reduce_us, exposed_share
+from flux_megatron.lab.perf.band_plans import gather_model
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us, wgrad_us
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.lab.perf.wave_groups import model_of
+from flux_megatron.launch.workload import ELEMENT_BYTES
 from flux_megatron.problem import Plan, Problem
 
 # The tile of the kernels that wait for shards inside one GEMM.

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from flux_megatron.perf.constants import FITTED, Constants
-from flux_megatron.perf.gemm import ELEMENT_BYTES, TILES
-from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.signalled_kernels import terms_of
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.gemm import TILES
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.lab.perf.signalled_kernels import terms_of
+from flux_megatron.launch.workload import ELEMENT_BYTES
 from flux_megatron.problem import Plan, Problem
 
 UNITS = 32  # ends of bands that are considered: more cost time and gain nothing

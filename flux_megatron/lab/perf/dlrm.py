@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flux_megatron.perf import scale_out
-from flux_megatron.perf.scale_out import Network
+from flux_megatron.lab.perf import scale_out
+from flux_megatron.lab.perf.scale_out import Network
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,6 @@ class Parts:
         return self.compute_us + self.bubble_us + self.pp_us + self.dp_us + self.optimizer_us
 
 
-def warmup(pp: int, rank: int, chunks: int) -> int:
-    """Forwards that a rank runs before its first backward's turn, if there are so many."""
-    after = pp - rank - 1
-    return after if chunks == 1 else 2 * after + (chunks - 1) * pp
-
-
 def closed_form(costs: Costs) -> Parts:
     """Exact for equal ranks whose sends take less than a forward; else close, see
     docs/performance.md.

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flux_megatron.perf.constants import FITTED, Constants
-from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
-from flux_megatron.perf.hardware import Hardware
-from flux_megatron.perf.wave_groups import (
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.lab.perf.wave_groups import (
     CTA_GBPS,
     Curve,
     finish_us,
     nccl_curve,
 )
+from flux_megatron.launch.workload import ELEMENT_BYTES
 from flux_megatron.problem import Plan, Problem
 
 

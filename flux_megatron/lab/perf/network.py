@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-from flux_megatron.perf.gemm import ELEMENT_BYTES
-from flux_megatron.perf.hardware import of
-from flux_megatron.perf.operator_cost import collective_us
-from flux_megatron.perf.workload import Nics, Workload
+from flux_megatron.lab.perf.hardware import of
+from flux_megatron.lab.perf.operator_cost import collective_us
+from flux_megatron.launch.workload import ELEMENT_BYTES, Nics, Workload
 
 NIC_EFFICIENCY = 0.9  # assumed: what NCCL gets of a card's data rate with large messages
 GRADIENT_BYTES = 4  # Megatron sums bf16's gradients in fp32

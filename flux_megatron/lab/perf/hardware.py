@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flux_megatron.perf.flops import PEAK_TFLOPS
-from flux_megatron.perf.workload import Cluster, Link
+from flux_megatron.lab.perf.flops import PEAK_TFLOPS
+from flux_megatron.launch.workload import Cluster, Link
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf.layer import padded_vocab
-from flux_megatron.perf.workload import Model, Parallel, Workload
+from flux_megatron.launch.workload import Model, Parallel, Workload
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def updated(workload: Workload, stage: Stage) -> int:
 
 def table_parameters(workload: Workload) -> int:
     """Of the embedding table, or of the LM head, on one GPU."""
-    return padded_vocab(workload) // workload.parallel.tp * workload.model.hidden
+    return workload.padded_vocab // workload.parallel.tp * workload.model.hidden
 
 
 def parameters(workload: Workload, stage: Stage) -> int:
@@ -97,6 +96,12 @@ def parameters_by_chunk(workload: Workload, stage: Stage) -> list[int]:
         if not (model.tied_embeddings and stage.has_embedding):
             counts[-1] += table_parameters(workload)
     return counts
+
+
+def warmup(pp: int, rank: int, chunks: int) -> int:
+    """Forwards that a rank runs before its first backward's turn, if there are so many."""
+    after = pp - rank - 1
+    return after if chunks == 1 else 2 * after + (chunks - 1) * pp
 
 
 def _norm_parameters(model: Model) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Arm = Literal["megatron", "te", "flux"]
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. `gpu` names an entry of `perf.hardware`, or "cpu".
+    """Equal nodes. `gpu` names an entry of `lab.perf.hardware`, or "cpu".
 
     `environment` are variables of every rank, such as NCCL's for this network. Nothing is predicted
     from them, nor from `health`.
@@ -145,6 +146,23 @@ class Workload:
     def tokens(self) -> int:
         """M of every linear layer: rows of one micro-batch."""
         return self.model.seq_length * self.training.micro_batch
+
+    @property
+    def padded_vocab(self) -> int:
+        """Megatron pads the vocabulary to a multiple of 128 on every tensor-parallel rank."""
+        multiple = 128 * self.parallel.tp
+        return -(-self.model.vocab // multiple) * multiple
+
+    @property
+    def moe(self) -> Moe:
+        assert self.model.moe is not None, "a model with experts"
+        return self.model.moe
+
+    @property
+    def expert_rows(self) -> float:
+        """That the experts of the busiest GPU get of one micro-batch on all GPUs."""
+        imbalance = self.moe.imbalance if self.parallel.ep > 1 else 1.0
+        return self.tokens * self.moe.topk * imbalance
 
     @property
     def micro_batches(self) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.perf import hardware
-from flux_megatron.perf.workload import Cluster
+from flux_megatron.lab.perf import hardware
+from flux_megatron.launch.workload import Cluster
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flux_megatron.perf.hardware import Hardware
+from flux_megatron.lab.perf.hardware import Hardware
 
 
 class Protocol(NamedTuple):

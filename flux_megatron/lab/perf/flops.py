@@ -8,7 +8,7 @@ tokens. It leaves out recomputed activations, norms, softmax and optimizer. Mega
 
 from __future__ import annotations
 
-from flux_megatron.perf.workload import Cluster, Model, Workload
+from flux_megatron.launch.workload import Cluster, Model, Workload
 
 # Dense TFLOP/s of the tensor cores in 16 bits and of the CUDA cores in float32: data sheets of A100
 # and of H100 SXM, from which H800 and H200 differ in links and memory alone.

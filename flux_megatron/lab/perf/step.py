@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flux_megatron.perf import flops, layer, memory, network, schedule, stages
-from flux_megatron.perf.layer import Piece
-from flux_megatron.perf.memory import Memory
-from flux_megatron.perf.schedule import Buckets, Costs, Times
-from flux_megatron.perf.workload import Workload
+from flux_megatron.lab.perf import flops, layer, network, schedule
+from flux_megatron.lab.perf.layer import Piece
+from flux_megatron.lab.perf.schedule import Buckets, Costs, Times
+from flux_megatron.launch import memory, stages
+from flux_megatron.launch.memory import Memory
+from flux_megatron.launch.workload import Workload
 
 TP = "tensor-parallel communication"
 

@@ -15,12 +15,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from flux_megatron.perf import scale_out
-from flux_megatron.perf.dlrm import Gpu, Study
-from flux_megatron.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
-from flux_megatron.perf.gemm import ELEMENT_BYTES, gemm_us, pass_us
-from flux_megatron.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
-from flux_megatron.perf.terms import Terms, total
+from flux_megatron.lab.perf import scale_out
+from flux_megatron.lab.perf.dlrm import Gpu, Study
+from flux_megatron.lab.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
+from flux_megatron.lab.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
+from flux_megatron.lab.perf.terms import Terms, total
+from flux_megatron.launch.workload import ELEMENT_BYTES
 
 Arm = Literal["unfused", "forward", "both", "ours"]
 ARMS: tuple[Arm, ...] = ("unfused", "forward", "both", "ours")

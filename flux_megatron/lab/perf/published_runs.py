@@ -6,16 +6,16 @@ iteration on Selene, 8 x A100 80 GB and 8 HDR cards a node, with and without the
 same table is in Megatron-LM's README as MFU (41.5, 51.4, 56.0 and 56.3 %), and in
 github.com/calculon-ai/calculon (`validation/seqsel/tab5`, `calculon/llm/validation.py`).
 
-`python -m flux_megatron.perf.published_runs` prints the table.
+`python -m flux_megatron.lab.perf.published_runs` prints the table.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from flux_megatron.perf import flops
-from flux_megatron.perf.step import predict
-from flux_megatron.perf.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
+from flux_megatron.lab.perf import flops
+from flux_megatron.lab.perf.step import predict
+from flux_megatron.launch.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
 
 
 class Published(NamedTuple):
