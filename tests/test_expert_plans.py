@@ -18,8 +18,8 @@ import flux_megatron
 from flux_megatron.cli import app
 from flux_megatron.expert_parallel import fused, plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
-from flux_megatron.lab.bench import tune_experts
 from flux_megatron.problem import Plan
+from flux_megatron.tune_command import experts as tune_experts
 from flux_megatron.tuning import environment, tuner
 from flux_megatron.tuning.plan_entry import Measured
 
