@@ -74,7 +74,8 @@ def enable(
 
 def disable() -> None:
     """Undo `enable` and `replace`: models that are built after this are megatron-core's own, and
-    layers that were replaced are what they were. Models built under `enable` keep our layers.
+    layers that were replaced are what they were. Models built under `enable` keep our layers, as do
+    copies of replaced ones.
     """
     disable_building()
     replacing.undo()
@@ -141,22 +142,15 @@ def _said(layers: tuple[str, ...] | None) -> Callable[..., None]:
     """
     original = vars(language_module.LanguageModule)["__init__"]
 
+    def say(model: Module, _: Any) -> None:
+        hooks = model._forward_pre_hooks  # those of a copy have this one too
+        for key in [key for key, hook in hooks.items() if hook is say]:
+            del hooks[key]
+        coverage.say(coverage.layers_of([model], layers))
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.register_forward_pre_hook(_Say(layers))
+        self.register_forward_pre_hook(say)
 
     return __init__
-
-
-class _Say:
-    """A hook that a copy of the model has too; it goes after its first call."""
-
-    def __init__(self, layers: tuple[str, ...] | None) -> None:
-        self._layers = layers
-
-    def __call__(self, model: Module, _: Any) -> None:
-        hooks = model._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Say)]:
-            del hooks[key]
-        coverage.say(coverage.layers_of([model], self._layers))

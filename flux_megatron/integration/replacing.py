@@ -110,11 +110,5 @@ def _lent(layer: Any, ours: type[Any]) -> dict[str, Any]:
     )  # fmt: skip
     lent = {name: value for name, value in vars(made).items() if not name.startswith("_")}
     parameters = {name: layer._parameters.get(name) for name in made._parameters}
-    hooks = {**layer._load_state_dict_pre_hooks, **made._load_state_dict_pre_hooks}
-    return {
-        **lent,
-        "config": layer.config,
-        "training": layer.training,
-        "_parameters": parameters,
-        "_load_state_dict_pre_hooks": type(made._load_state_dict_pre_hooks)(hooks),
-    }
+    kept = {"config": layer.config, "training": layer.training}
+    return {**lent, **kept, "_parameters": parameters}

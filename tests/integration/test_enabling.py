@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -182,8 +184,10 @@ def _of_te(rank: int, way: str, options: dict[str, Any]) -> None:
     else:
         (model,) = chunks(options, True)
         before = [id(part) for part in (*model.modules(), *model.parameters())]
-        assert str(flux_megatron.replace([model])).startswith("9 of 9 ")
+        assert str(flux_megatron.replace([model.eval()])).startswith("9 of 9 ")
         assert [id(part) for part in (*model.modules(), *model.parameters())] == before
+        assert not any(module.training for module in model.modules())
+        model.train()
     assert ours(model) == ALL
     found = {type(module).__name__ for module in model.modules()}
     assert found & TE_NAMES == {type(module).__name__ for module in theirs.modules()} & TE_NAMES
@@ -238,6 +242,27 @@ def _chosen(rank: int) -> None:
     model = with_our_norms(True)
     flux_megatron.replace(model, layers=["qkv", "head"])
     assert ours(model) == {"linear_qkv", "output_layer"}
+    layer = weakref.ref(model.output_layer)
+    del model
+    gc.collect()
+    assert layer() is None  # `disable` keeps no model alive
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+def test_experts_stay(way):
+    run_ranks(_experts, 2, way)
+
+
+def _experts(rank: int, way: str) -> None:
+    sbs.start(2)
+    spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+    options = config(False, num_moe_experts=2, add_bias_linear=False, normalization="LayerNorm")
+    if way == "enable":
+        flux_megatron.enable()
+    model = GPTModel(options, spec, vocab_size=VOCAB, max_sequence_length=8)
+    if way == "replace":
+        flux_megatron.replace(model)
+    assert ours(model) == ALL - {"linear_fc1", "linear_fc2"}
 
 
 def flux_variables() -> dict[str, str]:
