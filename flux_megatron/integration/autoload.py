@@ -19,8 +19,7 @@ class _Watch:
     """On sys.meta_path; it finds nothing, but sees that something is imported."""
 
     def find_spec(self, *_: Any, **__: Any) -> None:
-        if _wrap() and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        _wrap()
 
 
 _watch = _Watch()
@@ -47,7 +46,7 @@ def _wrap() -> bool:
     """Whether Megatron's module is far enough for it."""
     parallel_state: Any = sys.modules.get(PARALLEL_STATE)
     original = getattr(parallel_state, INITIALIZE, None)
-    if original is None or parallel_state.__spec__._initializing:
+    if original is None:
         return False
     if hasattr(original, "enables"):
         return True
@@ -57,7 +56,6 @@ def _wrap() -> bool:
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        disarm()
         result = original(*args, **kwargs)
         _enable()
         return result
@@ -68,6 +66,7 @@ def _wrap() -> bool:
 
 
 def _enable() -> None:
+    disarm()
     from flux_megatron.integration.enabling import enable
 
     enable()

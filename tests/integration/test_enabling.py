@@ -21,7 +21,7 @@ from ranks import FUSED, run_ranks
 from test_te_specification import chunks, parameters, sharded
 
 import flux_megatron
-from flux_megatron import errors
+from flux_megatron import errors, settings
 from flux_megatron.integration import (
     FluxColumnParallelLinear,
     FluxNorm,
@@ -184,6 +184,7 @@ def _of_te(rank: int, way: str, options: dict[str, Any]) -> None:
     else:
         (model,) = chunks(options, True)
         before = [id(part) for part in (*model.modules(), *model.parameters())]
+        attributes = [[*vars(module)] for module in model.modules()]
         assert str(flux_megatron.replace([model.eval()])).startswith("9 of 9 ")
         assert [id(part) for part in (*model.modules(), *model.parameters())] == before
         assert not any(module.training for module in model.modules())
@@ -201,6 +202,7 @@ def _of_te(rank: int, way: str, options: dict[str, Any]) -> None:
     assert kinds(chunks(options, True)[0]) == names
     if way == "replace":
         assert kinds(model) == names
+        assert [[*vars(module)] for module in model.modules()] == attributes
         assert parameters(theirs) == parameters(model)
         assert apart(*(_step(each) for each in (theirs, model))) == 0
 
@@ -228,6 +230,7 @@ def _chosen(rank: int) -> None:
     before = flux_variables()
     flux_megatron.enable(layers=["qkv", "head"], strict=True, strategy="fused", save_gathered=True)
     assert FluxColumnParallelLinear.save_gathered
+    assert settings.get().strict
     model = build(True)
     assert ours(model) == {"linear_qkv", "output_layer"}
     for _ in range(2):
@@ -238,6 +241,7 @@ def _chosen(rank: int) -> None:
     assert not FluxColumnParallelLinear.save_gathered
     flux_megatron.disable()
     assert flux_variables() == before
+    assert settings.get() == settings.read(os.environ)
     assert ours(with_our_norms(True)) == set()
     model = with_our_norms(True)
     flux_megatron.replace(model, layers=["qkv", "head"])
@@ -285,7 +289,9 @@ def _strict(rank: int) -> None:
     with pytest.raises(errors.FallbackRefused, match=r"4 of 5 .* built a .*Foreign"):
         flux_megatron.replace(model)
     assert kinds(model) == names
-    flux_megatron.enable(strict=True)
+    flux_megatron.enable(strict=False)
+    assert not settings.get().strict
+    flux_megatron.enable()
     model = build(False, tensor_model_parallel_size=1)
     model.decoder.layers[0].mlp.linear_fc2.__class__ = Foreign
     with pytest.raises(errors.FallbackRefused, match=r"4 of 5 .* built a .*Foreign"):

@@ -49,7 +49,7 @@ class Provider:
         chunks = [GPTModel(config=config, transformer_layer_spec=spec, vocab_size=8,
                            max_sequence_length=8)]  # fmt: skip
         for hook in self._hooks:
-            chunks = hook(chunks) or chunks
+            chunks = hook(chunks)
         return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
