@@ -6,10 +6,10 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,20 +28,30 @@ from flux_megatron.tuning import choice
 S = TypeVar("S")
 LAYOUTS = ("nt", "nn")
 SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
-MOST_SHAPES = 512  # that are remembered: of packed sequences each has another number of rows
+PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of calls
 
 
-class Kinds(NamedTuple):
+class Kinds(dict[int, Steady]):
     """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
-    their rows; GEMM+RS in pieces; the gather of x, alone or beside that.
+    their rows; GEMM+RS in pieces; the gather of x, alone or beside that. Each is made at its second
+    call: of many shapes there is only one.
     """
 
-    plain: Steady
-    biased: Steady
-    lending: Steady
-    biased_lending: Steady
-    in_pieces: Steady
-    gather: Steady
+    def __init__(self, decision: Decision) -> None:
+        super().__init__()
+        self._decision = decision
+        self._asked = 0  # a bit for each kind
+
+    def __missing__(self, kind: int) -> Steady:
+        decision, again = self._decision, self._asked >> kind & 1
+        self._asked |= 1 << kind
+        if not again:
+            return Steady(decision.workspace, "", recordable=False)
+        recordable = decision.problem.pattern in getattr(decision.strategy, "RECORDABLE", ())
+        usual = GATHER if decision.problem.spec.gathers else SCATTER
+        channel = GATHER if kind == ROWS else getattr(decision.strategy, "CHANNEL", usual)
+        self[kind] = Steady(decision.workspace, channel, recordable)
+        return self[kind]
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,7 @@ class Decision(Choice[registry.Strategy]):
     @cached_property
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
-        recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
-        usual = GATHER if self.problem.spec.gathers else SCATTER
-        channel = getattr(self.strategy, "CHANNEL", usual)
-        channels = [channel] * 5 + [GATHER]
-        return Kinds(*[Steady(self.workspace, one, recordable) for one in channels])
+        return Kinds(self)
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
@@ -107,9 +113,11 @@ def decide(
         pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
-    decision: Decision = space.checked.get(key) or remember(
-        space, space.checked, key, lambda: _decide(pattern, x, w, bias, layout, plan, space)
-    )
+    decision = space.checked.get(key)
+    if decision is None:
+        with space.guard():  # measuring makes calls
+            decision = _decide(pattern, x, w, bias, layout, plan, space)
+        space.checked[key] = decision
     space.note(decision.description)
     return decision
 
@@ -121,22 +129,9 @@ def _decide(
     if error := _error(pattern, x, w, bias, space, layout, plan):
         refuse(f"{pattern}: {error}", space.group, x.device)
     key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
-    found: Decision = space.decisions.get(key) or remember(
-        space, space.decisions, key, lambda: _new_decision(pattern, x, w, layout, plan, space)
-    )
-    return found
-
-
-def remember(
-    space: Workspace, decisions: dict[Hashable, Any], key: Hashable, decide: Callable[[], S]
-) -> S:
-    """What `decide` gives: the decision on calls of this key from now on."""
-    with space.guard():  # measuring makes calls
-        decision = decide()
-    if len(decisions) >= MOST_SHAPES:
-        decisions.clear()
-    decisions[key] = decision
-    return decision
+    if key not in space.decisions:
+        space.decisions[key] = _new_decision(pattern, x, w, layout, plan, space)
+    return space.decisions[key]
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.dispatch import Choice, operands_error, refuse, remember
+from flux_megatron.dispatch import Choice, operands_error, refuse
 from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
 from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
 from flux_megatron.problem import Plan
@@ -58,9 +58,10 @@ def decide(
     if error := _error(x, w, counts, space, rows, capacity, layout, plan):
         refuse(f"{operation}: {error}", group, x.device)
     key = (operation, w.shape, w.dtype, capacity, layout, plan, settings.get())
-    choice: Choice[Strategy] = space.decisions.get(key) or remember(
-        space, space.decisions, key, lambda: _agreed(operation, x, w, capacity, layout, plan, space)
-    )
+    if key not in space.decisions:
+        with space.guard():
+            space.decisions[key] = _agreed(operation, x, w, capacity, layout, plan, space)
+    choice: Choice[Strategy] = space.decisions[key]
     space.note(choice.description)
     return choice
 
