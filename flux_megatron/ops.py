@@ -17,7 +17,7 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse
+from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse, refuse_wrappers
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
@@ -44,7 +44,10 @@ __all__ = [
     "note_fallback",
     "note_layers",
     "phase",
+    "plan_of",
+    "plan_text",
     "refuse",
+    "refuse_wrappers",
     "run_ag_gemm",
     "run_gemm_ar",
     "run_gemm_rs",
@@ -82,7 +85,7 @@ def all_gather_gemm(
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
-    return _all_gather_gemm(x, w, bias, name_of(group), group.size(), layout, _text(plan))
+    return _all_gather_gemm(x, w, bias, name_of(group), group.size(), layout, plan_text(plan))
 
 
 def gemm_reduce_scatter(
@@ -104,7 +107,7 @@ def gemm_reduce_scatter(
     x, w, _ = local_shards(Pattern.GEMM_RS, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan)
-    return _gemm_reduce_scatter(x, w, name_of(group), group.size(), layout, _text(plan))
+    return _gemm_reduce_scatter(x, w, name_of(group), group.size(), layout, plan_text(plan))
 
 
 def gemm_all_reduce(
@@ -126,7 +129,7 @@ def gemm_all_reduce(
     x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
-    return _gemm_all_reduce(x, w, name_of(group), layout, _text(plan))
+    return _gemm_all_reduce(x, w, name_of(group), layout, plan_text(plan))
 
 
 def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
@@ -208,7 +211,7 @@ def group_named(name: str) -> ProcessGroup:
 def _all_gather_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: str, R: int, layout: str, plan: str
 ) -> Tensor:
-    return run_ag_gemm(x, w, bias, group_named(group), layout=layout, plan=_plan(plan))
+    return run_ag_gemm(x, w, bias, group_named(group), layout=layout, plan=plan_of(plan))
 
 
 @_all_gather_gemm.register_fake
@@ -220,7 +223,7 @@ def _(x, w, bias, group, R, layout, plan):
 def _gemm_reduce_scatter(
     x: Tensor, w: Tensor, group: str, R: int, layout: str, plan: str
 ) -> Tensor:
-    return run_gemm_rs(x, w, group_named(group), layout=layout, plan=_plan(plan))
+    return run_gemm_rs(x, w, group_named(group), layout=layout, plan=plan_of(plan))
 
 
 @_gemm_reduce_scatter.register_fake
@@ -230,7 +233,7 @@ def _(x, w, group, R, layout, plan):
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
 def _gemm_all_reduce(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    return run_gemm_ar(x, w, group_named(group), layout=layout, plan=_plan(plan))
+    return run_gemm_ar(x, w, group_named(group), layout=layout, plan=plan_of(plan))
 
 
 @_gemm_all_reduce.register_fake
@@ -267,17 +270,17 @@ def _local_gradients(ctx, dy: Tensor):
 _gemv_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
 
 
-def _text(plan: Plan | None) -> str:
+def plan_text(plan: Plan | None) -> str:
     return plan.dumps() if plan else ""
 
 
 # Dynamo cannot trace the JSON encoder. This line does what `assume_constant_result` of
 # torch.compiler does, without importing Dynamo: 2 of the 7 s that a rank's imports take.
-_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+plan_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
-def _plan(text: str) -> Plan | None:
+def plan_of(text: str) -> Plan | None:
     return Plan.loads(text) if text else None
 
 

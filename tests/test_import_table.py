@@ -81,16 +81,16 @@ TABLE = {
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings symm.groups symm.workspace overlap.registry overlap.report"
-        " overlap.steady overlap.transfer"
+        "errors problem settings symm.groups symm.workspace overlap.operands overlap.registry"
+        " overlap.report overlap.steady overlap.transfer"
         " tuning.choice tuning.environment",
         "torch",
     ),
-    # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
-    "expert_parallel": room(
-        "errors problem settings symm kernels overlap tuning versions", "torch"
-    ),
     "ops": room("errors problem overlap dispatch symm.groups", "torch"),
+    # for rows that are counted on the device: what `ops` and `overlap` do for the others
+    "expert_parallel": room(
+        "errors problem settings dispatch symm kernels overlap tuning versions ops", "torch"
+    ),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`

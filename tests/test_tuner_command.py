@@ -12,6 +12,7 @@ import pytest
 
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import plan_cache
+from flux_megatron.tuning.plan_entry import Entry
 
 pytest.importorskip("rich")
 pytest.importorskip("pydantic")
@@ -165,7 +166,7 @@ def test_the_command(tmp_path):
     assert first.returncode == 0, first.stderr
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
-    entries, errors = plan_cache.read_folder(out)
+    entries, errors = plan_cache.read_folder(Entry, out)
     assert errors == []
     assert len(entries) == 8
     assert f"8 entries in {file}" in first.stdout
@@ -182,7 +183,7 @@ def test_the_command(tmp_path):
     assert second.stdout.count("(known, noise") == 16
     said = " ".join(second.stdout.split())  # titles are wrapped
     assert said.count(", beside others (") == 8
-    both, errors = plan_cache.read_folder(out)
+    both, errors = plan_cache.read_folder(Entry, out)
     assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8
