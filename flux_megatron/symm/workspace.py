@@ -114,7 +114,7 @@ class Workspace:
             self.channels[channel] = kind(self.group, self.device, self._status)
         self.channels[channel].grow(size_bytes)
         for decision in (*self.decisions.values(), *self.checked.values()):
-            getattr(decision, "__dict__", {}).pop("steady", None)  # it would pin the old memory
+            vars(decision).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
     def _barrier(self, reason: str) -> None:
