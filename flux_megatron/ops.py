@@ -17,7 +17,7 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse, refuse_wrappers
+from flux_megatron.dispatch import decide, guard, refuse, refuse_wrappers
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
@@ -342,11 +342,9 @@ def run_ag_gemm(
     bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
     decision.report_fallback()
-    space = decision.workspace
-    steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
-    if (y := steady.run(x, w, bias, consume)) is None:
-        with space.guard(), steady.recorded(x, w, bias) as made:
-            y = made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
+    plan, space = decision.plan, decision.workspace
+    with decision.guard():
+        y = decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume)
     decision.count()
     return y
 
@@ -360,11 +358,8 @@ def run_gemm_rs(
         return _product(x, w, layout)
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.report_fallback()
-    space, steady = decision.workspace, decision.steady[PLAIN]
-    if (y := steady.run(x, w, None)) is None:
-        with space.guard(), steady.recorded(x, w, None) as made:
-            start = decision.strategy.start_gemm_rs
-            y = made(start(x, w, layout, decision.plan, space).finish())
+    with decision.guard():
+        y = decision.strategy.gemm_rs(x, w, layout, decision.plan, decision.workspace)
     decision.count()
     return y
 
@@ -378,11 +373,8 @@ def run_gemm_ar(
         return _product(x, w, layout)
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.report_fallback()
-    space, steady = decision.workspace, decision.steady[PLAIN]
-    if (y := steady.run(x, w, None)) is None:
-        with space.guard(), steady.recorded(x, w, None) as made:
-            start = decision.strategy.start_gemm_ar
-            y = made(start(x, w, layout, decision.plan, space).finish())
+    with decision.guard():
+        y = decision.strategy.gemm_ar(x, w, layout, decision.plan, decision.workspace)
     decision.count()
     return y
 
@@ -395,9 +387,8 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     if _no_rows(x, w, layout):
         return _Made(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
-    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
-    with space.guard():
-        return decision.steady[ROWS].started(x, w, lambda: strategy.start_gather(x, plan, space))
+    with decision.guard():
+        return decision.strategy.start_gather(x, decision.plan, decision.workspace)
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -412,13 +403,10 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
         return _Made(x), _Made(_product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
-    strategy, space, steady = decision.strategy, decision.workspace, decision.steady
-    plan, gather_plan = decision.plan, decision.gather_plan()
-    with space.guard():
-        gather = steady[ROWS].started(x, w, lambda: strategy.start_gather(x, gather_plan, space))
-        scatter = steady[IN_PIECES].started(
-            dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
-        )
+    strategy, space, gather_plan = decision.strategy, decision.workspace, decision.gather_plan()
+    with space.guard():  # the gather is open if the scatter cannot begin
+        gather = strategy.start_gather(x, gather_plan, space)
+        scatter = strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
     decision.count()
     return gather, scatter
 
@@ -434,11 +422,9 @@ def start_gemm_rs(
         return _Made(_product(x, w, layout))
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
     decision.report_fallback()
-    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
-    with space.guard():
-        started = decision.steady[IN_PIECES].started(
-            x, w, lambda: strategy.start_gemm_rs(x, w, layout, plan, space)
-        )
+    with decision.guard():
+        start = decision.strategy.start_gemm_rs
+        started = start(x, w, layout, decision.plan, decision.workspace)
     decision.count()
     return started
 
@@ -452,8 +438,8 @@ def start_gemm_ar(
         return _Made(_product(x, w, layout))
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.report_fallback()
-    space = decision.workspace
-    with space.guard():
-        started = decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space)
+    with decision.guard():
+        start = decision.strategy.start_gemm_ar
+        started = start(x, w, layout, decision.plan, decision.workspace)
     decision.count()
     return started

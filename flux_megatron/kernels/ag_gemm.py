@@ -24,7 +24,7 @@ from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, 
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 
 
@@ -98,7 +98,7 @@ def ag_gemm(
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N)
+    y = x.new_empty(M, N)
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         launch.has_whole_units(x, w),

@@ -35,7 +35,7 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum, send_words
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
@@ -202,29 +202,29 @@ def _launcher(
 
 
 def gemv_ar(
-    x: Tensor, w: Tensor, *, word_pointers: Tensor, half_bytes: int, epochs: Tensor, work: Tensor,
+    x: Tensor, w: Tensor, *, word_pointers: Tensor, half_words: int, epochs: Tensor, work: Tensor,
     counters: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
     tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
     it `scatters`, this rank's rows [M / R, N].
 
-    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
+    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_words` each;
     `epochs` [1] and `work` belong to them, as `symm.word_channel` says. K is cut into `parts`,
     which `counters` count.
     """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M // world_size if scatters else M, N)
+    y = x.new_empty(M // world_size if scatters else M, N)
     run = _launcher(
         M, N, K, world_size, x.dtype, x.device, layout, tile, parts, two_phase, scatters,
         launch.has_whole_units(x, w),
     )  # fmt: skip
     partials = x
     if parts > 1:
-        partials = empty(x, *partial_sums(M, N, tile, parts), dtype=torch.float32)
+        partials = x.new_empty(*partial_sums(M, N, tile, parts), dtype=torch.float32)
     run(
         (x, w, y, partials, word_pointers, epochs, work, counters, status),
-        (rank, half_bytes // 8, timeout_ns),
+        (rank, half_words, timeout_ns),
     )  # fmt: skip
     return y

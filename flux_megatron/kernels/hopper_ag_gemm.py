@@ -41,7 +41,7 @@ from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
+from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
@@ -164,7 +164,7 @@ def ag_gemm(
     communication tiles of `comm_rows` rows.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N)
+    y = x.new_empty(M, N)
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     world_size = M // x.shape[0]
     run = _launcher(

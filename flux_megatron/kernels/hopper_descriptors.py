@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flux_megatron.symm.program import Slot
 
 
 @lru_cache(maxsize=64)
@@ -42,12 +44,39 @@ def _list(*sizes: int) -> list[int]:
     return [*sizes]
 
 
-def described(tensor: Tensor, *block: int):
+def descriptor_of(tensor: Tensor, block: tuple[int, ...]):
     """A descriptor of a contiguous matrix, for TMA of blocks."""
     return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
 
 
-def described_w(w: Tensor, layout: str, block_k: int, columns: int):
+class Described(NamedTuple):
+    """A descriptor of a slot: of the tensor that a call has there."""
+
+    slot: Slot
+    block: tuple[int, ...]
+
+    @property
+    def base(self) -> Slot:
+        return self.slot
+
+    @property
+    def block_shape(self) -> list[int]:
+        return _list(*self.block)
+
+    def of(self, call: Any):
+        return descriptor_of(self.slot.of(call), self.block)
+
+    def at(self, address: int):
+        """Of a tensor like this one at an address."""
+        return _descriptor(_Address(address, self.slot.dtype), self.slot.shape, self.block)
+
+
+def described(tensor: Tensor | Slot, *block: int):
+    """A descriptor of a tensor or of a slot."""
+    return Described(tensor, block) if isinstance(tensor, Slot) else descriptor_of(tensor, block)
+
+
+def described_w(w: Tensor | Slot, layout: str, block_k: int, columns: int):
     """Of w, [N, K] or [K, N], for blocks of so many columns of the product."""
     if layout == "nt":
         return described(w, columns, block_k)

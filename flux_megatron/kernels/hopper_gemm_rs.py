@@ -46,7 +46,7 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
+from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
 
 
@@ -249,7 +249,7 @@ def gemm_rs(
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = gathering.y if gathering else empty(x, x.shape[0] // world_size, N)
+    y = gathering.y if gathering else x.new_empty(x.shape[0] // world_size, N)
     block = (tile.block_m, tile.block_n)
     chunks = chunk_count(world_size, cdiv(x.shape[1], tile.block_k))
     run = _launcher(

@@ -1,4 +1,4 @@
-"""A launch of a compiled kernel as its driver call, for lists of such calls (`symm.recording`).
+"""A launch of a compiled kernel as its driver call, for lists of such calls (`symm.enqueue`).
 
 The parameters of a kernel that Triton has compiled are those of its signature that are no
 constexprs, a host descriptor being the hardware's and then its sizes and strides; behind them come
@@ -11,20 +11,23 @@ from __future__ import annotations
 import ctypes
 import inspect
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
 from flux_megatron.symm import enqueue
-from flux_megatron.symm.recording import EPOCH, Launch, Recording, Unrecordable
+from flux_megatron.symm.enqueue import Operand
 
 _CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
 _MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
 _SIZE_OF = {"I": 4, "Q": 8, _MAP: 128}
-_WORD, _ADDRESS, _DESCRIPTOR = range(3)  # how words go into parameters, as in enqueue.c
-_NUMBERS_OF_CALLS = ("epoch", "gather_epoch")
+_WORD, _ADDRESS, _DESCRIPTOR = range(3)  # how operands go into parameters, as in enqueue.c
+
+Arguments = tuple[Any, ...]
+
+
+class Unusable(Exception):
+    """Why a kernel cannot be launched so. No caller sees it: Python launches the kernel."""
 
 
 class _Layout(NamedTuple):
@@ -39,28 +42,28 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
-    """`Unrecordable` where the driver knows others, or a launch is of another kind."""
+    """`Unusable` where the driver knows others, or a launch is of another kind."""
     metadata = compiled.metadata
     if compiled.packed_metadata[1] != 1 or metadata.profile_scratch_size:
-        raise Unrecordable(f"{name} needs a launch of another kind")
+        raise Unusable(f"{name} needs a launch of another kind")
     if metadata.launch_cooperative_grid or metadata.launch_pdl:
-        raise Unrecordable(f"{name} needs a launch of another kind")
+        raise Unusable(f"{name} needs a launch of another kind")
     kinds = tuple(compiled.src.signature[parameter] for parameter in names)
     metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
     codes: list[str] = []
     for parameter, kind in zip(names, kinds, strict=True):
         if kind.startswith("tensordesc"):
             if next(metas, None) is None:
-                raise Unrecordable(f"{name} takes {parameter} in pieces")
+                raise Unusable(f"{name} takes {parameter} in pieces")
             codes += [_MAP, *"II", *"QQ"]  # of a matrix: sizes and strides
         elif kind.startswith("*") or kind in _CODES:
             codes.append(_CODES.get(kind, "Q"))
         elif kind != "constexpr":
-            raise Unrecordable(f"{name} takes {parameter} as {kind}")
+            raise Unusable(f"{name} takes {parameter} as {kind}")
     codes += "QQ"  # of scratch memory
     sizes = [_SIZE_OF[code] for code in codes]
     if (known := enqueue.native().parameters(compiled.function)) != sizes:
-        raise Unrecordable(f"{name}: parameters of {known} bytes, {sizes} expected")
+        raise Unusable(f"{name}: parameters of {known} bytes, {sizes} expected")
     spelled, places, end = "<", [], 0
     for code, size in zip(codes, sizes, strict=True):
         spelled += f"{-end % size}x{code}"
@@ -69,43 +72,44 @@ def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
     return _Layout(struct.Struct(spelled), tuple(places), kinds)
 
 
-def launch(
-    name: str, compiled: Any, grid: tuple[int, ...], names: Sequence[str], values: Sequence[Any],
-    recording: Recording, scratch: torch.Tensor | None,
-) -> Launch:  # fmt: skip
-    """The launch that Triton has made of `values`; `names` are theirs. `Unrecordable`: why not."""
+def arguments(
+    name: str, compiled: Any, grid: tuple[int, ...], names: Sequence[str], given: Sequence[Any],
+    address: Callable[[Operand], int], scratch: Operand | None,
+) -> Arguments:  # fmt: skip
+    """What `List.launch` takes behind the stream. `given` are the parameters of these `names`, as a
+    step has them; `address` is that of an operand now. `Unusable`: why there is no such launch.
+    """
     layout = _layout(name, compiled, tuple(names))
-    given: list[Any] = []
-    patches: list[tuple[int, int, enqueue.Word]] = []
+    packed: list[Any] = []
+    patches: list[tuple[int, int, Operand]] = []
 
-    def changes(how: int, word: enqueue.Word) -> None:
-        if word.register:
-            patches.append((how, layout.places[len(given)], word))
-
-    def add_address(address: int) -> None:
-        changes(_ADDRESS, recording.address(address))
-        given.append(address)
+    def add(how: int, operand: Operand, value: Any) -> None:
+        patches.append((how, layout.places[len(packed)], operand))
+        packed.append(value)
 
     metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    for parameter, kind, value in zip(names, layout.kinds, values, strict=True):
+    for kind, value in zip(layout.kinds, given, strict=True):
         if kind.startswith("tensordesc"):
-            changes(_DESCRIPTOR, recording.address(value.base.data_ptr()))
-            made, *sizes = _expanded(value, next(metas))
-            given += [_bytes_of(made), *sizes]
+            made, *sizes = _expanded(value.at(address(value.slot.operand)), next(metas))
+            add(_DESCRIPTOR, value.slot.operand, _bytes_of(made))
+            packed += sizes
         elif kind.startswith("*"):
-            add_address(value)
+            add(_ADDRESS, value.operand, 0)
+        elif isinstance(value, Operand):
+            add(_ADDRESS if kind.endswith("64") else _WORD, value, 0)
         elif kind != "constexpr":
-            if parameter in _NUMBERS_OF_CALLS:
-                changes(_WORD, EPOCH)
-            given.append(value % (1 << (64 if kind.endswith("64") else 32)))
-    add_address(0 if scratch is None else scratch.data_ptr())
-    given.append(0)
+            packed.append(value % (1 << (64 if kind.endswith("64") else 32)))
+    if scratch is not None:
+        add(_ADDRESS, scratch, 0)
+    else:
+        packed.append(0)
+    packed.append(0)
     warps, _, shared = compiled.packed_metadata[:3]
     x, y, z = (*grid, 1, 1)[:3]
-    return Launch(name, (
-        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*given), layout.places,
-        tuple(patches),
-    ))  # fmt: skip
+    return (
+        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*packed),
+        layout.places, tuple(patches),
+    )  # fmt: skip
 
 
 def _expanded(descriptor: Any, meta: Any) -> list[Any]:

@@ -56,9 +56,17 @@ class Strategy(Protocol):
         workspace: Workspace, consume: Callable[[Tensor], None] | None,
     ) -> Tensor: ...  # fmt: skip
 
+    def gemm_rs(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> Tensor: ...
+
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
     ) -> ReductionInFlight: ...
+
+    def gemm_ar(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> Tensor: ...
 
     def start_gemm_ar(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
@@ -74,6 +82,8 @@ _ALL: dict[str, Strategy] = {
     "signalled": signalled,
     "sequential": sequential,
 }
+# whose calls are programs (`overlap.calls`), which break a group off themselves
+BY_PROGRAM: tuple[Strategy, ...] = (low_latency, hopper, fused, pipelined)
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
     pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
     for pattern in Pattern
@@ -122,10 +132,9 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
 
 
 def forward(strategy: Strategy, pattern: Pattern) -> Forward:
-    """Any pattern of a strategy as one call, put together from its pieces."""
+    """Any pattern of a strategy as one call."""
     if pattern is COLUMN:
         return lambda x, w, layout, plan, space: strategy.ag_gemm(
             x, w, None, layout, plan, space, None
         )
-    start = strategy.start_gemm_rs if pattern is ROW else strategy.start_gemm_ar
-    return lambda x, w, layout, plan, space: start(x, w, layout, plan, space).finish()
+    return strategy.gemm_rs if pattern is ROW else strategy.gemm_ar

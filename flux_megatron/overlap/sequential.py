@@ -116,3 +116,11 @@ def start_gemm_ar(
     with phase("all-reduce"):
         work = dist.all_reduce(y, group=workspace.group, async_op=True)
     return CollectiveReduction(y, y, work, workspace)
+
+
+def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_rs(x, w, layout, plan, workspace).finish()
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_ar(x, w, layout, plan, workspace).finish()

@@ -140,6 +140,14 @@ def start_gemm_ar(
     return BandsInFlight(workspace, y, y)
 
 
+def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_rs(x, w, layout, plan, workspace).finish()
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_ar(x, w, layout, plan, workspace).finish()
+
+
 class Stage:
     """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
     open call.

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flux_megatron import errors
+from flux_megatron.symm.enqueue import Streams
 from flux_megatron.symm.signals import as_int32
 
 
@@ -40,17 +41,11 @@ class Push(NamedTuple):
     pitch_bytes: int = 0
 
 
-class GatedPush(NamedTuple):
-    """A push that waits until the int32 at `counter`, on this GPU, has reached `tiles`."""
-
-    counter: int
-    tiles: int
-    push: Push
-
-
 class CopyEngine(ABC):
     """Copies and signals, in the order of the calls to its methods."""
 
+    runs_lists = False  # whether C may enqueue what its methods do (`symm.enqueue`)
+    list_streams: Streams  # of such lists
     _last: int | None = None  # the stream that an eager call was last enqueued on
     _captured = (0, 0)  # capture, and the last stream in it
 
@@ -151,10 +146,3 @@ class CopyEngine(ABC):
             else:
                 self.copy_rows(*given, push.rows, push.pitch_bytes)
             self.signal(push.signal, epoch)
-
-    def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
-        """Enqueue the pushes in order, each behind its wait [D]; then set their counters to 0."""
-        for gated in gated_pushes:
-            self.wait_count(gated.counter, gated.tiles)  # wait [D]
-            self.send((gated.push,), source, epoch)
-        self.clear(tuple(gated.counter for gated in gated_pushes))

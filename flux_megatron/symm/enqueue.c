@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define REGISTERS 16
+#define TABLE 16  // the first register of the table; those below change from call to call
+#define REGISTERS (TABLE + 512)
 #define PARAMETERS 96
 enum { RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH, LAUNCH, KINDS };
 enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a register goes into a kernel's parameters
@@ -26,6 +27,7 @@ typedef struct { int kind, count; Value stream, a, b, c; Kernel *kernel; } Opera
 typedef struct {
     PyObject_HEAD
     int count, room, eager;
+    Py_ssize_t table;  // its size in bytes
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
     Operation *operations;
@@ -109,27 +111,36 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
                                      one->kernel->parameters, NULL);
 }
 
-// List(device): the thread that runs it may use another device, or have no context yet, as a new
-// thread of autograd has
+// List(device, words): with a table of so many. The thread that runs it may use another device, or
+// have no context yet, as a new thread of autograd has
 static int List_init(PyObject *self, PyObject *arguments, PyObject *named) {
-    int device;
-    if (!PyArg_ParseTuple(arguments, "i", &device)) return -1;
+    int device, words;
+    if (!PyArg_ParseTuple(arguments, "ii", &device, &words)) return -1;
+    if (words < 0 || words > REGISTERS - TABLE) {
+        PyErr_Format(PyExc_ValueError, "a table of %d words given", words);
+        return -1;
+    }
+    ((List *)self)->table = words * sizeof(uint64_t);
     // torch holds it as long as the process lives
     CUresult code = p_cuDevicePrimaryCtxRetain(&((List *)self)->context, device);
     if (code) PyErr_Format(PyExc_RuntimeError, "cuDevicePrimaryCtxRetain failed: %d", (int)code);
     return code ? -1 : 0;
 }
 
-// run(stream, ...): False, and nothing enqueued, in a capture, with an address that is not aligned,
-// or where the driver does not say whether there is a capture: the caller's own way will ask again
+// run(table, stream, ...): False, and nothing enqueued, in a capture, with an address that is not
+// aligned, or where the driver does not say whether there is a capture: the caller will ask again
 static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const List *list = (List *)self;
-    uint64_t registers[REGISTERS] = {0};
-    if (count >= REGISTERS) return PyErr_Format(PyExc_ValueError, "%zd registers given", count);
-    for (int i = 0; i < count; i++) {
-        registers[i + 1] = PyLong_AsUnsignedLongLongMask(given[i]);
+    uint64_t registers[REGISTERS];
+    memset(registers, 0, TABLE * sizeof *registers);
+    Py_ssize_t size = count && PyBytes_Check(given[0]) ? PyBytes_GET_SIZE(given[0]) : -1;
+    if (count > TABLE || size != list->table)
+        return PyErr_Format(PyExc_ValueError, "%zd registers, a table of %zd bytes given", count, size);
+    memcpy(registers + TABLE, PyBytes_AS_STRING(given[0]), size);
+    for (int i = 1; i < count; i++) {
+        registers[i] = PyLong_AsUnsignedLongLongMask(given[i]);
         if (PyErr_Occurred()) return NULL;
-        if (list->aligned >> (i + 1) & 1 && registers[i + 1] % 16) Py_RETURN_FALSE;
+        if (list->aligned >> i & 1 && registers[i] % 16) Py_RETURN_FALSE;
     }
     CUresult code = CUDA_SUCCESS;
     CUcontext before = NULL;

@@ -62,6 +62,7 @@ class Workspace:
         self.agreed: dict[Hashable, Any] = {}
         self.decisions: Recent[Hashable, Any] = Recent(SHAPES)  # by the shapes of a call
         self.checked: Recent[Hashable, Any] = Recent(SHAPES)  # by all that a rank checks of a call
+        self.programs: Recent[Hashable, Any] = Recent(SHAPES)  # of `overlap.calls`
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
@@ -113,8 +114,6 @@ class Workspace:
         if channel not in self.channels:
             self.channels[channel] = kind(self.group, self.device, self._status)
         self.channels[channel].grow(size_bytes)
-        for decision in (*self.decisions.values(), *self.checked.values()):
-            vars(decision).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
     def _barrier(self, reason: str) -> None:
@@ -207,6 +206,7 @@ class Workspace:
         self.agreed.clear()
         self.decisions.clear()
         self.checked.clear()
+        self.programs.clear()
 
     @property
     def size_bytes(self) -> int:

@@ -89,9 +89,9 @@ from flux_megatron.kernels import (
 )
 from flux_megatron.nn import functions as layers
 from flux_megatron.overlap import fused, low_latency
-from flux_megatron.overlap.steady import Steady
+from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import agreement, native_engine, objects, places, workspace
+from flux_megatron.symm import agreement, objects, places, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -156,18 +156,18 @@ def parameters_of(ptx: str) -> list[int]:
     return [int(count) if count else int(bits) // 8 for bits, count in found]
 
 
-_launch = native_launch.launch
+_arguments = native_launch.arguments
 SIZES: dict[int, list[int]] = {}  # by function
 
 
 def known(name: str, compiled: Any, *given: Any) -> Any:
-    """The driver knows the sizes of a kernel's parameters; ours, of those that are recorded."""
+    """The driver knows the sizes of a kernel's parameters; ours, of those in lists."""
     SIZES[compiled.function] = parameters_of(compiled.asm["ptx"])
     DRIVER.expect_parameters(compiled.function, *SIZES[compiled.function])
-    return _launch(name, compiled, *given)
+    return _arguments(name, compiled, *given)
 
 
-native_launch.launch = known
+native_launch.arguments = known
 
 
 OF_TORCH: list[list] = []  # operands of its kernels
@@ -191,9 +191,10 @@ def wgrad(gathered: torch.Tensor) -> None:
 class Call:
     """The calls of one plan. Their operands, and what they make, stay where they are."""
 
-    def __init__(self, name: str, bias: bool) -> None:
+    def __init__(self, name: str, bias: bool, more_rows: int = 0) -> None:
         self.plan, self.group = PLANS[name], dist.group.WORLD
-        rows = FEW_ROWS if self.plan.strategy == "low_latency" else M_SHARD
+        few = self.plan.strategy == "low_latency"
+        rows = (FEW_ROWS if few else M_SHARD) + more_rows
         self.x, self.dy = matrix(rows, K), matrix(2 * rows, N)
         self.rows, self.w = matrix(2 * rows, K), matrix(N, K)
         self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
@@ -246,7 +247,7 @@ def enqueued(call: Call) -> dict[str, Any]:
     """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
     new, lists, sizes = torch.Tensor.new_empty, [], []
-    begun = Steady.begun
+    begin = InFlight.__init__
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
@@ -255,16 +256,15 @@ def enqueued(call: Call) -> dict[str, Any]:
         sizes.append(str(key))
         return made.setdefault(key, new(like, *shape, dtype=dtype)).detach()
 
-    def noted(*given: Any) -> Any:
-        found = begun(*given)
-        lists.append(found is not None)
-        return found
+    def noted(self: InFlight, *given: Any) -> None:
+        begin(self, *given)
+        lists.append(self._lists is not None)
 
     before = DRIVER.word("fake_launches").value
     OF_TORCH.clear()
     with (
         mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch),
-        mock.patch.object(Steady, "begun", noted),
+        mock.patch.object(InFlight, "__init__", noted),
         mock.patch.object(torch, "mm", by_torch),
     ):
         call()
@@ -285,8 +285,9 @@ KEPT: dict[str, dict[tuple, torch.Tensor]] = {}
 def engine(native: bool) -> Iterator[None]:
     workspace.release()
     devices.copy_engine.cache_clear()
-    kind = native_engine.NativeCopyEngine if native else CudaCopyEngine
-    devices._engine = lambda device: kind(torch.device("cuda", 0))
+    engine = CudaCopyEngine(torch.device("cuda", 0))
+    engine.runs_lists = native
+    devices._engine = lambda device: engine
     yield
 
 
@@ -305,9 +306,22 @@ def host_us(call: Callable[[], object]) -> float:
     return round(1e6 * least, 2)
 
 
+def new_us(name: str) -> float:
+    """What the first call of a number of rows takes, the least of many; kernels are compiled."""
+    took = []
+    with mock.patch.object(torch, "mm", nothing):
+        for more in range(1, 41):
+            call = Call(name, False, 128 * more)
+            begin = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - begin)
+            DRIVER.count.value = 0
+    return round(1e6 * sorted(took)[len(took) // 4], 2)
+
+
 def main(path: str, timed: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "host_us": {}}
+    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
         calls = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
@@ -322,6 +336,12 @@ def main(path: str, timed: bool) -> None:
                 calls[kind] = [enqueued(call) for _ in range(8)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
+                if timed and kind == "native" and "layer" not in name and "low" not in name:
+                    new_us(name)  # symmetric memory grows
+                    workspace.workspaces()[0].decisions.clear()
+                    workspace.workspaces()[0].checked.clear()
+                    workspace.workspaces()[0].programs.clear()
+                    written["new_us"][name] = new_us(name)
         written["calls"][name] = calls
     Path(path).write_text(json.dumps(written))
     sys.stdout.flush()

@@ -1,0 +1,299 @@
+"""Calls by their programs (`symm.program`): built once for the shapes of a call, run by C or Python.
+
+C runs the lists of a program (`overlap.lists`). Python runs the same steps one by one: on CPU, in a
+capture, for a profiler, NVTX or hooks of Triton, before kernels are compiled, at addresses that are
+no multiples of 16 bytes, and where there is no C compiler or FLUX_MEGATRON_NATIVE=0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from flux_megatron import settings
+from flux_megatron.kernels import triton_launch
+from flux_megatron.overlap import transfer
+from flux_megatron.overlap.lists import Lists, Made, lists_of
+from flux_megatron.overlap.phase import phase
+from flux_megatron.problem import Plan
+from flux_megatron.symm.channel import Region
+from flux_megatron.symm.enqueue import STREAM, TABLE, Operand, X
+from flux_megatron.symm.program import CallProgram, Slot, Torch
+from flux_megatron.symm.workspace import Workspace
+
+_UNNAMED = nullcontext()
+# It adds the steps of a call to a program and gives the result's slot, or None.
+Builder = Callable[[CallProgram, str, Plan], "Slot | None"]
+
+
+def is_watched() -> bool:
+    """Whether somebody wants to see the phases or the launches of a call."""
+    if profiler._is_profiler_enabled or triton_launch.has_hooks():
+        return True
+    return settings.get().nvtx
+
+
+def program_of(
+    build: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, layout: str, plan: Plan,
+    space: Workspace, turns: bool,
+) -> CallProgram:  # fmt: skip
+    """The program of calls with such operands, with the caller's turns or without."""
+    w_shape = None if w is None else w.shape
+    key = (build, turns, layout, id(plan), x.shape, x.dtype, w_shape, bias is None)
+    program: CallProgram | None = space.programs.get(key)
+    if program is None:
+        # it keeps the plan: no other has its identity as long as it is here
+        program = CallProgram(space, plan, x, w, bias, turns)
+        program.result = build(program, layout, plan)
+        space.programs[key] = program
+    return program
+
+
+class InFlight:
+    """A call that has begun: its first segment has been enqueued."""
+
+    def __init__(self, program: CallProgram, *operands: Tensor | None) -> None:
+        """`operands` are x, w and the bias, None for those that the program does not have."""
+        self.program, self.space, self.engine = program, program.space, program.space.engine
+        self.tensors: list[Any] = [*operands]
+        self._at = 0
+        self._lists: Lists | None = program.lists
+        if self._lists is None or not self._begun_at_once(self._lists):
+            with self.space.guard():
+                self._begin()
+        if not program.lent:
+            self._end()
+
+    def _begun_at_once(self, lists: Lists) -> bool:
+        """By C, in the stream of the last call; False, and nothing enqueued, for other calls."""
+        engine, channels = self.engine, self.space.channels
+        self.stream, self._elsewhere = engine.current(), False
+        if self.stream != engine._last or is_watched():
+            return False
+        self.calls = []
+        for wanted in self.program.channels:
+            channel = channels.get(wanted.name)
+            if channel is None or not channel.may_begin(wanted.size_bytes):
+                return self._take_back()
+            self.calls.append(channel.begin(False))
+        try:
+            self._make(lists.made)
+            return self._by_c(lists) or self._take_back()
+        except BaseException as error:
+            self.space.break_off(error)
+            raise
+
+    def _take_back(self) -> bool:
+        for call in self.calls:
+            call.channel.take_back()
+        del self.tensors[3:]
+        return False
+
+    def _begin(self) -> None:
+        self.calls = [
+            transfer.begin(self.space, one.name, one.size_bytes, one.kind)
+            for one in self.program.channels
+        ]
+        # who has made x may use another stream
+        self.stream, self._elsewhere = self.engine.current(), True
+        self._make(self.program.made)
+        self._lists = self._lists_now()
+        if self._lists is not None:
+            self._make(self._lists.made[len(self.program.made) :])
+            if self._by_c(self._lists):
+                return
+            self._lists = None
+        self._by_python()
+
+    def _lists_now(self) -> Lists | None:
+        """None for a call that Python must make."""
+        captured = any(call.region.entries is not None for call in self.calls)
+        if captured or not self.engine.runs_lists or is_watched():
+            return None
+        return lists_of(self.program, self.engine, self.number)
+
+    def _make(self, made: Iterable[Made]) -> None:
+        """Take memory for what the call makes; then its registers are known."""
+        new = self.tensors[0].new_empty
+        for shape, dtype in made:
+            self.tensors.append(new(shape) if dtype is None else new(shape, dtype=dtype))
+        first, *others = self.calls
+        self._table = first.region.table
+        for other in others:
+            self._table += other.region.table
+        self._registers = (
+            first.epoch, self.calls[-1].epoch,
+            *[0 if one is None else one.data_ptr() for one in self.tensors],
+        )  # fmt: skip
+
+    # What the caller does.
+
+    def complete(self) -> Tensor:
+        """Go on to the caller's next turn, who borrows this."""
+        self._go_on()
+        return self._lent()
+
+    def finish(self) -> Any:
+        """Go on to the end; the result."""
+        while self._at < len(self.program.lent):
+            self._go_on()
+        result = self.program.result
+        return None if result is None else self.tensors[result.operand.register - X.register]
+
+    close = finish
+
+    def lend(self, consume: Callable[[Tensor], None]) -> None:
+        """The caller's turn: he enqueues his reads before he returns."""
+        try:
+            consume(self._lent())
+        except BaseException as error:
+            self.space.break_off(error)
+            raise
+
+    def _lent(self) -> Tensor:
+        slot = self.program.lent[self._at]
+        assert slot is not None, "this turn lends nothing"
+        return slot.of(self)
+
+    def _go_on(self) -> None:
+        """Enqueue the next segment, in whatever stream the caller is now."""
+        try:
+            self._at += 1
+            self.engine.follow()
+            if (stream := self.engine.current()) != self.stream:
+                self.stream, self._elsewhere = stream, True
+                self.engine.hold(*self.tensors[3:])
+            if self._lists is None:
+                self._by_python()
+            else:
+                self._by_c(self._lists)
+            if self._at == len(self.program.lent):
+                self._end()
+        except BaseException as error:
+            self.space.break_off(error)
+            raise
+
+    def _end(self) -> None:
+        if self._elsewhere:
+            self.engine.hold(*[slot.of(self) for slot in self.program.held])
+        for call in self.calls:
+            self.space.end(call)
+        if self._lists is not None:
+            for name in self._lists.launches:
+                triton_launch.launches[name] += 1
+
+    # The two executors of a segment.
+
+    def _by_python(self) -> None:
+        for name, steps in self.program.segments[self._at]:
+            with phase(name) if name else _UNNAMED:
+                for step in steps:
+                    step.run(self)
+                    if isinstance(step, Torch):
+                        self._follow_others()
+
+    def _by_c(self, lists: Lists) -> bool:
+        """False, and nothing enqueued, if the first list of a call refuses."""
+        first, rest = lists.segments[self._at]
+        if first is not None and not first(self._table, self.stream, *self._registers):
+            return False
+        for step, run in rest:
+            step.run(self)
+            self._follow_others()
+            if run is not None:
+                run(self._table, self.stream, *self._registers)
+        return True
+
+    def _follow_others(self) -> None:
+        """Meanwhile another thread may have made a call."""
+        if self.engine._last != self.stream:
+            self.engine.follow()
+
+    # What the steps ask for.
+
+    def number(self, operand: Operand) -> int:
+        """The number that an operand names."""
+        register, add = operand
+        if register < STREAM.register:
+            return add
+        if register == STREAM.register:
+            return self.stream + add
+        if register < TABLE:
+            number: int = self._registers[register - STREAM.register - 1]
+            return number + add
+        for wanted, call in zip(self.program.channels, self.calls, strict=True):
+            if register < wanted.first + wanted.words:
+                return call.region.words[register - wanted.first] + add
+        raise AssertionError(f"no channel has {operand}")
+
+    def of_channel(self, slot: Slot) -> Tensor:
+        """The tensor of a slot in a channel's region."""
+        for wanted, call in zip(self.program.channels, self.calls, strict=True):
+            if (which := wanted.in_region(slot.operand.register)) is None:
+                continue
+            if which < 0:
+                add = slot.operand.add
+                view: Tensor = call.region.prepared(_view, slot.shape, slot.dtype, add)
+                return view
+            tensor = call.region.fixed[which]
+            return tensor if slot.whole else tensor.view(slot.dtype)
+        raise AssertionError(f"no channel has the slot {slot.operand}")
+
+
+def _view(region: Region, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    return region.view(region.rank, shape, dtype, offset)
+
+
+# A strategy's functions, made of what builds their programs.
+
+
+def gathering(build: Builder) -> Callable[..., Tensor]:
+    """`ag_gemm` of a strategy; the program's only turn, if there is one, lends the rows."""
+
+    def ag_gemm(
+        x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
+        consume: Callable[[Tensor], None] | None,
+    ) -> Tensor:  # fmt: skip
+        """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are
+        valid.
+        """
+        program = program_of(build, x, w, bias, layout, plan, workspace, consume is not None)
+        call = InFlight(program, x, w, bias)
+        if consume is not None:
+            call.lend(consume)
+        y: Tensor = call.finish()
+        return y
+
+    return ag_gemm
+
+
+def reducing(build: Builder) -> tuple[Callable[..., Tensor], Callable[..., InFlight]]:
+    """`gemm_rs` and `start_gemm_rs` of a strategy, or `gemm_ar` and `start_gemm_ar`."""
+
+    def whole(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+        """x @ w, summed over the ranks: y, or this rank's rows of it."""
+        program = program_of(build, x, w, None, layout, plan, workspace, turns=False)
+        y: Tensor = InFlight(program, x, w, None).finish()
+        return y
+
+    def start(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> InFlight:
+        """The same in two steps: `finish` gives y."""
+        program = program_of(build, x, w, None, layout, plan, workspace, turns=True)
+        return InFlight(program, x, w, None)
+
+    return whole, start
+
+
+def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> InFlight:
+    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
+    program = program_of(_gather, x, None, None, "", plan, workspace, turns=True)
+    return InFlight(program, x, None, None)
+
+
+def _gather(p: CallProgram, layout: str, plan: Plan) -> None:
+    transfer.gather_rows(p, plan.comm_rows)
