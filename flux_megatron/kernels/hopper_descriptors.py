@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.program import Slot
 
 
@@ -29,13 +30,22 @@ class _Address(NamedTuple):
         return self.address
 
 
-@lru_cache(maxsize=4096)  # making one costs the host 10 us
-def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+@lru_cache(maxsize=64)
+def _template(dtype: torch.dtype, block: tuple[int, ...]):
+    """A descriptor whose block is checked."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    rows, columns = shape
-    layout = _layout(block, base.dtype)
-    return TensorDescriptor(base, [rows, columns], _list(columns, 1), _list(*block), layout)
+    base, layout = _Address(0, dtype), _layout(block, dtype)
+    return TensorDescriptor(base, [*block], [block[1], 1], [*block], layout)
+
+
+def _descriptor(base: _Address, shape: tuple[int, ...], block: tuple[int, ...]):
+    """Without the checks of the constructor, which take the host 10 us."""
+    template = _template(base.dtype, block)
+    made = object.__new__(type(template))
+    sizes = {"base": base, "shape": [*shape], "strides": _list(shape[1], 1)}
+    made.__dict__ = {**template.__dict__, **sizes}
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -44,9 +54,14 @@ def _list(*sizes: int) -> list[int]:
     return [*sizes]
 
 
+@lru_cache(maxsize=4096)
+def _known_descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+    return _descriptor(base, shape, block)
+
+
 def descriptor_of(tensor: Tensor, block: tuple[int, ...]):
     """A descriptor of a contiguous matrix, for TMA of blocks."""
-    return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
+    return _known_descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
 
 
 class Described(NamedTuple):
@@ -60,8 +75,17 @@ class Described(NamedTuple):
         return self.slot
 
     @property
+    def operand(self) -> Operand:
+        return self.slot.operand
+
+    @property
     def block_shape(self) -> list[int]:
         return _list(*self.block)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the address."""
+        return self.slot.dtype, self.slot.shape, self.block
 
     def of(self, call: Any):
         return descriptor_of(self.slot.of(call), self.block)

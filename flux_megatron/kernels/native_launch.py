@@ -12,16 +12,18 @@ import ctypes
 import inspect
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.enqueue import Operand
+from flux_megatron.symm.recent import Recent
 
 _CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
 _MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
 _SIZE_OF = {"I": 4, "Q": 8, _MAP: 128}
-_WORD, _ADDRESS, _DESCRIPTOR = range(3)  # how operands go into parameters, as in enqueue.c
+# how operands go into parameters, as in enqueue.c; constexprs are none
+_WORD, _ADDRESS, _DESCRIPTOR, _NONE = range(4)
 
 Arguments = tuple[Any, ...]
 
@@ -30,18 +32,18 @@ class Unusable(Exception):
     """Why a kernel cannot be launched so. No caller sees it: Python launches the kernel."""
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How a compiled kernel's parameters lie in memory: `places` of those that `packed` makes of
-    numbers and descriptors. `kinds` are those of Triton, of its own parameters.
+    numbers and descriptors; how each of Triton's own goes there; what Triton has of descriptors.
     """
 
     packed: struct.Struct
     places: tuple[int, ...]
-    kinds: tuple[str, ...]
+    ways: tuple[int, ...]
+    metas: tuple[Any, ...]
 
 
-@lru_cache(maxsize=256)
-def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
+def layout_of(name: str, compiled: Any, names: Sequence[str]) -> Layout:
     """`Unusable` where the driver knows others, or a launch is of another kind."""
     metadata = compiled.metadata
     if compiled.packed_metadata[1] != 1 or metadata.profile_scratch_size:
@@ -49,16 +51,21 @@ def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
     if metadata.launch_cooperative_grid or metadata.launch_pdl:
         raise Unusable(f"{name} needs a launch of another kind")
     kinds = tuple(compiled.src.signature[parameter] for parameter in names)
-    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    metas = tuple(getattr(metadata, "tensordesc_meta", None) or ())
     codes: list[str] = []
+    ways: list[int] = []
     for parameter, kind in zip(names, kinds, strict=True):
         if kind.startswith("tensordesc"):
-            if next(metas, None) is None:
+            if ways.count(_DESCRIPTOR) == len(metas) or metas[ways.count(_DESCRIPTOR)] is None:
                 raise Unusable(f"{name} takes {parameter} in pieces")
             codes += [_MAP, *"II", *"QQ"]  # of a matrix: sizes and strides
+            ways.append(_DESCRIPTOR)
         elif kind.startswith("*") or kind in _CODES:
             codes.append(_CODES.get(kind, "Q"))
-        elif kind != "constexpr":
+            ways.append(_ADDRESS if codes[-1] == "Q" else _WORD)
+        elif kind == "constexpr":
+            ways.append(_NONE)
+        else:
             raise Unusable(f"{name} takes {parameter} as {kind}")
     codes += "QQ"  # of scratch memory
     sizes = [_SIZE_OF[code] for code in codes]
@@ -69,53 +76,55 @@ def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
         spelled += f"{-end % size}x{code}"
         places.append(end + -end % size)
         end = places[-1] + size
-    return _Layout(struct.Struct(spelled), tuple(places), kinds)
+    return Layout(struct.Struct(spelled), tuple(places), tuple(ways), metas)
 
 
 def arguments(
-    name: str, compiled: Any, grid: tuple[int, ...], names: Sequence[str], given: Sequence[Any],
+    compiled: Any, layout: Layout, grid: tuple[int, ...], given: Sequence[Any],
     address: Callable[[Operand], int], scratch: Operand | None,
 ) -> Arguments:  # fmt: skip
-    """What `List.launch` takes behind the stream. `given` are the parameters of these `names`, as a
-    step has them; `address` is that of an operand now. `Unusable`: why there is no such launch.
+    """What `List.launch` takes behind the stream. `given` are the kernel's parameters, as a step
+    has them; `address` is that of an operand now.
     """
-    layout = _layout(name, compiled, tuple(names))
+    places, metas = layout.places, iter(layout.metas)
     packed: list[Any] = []
     patches: list[tuple[int, int, Operand]] = []
-
-    def add(how: int, operand: Operand, value: Any) -> None:
-        patches.append((how, layout.places[len(packed)], operand))
-        packed.append(value)
-
-    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    for kind, value in zip(layout.kinds, given, strict=True):
-        if kind.startswith("tensordesc"):
-            made, *sizes = _expanded(value.at(address(value.slot.operand)), next(metas))
-            add(_DESCRIPTOR, value.slot.operand, _bytes_of(made))
-            packed += sizes
-        elif kind.startswith("*"):
-            add(_ADDRESS, value.operand, 0)
-        elif isinstance(value, Operand):
-            add(_ADDRESS if kind.endswith("64") else _WORD, value, 0)
-        elif kind != "constexpr":
-            packed.append(value % (1 << (64 if kind.endswith("64") else 32)))
+    for way, value in zip(layout.ways, given, strict=True):
+        if way == _NONE:
+            continue
+        if type(value) is int:
+            packed.append(value % (1 << 32 if way == _WORD else 1 << 64))
+            continue
+        operand = value if type(value) is Operand else value.operand
+        patches.append((way, places[len(packed)], operand))
+        if way == _DESCRIPTOR:
+            packed += _described(value, next(metas), address(operand))
+        else:
+            packed.append(0)
     if scratch is not None:
-        add(_ADDRESS, scratch, 0)
-    else:
-        packed.append(0)
-    packed.append(0)
+        patches.append((_ADDRESS, places[len(packed)], scratch))
+    packed += [0, 0]
     warps, _, shared = compiled.packed_metadata[:3]
     x, y, z = (*grid, 1, 1)[:3]
     return (
-        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*packed),
-        layout.places, tuple(patches),
+        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*packed), places,
+        tuple(patches),
     )  # fmt: skip
 
 
-def _expanded(descriptor: Any, meta: Any) -> list[Any]:
-    """The hardware's descriptor, and sizes and strides, as this Triton's launcher makes them."""
-    make, count = _maker()
-    return make(*(descriptor, meta, None)[:count])
+def _described(descriptor: Any, meta: Any, address: int) -> list[Any]:
+    """The hardware's descriptor of a tensor at any address, and sizes and strides, as this Triton's
+    launcher makes them.
+    """
+    key = (*descriptor.kind, id(meta))  # a kernel that is compiled stays
+    if (found := _known.get(key)) is None:
+        make, count = _maker()
+        made, *sizes = make(*(descriptor.at(address), meta, None)[:count])
+        found = _known[key] = [_bytes_of(made), *sizes]
+    return found
+
+
+_known: Recent[tuple[Any, ...], list[Any]] = Recent(4096)
 
 
 @cache

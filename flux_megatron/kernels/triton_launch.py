@@ -109,6 +109,7 @@ class Launcher:
         self.name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
+        self._layout: native_launch.Layout | None = None
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
         self._dtypes: list | None = None
         self._device: int | None = None
@@ -122,7 +123,7 @@ class Launcher:
         """
         grid = grid or self._grid
         if isinstance(slot := tensors[-1], Slot):
-            slot.program.add(Launch(self, tuple(tensors), tuple(numbers), grid))
+            slot.program.add(Launch(self, tensors, numbers, grid))
         else:
             self.launch(tensors, numbers, grid)
 
@@ -198,10 +199,12 @@ class Launcher:
         x, y, z = (*step.grid, 1, 1)[:3]
         size = x * y * z * self._compiled.metadata.global_scratch_size
         given = (*step.tensors, *step.numbers, *self._fixed)
+        if self._layout is None:
+            names = self._kernel.arg_names
+            self._layout = native_launch.layout_of(self.name, self._compiled, names)
         return native_launch.arguments(
-            self.name, self._compiled, step.grid, self._kernel.arg_names, given, address,
-            scratch(size) if size else None,
-        )  # fmt: skip
+            self._compiled, self._layout, step.grid, given, address, scratch(size) if size else None
+        )
 
 
 def _size_class(value: int) -> tuple[bool, bool, bool]:

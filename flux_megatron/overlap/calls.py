@@ -1,4 +1,4 @@
-"""Calls by their programs (`symm.program`): built once for the shapes of a call, run by C or Python.
+"""Calls by their programs (`symm.program`), which C or Python runs.
 
 C runs the lists of a program (`overlap.lists`). Python runs the same steps one by one: on CPU, in a
 capture, for a profiler, NVTX or hooks of Triton, before kernels are compiled, at addresses that are
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -21,8 +20,7 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.lists import Lists, Made, lists_of
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
-from flux_megatron.symm.channel import Region
-from flux_megatron.symm.enqueue import STREAM, TABLE, Operand, X
+from flux_megatron.symm.enqueue import TABLE, Operand
 from flux_megatron.symm.program import CallProgram, Slot, Torch
 from flux_megatron.symm.workspace import Workspace
 
@@ -49,33 +47,78 @@ def program_of(
     if program is None:
         # it keeps the plan: no other has its identity as long as it is here
         program = CallProgram(space, plan, x, w, bias, turns)
-        program.result = build(program, layout, plan)
+        program.returns(build(program, layout, plan))
         space.programs[key] = program
     return program
+
+
+def result_of(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """Of a whole call, which mostly is one list."""
+    y: Tensor | None = None
+    if program.lists is not None and program.lists.single is not None:
+        y = _at_once(program, x, w, bias)
+    return InFlight(program, x, w, bias).finish() if y is None else y
+
+
+def _at_once(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+    """What `InFlight` does, for a call that is one list in one channel, in half of the host's time;
+    None, and nothing enqueued, where that would not begin at once.
+    """
+    lists, space = program.lists, program.space
+    run, name, size_bytes = lists.single
+    engine, channel = space.engine, space.channels.get(name)
+    if (stream := engine.current()) != engine._last or is_watched():
+        return None
+    if channel is None or not channel.may_begin(size_bytes):
+        return None
+    epoch, region = channel.begin_eager()
+    try:
+        new = x.new_empty
+        made = [
+            new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in lists.made
+        ]
+        addresses = [one.data_ptr() for one in made]
+        biased = 0 if bias is None else bias.data_ptr()
+        if not run(region.table, stream, epoch, 0, x.data_ptr(), w.data_ptr(), biased, *addresses):
+            channel.take_back()
+            return None
+    except BaseException as error:
+        space.break_off(error)
+        raise
+    channel.end_in(region)
+    counts = triton_launch.launches
+    for name in lists.launches:
+        counts[name] += 1
+    return made[program.y]
 
 
 class InFlight:
     """A call that has begun: its first segment has been enqueued."""
 
-    def __init__(self, program: CallProgram, *operands: Tensor | None) -> None:
-        """`operands` are x, w and the bias, None for those that the program does not have."""
-        self.program, self.space, self.engine = program, program.space, program.space.engine
-        self.tensors: list[Any] = [*operands]
-        self._at = 0
+    __slots__ = (
+        "_at", "_elsewhere", "_given", "_lists", "calls", "engine", "program",
+        "space", "stream", "tensors",
+    )  # fmt: skip
+
+    def __init__(
+        self, program: CallProgram, x: Tensor, w: Tensor | None, bias: Tensor | None
+    ) -> None:
+        space = program.space
+        self.program, self.space, self.engine, self._at = program, space, space.engine, 0
+        self.tensors: list[Any] = [x, w, bias]
         self._lists: Lists | None = program.lists
         if self._lists is None or not self._begun_at_once(self._lists):
-            with self.space.guard():
+            with space.guard():
                 self._begin()
         if not program.lent:
             self._end()
 
     def _begun_at_once(self, lists: Lists) -> bool:
         """By C, in the stream of the last call; False, and nothing enqueued, for other calls."""
-        engine, channels = self.engine, self.space.channels
-        self.stream, self._elsewhere = engine.current(), False
-        if self.stream != engine._last or is_watched():
+        self.stream, self._elsewhere = self.engine.current(), False
+        if self.stream != self.engine._last or is_watched():
             return False
-        self.calls = []
+        self.calls, channels = [], self.space.channels
         for wanted in self.program.channels:
             channel = channels.get(wanted.name)
             if channel is None or not channel.may_begin(wanted.size_bytes):
@@ -104,7 +147,8 @@ class InFlight:
         self._make(self.program.made)
         self._lists = self._lists_now()
         if self._lists is not None:
-            self._make(self._lists.made[len(self.program.made) :])
+            if len(self._lists.made) > len(self.program.made):
+                self._make(self._lists.made[len(self.program.made) :])
             if self._by_c(self._lists):
                 return
             self._lists = None
@@ -119,17 +163,18 @@ class InFlight:
 
     def _make(self, made: Iterable[Made]) -> None:
         """Take memory for what the call makes; then its registers are known."""
-        new = self.tensors[0].new_empty
-        for shape, dtype in made:
-            self.tensors.append(new(shape) if dtype is None else new(shape, dtype=dtype))
-        first, *others = self.calls
-        self._table = first.region.table
-        for other in others:
-            self._table += other.region.table
-        self._registers = (
-            first.epoch, self.calls[-1].epoch,
-            *[0 if one is None else one.data_ptr() for one in self.tensors],
-        )  # fmt: skip
+        tensors, calls = self.tensors, self.calls
+        new = tensors[0].new_empty
+        tensors += [
+            new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in made
+        ]
+        table, epoch = calls[0].region.table, calls[0].epoch
+        addresses = [0 if one is None else one.data_ptr() for one in tensors]
+        if len(calls) == 1:
+            self._given = (table, self.stream, epoch, 0, *addresses)
+        else:
+            table += calls[1].region.table
+            self._given = (table, self.stream, epoch, calls[1].epoch, *addresses)
 
     # What the caller does.
 
@@ -140,10 +185,10 @@ class InFlight:
 
     def finish(self) -> Any:
         """Go on to the end; the result."""
-        while self._at < len(self.program.lent):
+        program = self.program
+        while self._at < len(program.lent):
             self._go_on()
-        result = self.program.result
-        return None if result is None else self.tensors[result.operand.register - X.register]
+        return None if program.y is None else self.tensors[program.y + 3]
 
     close = finish
 
@@ -167,6 +212,7 @@ class InFlight:
             self.engine.follow()
             if (stream := self.engine.current()) != self.stream:
                 self.stream, self._elsewhere = stream, True
+                self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[3:])
             if self._lists is None:
                 self._by_python()
@@ -184,8 +230,9 @@ class InFlight:
         for call in self.calls:
             self.space.end(call)
         if self._lists is not None:
+            counts = triton_launch.launches
             for name in self._lists.launches:
-                triton_launch.launches[name] += 1
+                counts[name] += 1
 
     # The two executors of a segment.
 
@@ -200,13 +247,13 @@ class InFlight:
     def _by_c(self, lists: Lists) -> bool:
         """False, and nothing enqueued, if the first list of a call refuses."""
         first, rest = lists.segments[self._at]
-        if first is not None and not first(self._table, self.stream, *self._registers):
+        if first is not None and not first(*self._given):
             return False
         for step, run in rest:
             step.run(self)
             self._follow_others()
             if run is not None:
-                run(self._table, self.stream, *self._registers)
+                run(*self._given)
         return True
 
     def _follow_others(self) -> None:
@@ -219,34 +266,15 @@ class InFlight:
     def number(self, operand: Operand) -> int:
         """The number that an operand names."""
         register, add = operand
-        if register < STREAM.register:
+        if not register:
             return add
-        if register == STREAM.register:
-            return self.stream + add
         if register < TABLE:
-            number: int = self._registers[register - STREAM.register - 1]
+            number: int = self._given[register]
             return number + add
         for wanted, call in zip(self.program.channels, self.calls, strict=True):
             if register < wanted.first + wanted.words:
                 return call.region.words[register - wanted.first] + add
         raise AssertionError(f"no channel has {operand}")
-
-    def of_channel(self, slot: Slot) -> Tensor:
-        """The tensor of a slot in a channel's region."""
-        for wanted, call in zip(self.program.channels, self.calls, strict=True):
-            if (which := wanted.in_region(slot.operand.register)) is None:
-                continue
-            if which < 0:
-                add = slot.operand.add
-                view: Tensor = call.region.prepared(_view, slot.shape, slot.dtype, add)
-                return view
-            tensor = call.region.fixed[which]
-            return tensor if slot.whole else tensor.view(slot.dtype)
-        raise AssertionError(f"no channel has the slot {slot.operand}")
-
-
-def _view(region: Region, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return region.view(region.rank, shape, dtype, offset)
 
 
 # A strategy's functions, made of what builds their programs.
@@ -263,9 +291,10 @@ def gathering(build: Builder) -> Callable[..., Tensor]:
         valid.
         """
         program = program_of(build, x, w, bias, layout, plan, workspace, consume is not None)
+        if consume is None:
+            return result_of(program, x, w, bias)
         call = InFlight(program, x, w, bias)
-        if consume is not None:
-            call.lend(consume)
+        call.lend(consume)
         y: Tensor = call.finish()
         return y
 
@@ -278,8 +307,7 @@ def reducing(build: Builder) -> tuple[Callable[..., Tensor], Callable[..., InFli
     def whole(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
         """x @ w, summed over the ranks: y, or this rank's rows of it."""
         program = program_of(build, x, w, None, layout, plan, workspace, turns=False)
-        y: Tensor = InFlight(program, x, w, None).finish()
-        return y
+        return result_of(program, x, w, None)
 
     def start(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> InFlight:
         """The same in two steps: `finish` gives y."""

@@ -105,13 +105,14 @@ def _push_tiles(
         owner, first = (p.rank + 1 + hops) % p.world_size, comm_tile * tiles_comm
         count = min(tiles_comm, tiles - first)
         counted.append(counters.plus(4 * (owner * MAX_COMM_TILES + comm_tile)))
-        p.send_when(counted[-1], count)  # wait [D]
+        p.move("wait_count", counted[-1], always(count))  # wait [D]
         p.move(
-            "copy", channel.peer(owner).plus((p.rank * tiles + first) * tile_bytes),
+            "copy", channel.peer(owner, (p.rank * tiles + first) * tile_bytes),
             parts.operand.plus((hops * tiles + first) * tile_bytes), always(count * tile_bytes),
         )  # fmt: skip
-        p.signal(channel.slot(owner, p.rank, comm_tile), channel)  # signal [B]
-    p.clear(counted)
+        p.move("signal", channel.signal(owner, p.rank, comm_tile), channel.epoch)  # signal [B]
+    for counter in counted:
+        p.move("write", counter, always(0))
 
 
 def _reduced(

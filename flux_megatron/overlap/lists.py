@@ -1,4 +1,4 @@
-"""A call's program (`symm.program`) as lists of driver calls for C, which run in its segments' place.
+"""A program (`symm.program`) as lists of driver calls for C, which run in place of its segments.
 
 A list ends where a function of torch's stands, and another begins behind it. The first one of a
 call is asked to refuse: a capture, and addresses that are no multiples of 16 bytes.
@@ -6,7 +6,7 @@ call is asked to refuse: a capture, and addresses that are no multiples of 16 by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class Lists(NamedTuple):
     segments: tuple[Segment, ...]
     made: tuple[Made, ...]
     launches: tuple[str, ...]
+    single: tuple[Run, str, int] | None  # of one list in one channel: it, the channel, its bytes
 
 
 def lists_of(
@@ -65,7 +66,7 @@ class _Builder:
         self, program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
     ) -> None:
         self._program, self._number, self._engine = program, number, engine
-        self._made, self._launches = [*program.made], [""][:0]
+        self._made, self._launches = [*program.made], list[str]()
         self._words = sum(one.words for one in program.channels)
 
     def lists(self) -> Lists:
@@ -73,7 +74,10 @@ class _Builder:
             self._segment([step for _, steps in blocks for step in steps], begins=not number)
             for number, blocks in enumerate(self._program.segments)
         )
-        return Lists(segments, tuple(self._made), tuple(self._launches))
+        single, (run, rest), (channel, *others) = None, segments[0], self._program.channels
+        if run is not None and not (rest or segments[1:] or others):
+            single = run, channel.name, channel.size_bytes
+        return Lists(segments, tuple(self._made), tuple(self._launches), single)
 
     def _segment(self, steps: list[Step], begins: bool) -> Segment:
         stops = [at for at, step in enumerate(steps) if isinstance(step, Torch)]
@@ -89,22 +93,22 @@ class _Builder:
         )
         return Segment(first.run if begins or len(first) else None, rest)
 
-    def _list(self, steps: Iterable[Step]):
+    def _list(self, steps: list[Step]):
         made = enqueue.native().List(self._engine.index, self._words)
-        moves: list[enqueue.Operation] = []
-        for step in (*steps, None):
+        operations_of, moves = self._engine.list_streams.operations, []
+        for step in steps:
             if isinstance(step, Move):
-                moves += self._engine.list_streams.operations(*step)
+                moves += operations_of(step.method, *step.operands)
                 continue
-            for one in enqueue.batched(moves):
-                made.add(one.kind, one.size, one.stream, one.a, one.b, one.c)
+            assert isinstance(step, Launch), f"{step} in a list"
+            made.add(moves)
             moves = []
-            if isinstance(step, Launch):
-                arguments = step.launcher.native(step, self._number, self._scratch)
-                if arguments is None:
-                    raise NotCompiled(f"{step.launcher.name} is not compiled yet")
-                made.launch(STREAM, *arguments)
-                self._launches.append(step.launcher.name)
+            arguments = step.launcher.native(step, self._number, self._scratch)
+            if arguments is None:
+                raise NotCompiled(f"{step.launcher.name} is not compiled yet")
+            made.launch(STREAM, *arguments)
+            self._launches.append(step.launcher.name)
+        made.add(moves)
         return made
 
     def _scratch(self, size: int) -> Operand:

@@ -123,9 +123,11 @@ def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
                 p.move("fork")
             with p.phase("scatter push"):
                 if owner != rank:
-                    to = channel.peer(owner).plus(received[own][tile].operand.add)
+                    to = channel.peer(owner, received[own][tile].operand.add)
                     p.copy(to, staging[rows])
-                p.signal(channel.slot(owner, rank, comm_tile), channel)  # signal [B]
+                p.move(
+                    "signal", channel.signal(owner, rank, comm_tile), channel.epoch
+                )  # signal [B]
     blocks = channel.region((world_size, M_shard, N), p.x.dtype)
     return transfer.ReduceScatter(channel, blocks, comm_rows, staging)
 

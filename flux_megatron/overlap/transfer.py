@@ -73,13 +73,13 @@ def _push_shard(
         order.sort(key=lambda pair: pair[1])
     for peer, number in order:
         offset, size_bytes = tiles[number]
-        to = channel.peer(peer).plus(p.rank * rows * pitch + offset)
+        to = channel.peer(peer, p.rank * rows * pitch + offset)
         given = to, x.operand.plus(offset), always(size_bytes)
         if part_columns:
             p.move("copy_rows", *given, always(rows), always(pitch))
         else:
             p.move("copy", *given)
-        p.signal(channel.slot(peer, p.rank, number), channel)  # signal [A]
+        p.move("signal", channel.signal(peer, p.rank, number), channel.epoch)  # signal [A]
     return len(tiles)
 
 
@@ -128,7 +128,7 @@ class Gather:
         """All rows [M, K], for the current stream; borrowed until `close`."""
         p = self.program
         if self.local_copy != "nobody":
-            own = self.channel.peer(p.rank).plus(p.rank * self.x.nbytes)
+            own = self.channel.peer(p.rank, p.rank * self.x.nbytes)
             with p.phase("local shard"):
                 p.copy(own, self.x, "copy" if self.local_copy == "engine" else "copy_here")
         if self.local_copy == "engine":

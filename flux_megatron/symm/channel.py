@@ -147,11 +147,11 @@ class Channel:
     `status` records waits that run out of time. Collective constructor.
     """
 
-    # the tensors of a region that kernels take, by name, and their types
-    FIXED: ClassVar[dict[str, torch.dtype]] = {
-        "pointers": torch.int64, "pad_pointers": torch.int64, "pad": torch.int32,
-        "status": torch.int32, "tile_counters": torch.int32, "partial_counters": torch.int32,
-        "work_counter": torch.int32,
+    # the tensors of a region that kernels take: their places in `Region.fixed`, and their types
+    FIXED: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "pointers": (0, torch.int64), "pad_pointers": (1, torch.int64), "pad": (2, torch.int32),
+        "status": (3, torch.int32), "tile_counters": (4, torch.int32),
+        "partial_counters": (5, torch.int32), "work_counter": (6, torch.int32),
     }  # fmt: skip
 
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
@@ -214,12 +214,17 @@ class Channel:
     def begin(self, captured: bool) -> Call:
         """Open the next call."""
         assert not self.open, "a channel has one open call"
-        self.open = True
         if captured:
-            self._captured = True
+            self.open = self._captured = True
             return Call(signals.CAPTURED_EPOCH, self._status.words, self._regions[_CAPTURED], self)
+        epoch, region = self.begin_eager()
+        return Call(epoch, self._status.words, region, self)
+
+    def begin_eager(self) -> tuple[int, Region]:
+        """Open the next eager call, which `may_begin`: its epoch and its region."""
+        self.open = True
         self.epoch += 1
-        return Call(self.epoch, self._status.words, self._regions[self.epoch % 2], self)
+        return self.epoch, self._regions[self.epoch % 2]
 
     def take_back(self) -> None:
         """Close an eager call of which nothing has been enqueued."""
@@ -230,8 +235,12 @@ class Channel:
         """Close the call: all that reads its region has been enqueued on the current stream."""
         captured = call.region is self._regions[_CAPTURED]
         assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
+        self.end_in(call.region)
+
+    def end_in(self, region: Region) -> None:
+        """The same for the call that uses a region."""
         if settings.get().poison:
-            self.poison(call.region)
+            self.poison(region)
         self.open = False
 
     @lasting()

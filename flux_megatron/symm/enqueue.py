@@ -9,12 +9,11 @@ Triton's cache keeps what it makes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH = range(7)  # as in enqueue.c
+RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT = range(6)  # as in enqueue.c
 DRIVER = "libcuda.so.1"
 
 
@@ -40,17 +39,10 @@ MADE = 7  # the first register of what a call makes
 TABLE = 16  # the first of the table
 
 
-class Operation(NamedTuple):
-    """A driver call but a launch. A BATCH stands before the `size` operations that it makes one
-    call of; COPY_ROWS before one of the same kind that has the number of rows and their pitch.
-    """
-
-    kind: int
-    stream: Operand
-    a: Operand = NOTHING  # the event; the address that is written, or awaited
-    b: Operand = NOTHING  # the source of a copy; the word
-    c: Operand = NOTHING  # the size of a copy, or of each row
-    size: int = 0
+# A driver call but a launch: its kind, its stream, and three numbers. They are the event; the
+# destination, the source and the size of a copy; the address that is written or awaited, and the
+# word. COPY_ROWS stands before one of the same kind that has the number of rows and their pitch.
+Operation = tuple[int, Operand, Operand, Operand, Operand]
 
 
 class Streams(NamedTuple):
@@ -59,35 +51,23 @@ class Streams(NamedTuple):
     own: Operand
     event: Operand
 
-    def operations(self, method: str, given: tuple[Operand, ...]) -> list[Operation]:
-        """What a method of the copy engine enqueues; nothing may stand between two of them."""
+    def operations(
+        self, method: str, a: Operand = NOTHING, b: Operand = NOTHING, c: Operand = NOTHING,
+        *rows: Operand,
+    ) -> list[Operation]:  # fmt: skip
+        """What a method of the copy engine enqueues."""
         own, event = self
-        if method in ("fork", "join"):
-            later, earlier = (own, STREAM) if method == "fork" else (STREAM, own)
-            return [Operation(RECORD, earlier, event), Operation(FOLLOW, later, event)]
+        if method == "copy":
+            return [(COPY, own, a, b, c)]
+        if method == "copy_here":
+            return [(COPY, STREAM, a, b, c)]
         if method == "copy_rows":
-            first = Operation(COPY_ROWS, own, *given[:3], size=1)
-            return [first, Operation(COPY_ROWS, own, *given[3:])]
-        kind = {"copy": COPY, "copy_here": COPY, "wait_count": WAIT}.get(method, WRITE)
-        return [Operation(kind, STREAM if method == "copy_here" else own, *given)]
-
-
-def batched(operations: list[Operation]) -> Iterator[Operation]:
-    """The same, each run of signals and waits in one call to the driver."""
-    run: list[Operation] = []
-    for one in (*operations, None):
-        if one is not None and one.kind in (WRITE, WAIT) and len(run) < MOST_IN_BATCH:
-            run.append(one)
-            continue
-        if len(run) > 1:
-            yield Operation(BATCH, run[0].stream, size=len(run))
-        yield from run
-        run = []
-        if one is not None:
-            yield one
-
-
-MOST_IN_BATCH = 64
+            return [(COPY_ROWS, own, a, b, c), (COPY_ROWS, own, *rows, NOTHING)]
+        if method == "fork":
+            return [(RECORD, STREAM, event, b, c), (FOLLOW, own, event, b, c)]
+        if method == "join":
+            return [(RECORD, own, event, b, c), (FOLLOW, STREAM, event, b, c)]
+        return [(WAIT if method == "wait_count" else WRITE, own, a, b, c)]
 
 
 @cache

@@ -19,16 +19,14 @@ launcher that is given slots adds a `Launch` to their program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.channel import Channel, Region
 from flux_megatron.symm.enqueue import BIAS, EPOCHS, MADE, TABLE, Operand, W, X, always
-from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.signals import as_int32, slot_bytes
 
 if TYPE_CHECKING:
@@ -37,18 +35,16 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A contiguous tensor of a call, at the address that `operand` names. `whole`: it is all of a
-    tensor of the call, not a part of one.
+    """A contiguous tensor of a call, at the address that `operand` names. `whole`: it is all of x,
+    w, the bias, or what the call makes, not some rows of it.
     """
 
-    __slots__ = ("dtype", "operand", "program", "shape", "whole")
+    whole = True
 
     def __init__(
-        self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype,
-        whole: bool = True,
-    ) -> None:  # fmt: skip
-        self.program, self.operand, self.whole = program, operand, whole
-        self.shape, self.dtype = shape, dtype
+        self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
 
     @property
     def device(self) -> torch.device:
@@ -69,13 +65,16 @@ class Slot:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> Slot:
+        """Some rows of a matrix."""
         first, last, _ = rows.indices(self.shape[0])
-        shape = (last - first, *self.shape[1:])
-        at = self.operand.plus(first * math.prod(shape[1:]) * self.dtype.itemsize)
-        return Slot(self.program, at, shape, self.dtype, whole=False)
+        columns = self.shape[1]
+        at = self.operand.plus(first * columns * self.dtype.itemsize)
+        return self._at(at, (last - first, columns))
 
-    def view(self, dtype: torch.dtype) -> Slot:
-        return Slot(self.program, self.operand, self.shape, dtype, whole=False)
+    def _at(self, operand: Operand, shape: tuple[int, ...]) -> Slot:
+        part = Slot(self.program, operand, shape, self.dtype)
+        part.whole = False
+        return part
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
         return self.program.new(shape, dtype or self.dtype)
@@ -83,17 +82,50 @@ class Slot:
     def of(self, call: Any) -> Tensor:
         """The tensor of a call."""
         register, offset = self.operand
-        if register >= TABLE:
-            return call.of_channel(self)
         tensor: Tensor = call.tensors[register - X.register]
         if self.whole:
             return tensor
         first = tensor.storage_offset() + offset // self.dtype.itemsize
-        return tensor.as_strided(self.shape, _strides(self.shape), first)
+        return tensor.as_strided(self.shape, (self.shape[1], 1), first)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+class RegionSlot(Slot):
+    """Part of this rank's region of a channel, by the channel's number."""
+
+    channel = 0
+
+    def _at(self, operand: Operand, shape: tuple[int, ...]) -> RegionSlot:
+        part = RegionSlot(self.program, operand, shape, self.dtype)
+        part.channel = self.channel
+        return part
+
+    def of(self, call: Any) -> Tensor:
+        region: Region = call.calls[self.channel].region
+        view: Tensor = region.prepared(_view, self.shape, self.dtype, self.operand.add)
+        return view
+
+
+def _view(region: Region, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    return region.view(region.rank, shape, dtype, offset)
+
+
+class FixedSlot(Slot):
+    """A tensor of `Region.fixed` of a channel, whatever shape it has, or the same bytes as another
+    type.
+    """
+
+    def __init__(
+        self, program: CallProgram, operand: Operand, dtype: torch.dtype, channel: int, place: int
+    ) -> None:
+        super().__init__(program, operand, (), dtype)
+        self.channel, self.place = channel, place
+
+    def view(self, dtype: torch.dtype) -> FixedSlot:
+        return FixedSlot(self.program, self.operand, dtype, self.channel, self.place)
+
+    def of(self, call: Any) -> Tensor:
+        tensor: Tensor = call.calls[self.channel].region.fixed[self.place]
+        return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
 
 
 class Move(NamedTuple):
@@ -108,8 +140,8 @@ class Launch(NamedTuple):
     """`tensors` are slots, what describes slots, and None; `numbers` are numbers and operands."""
 
     launcher: Any
-    tensors: tuple[Any, ...]
-    numbers: tuple[Any, ...]
+    tensors: Sequence[Any]
+    numbers: Sequence[Any]
     grid: tuple[int, ...]
 
     def run(self, call: Any) -> None:
@@ -133,6 +165,9 @@ class Torch(NamedTuple):
 
 
 Step = Move | Launch | Torch
+# what kernels' functions on the host take
+Memory = TypeVar("Memory", Tensor, Slot)
+Number = int | Operand
 
 
 class ChannelSlots:
@@ -142,43 +177,50 @@ class ChannelSlots:
         self, program: CallProgram, name: str, size_bytes: int, kind: type[Channel]
     ) -> None:
         self.name, self.size_bytes, self.kind, self.program = name, size_bytes, kind, program
-        before = program.channels[-1:]
-        self.first = before[0].first + before[0].words if before else TABLE
+        self.number = len(program.channels)
+        self.first = TABLE + sum(one.words for one in program.channels)
         self._fixed = self.first + 2 * program.world_size + 1
-        self.words = 2 * program.world_size + 1 + len(kind.FIXED)
-        self.epoch = EPOCHS[len(program.channels)]
+        self.words = 2 * program.world_size + 1 + len(kind.FIXED)  # as `Region.words` has them
+        self.epoch = EPOCHS[self.number]
         self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
 
-    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegionSlot:
         """This rank's region from its beginning on."""
-        return Slot(self.program, self.peer(self.program.rank), shape, dtype, whole=False)
+        slot = RegionSlot(self.program, self.peer(self.program.rank), shape, dtype)
+        slot.channel = self.number
+        return slot
 
-    def peer(self, rank: int) -> Operand:
-        """The address of a rank's region."""
-        return Operand(self.first + rank)
+    def peer(self, rank: int, offset: int = 0) -> Operand:
+        """So many bytes behind the beginning of a rank's region."""
+        return Operand(self.first + rank, offset)
 
-    def slot(self, rank: int, source: int, comm_tile: int) -> Operand:
-        """The address of a rank's slot of signals for a communication tile of `source`."""
+    def signal(self, rank: int, source: int, comm_tile: int) -> Operand:
+        """The address of the signal by which `source` tells a rank of a communication tile."""
         return Operand(self.first + self.program.world_size + rank, slot_bytes(source, comm_tile))
 
-    def fixed(self, name: str) -> Slot:
-        """A tensor of `Channel.FIXED`, of whatever shape it has."""
-        operand = Operand(self._fixed + [*self.kind.FIXED].index(name))
-        return Slot(self.program, operand, (), self.kind.FIXED[name])
+    def fixed(self, name: str) -> FixedSlot:
+        """A tensor of `Channel.FIXED`."""
+        place, dtype = self.kind.FIXED[name]
+        return FixedSlot(self.program, Operand(self._fixed + place), dtype, self.number, place)
 
-    def in_region(self, register: int) -> int | None:
-        """Which of a region's `fixed` a register is the address of; -1 for this rank's region; None
-        for one of another channel.
-        """
-        if not self.first <= register < self.first + self.words:
-            return None
-        return max(-1, register - self._fixed)
+
+class _Phase(NamedTuple):
+    """A context manager."""
+
+    segment: list[tuple[str, list[Step]]]
+    name: str
+
+    def __enter__(self) -> None:
+        self.segment.append((self.name, []))
+
+    def __exit__(self, *raised: object) -> None:
+        self.segment.append(("", []))
 
 
 class CallProgram:
     """The steps of a call of these shapes: `segments` of phases, each a name and its steps, between
     the caller's turns. `lent` are what those lend, `made` what a call makes, `held` what pushes or
-    joined streams read, `result` is the call's.
+    joined streams read.
     """
 
     def __init__(
@@ -186,8 +228,8 @@ class CallProgram:
         turns: bool,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.turns, self.device = space, plan, turns, x.device
-        self.rank, self.world_size = space.group.rank(), space.world_size
-        self.timeout_ns = int(timeout_s(space.group) * 1e9)
+        self.rank, self.world_size = space.rank, space.world_size
+        self.timeout_ns = space.timeout_ns
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
         self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
@@ -196,7 +238,7 @@ class CallProgram:
         self.segments: list[list[tuple[str, list[Step]]]] = [[("", [])]]
         self.lent: list[Slot | None] = []
         self.held: list[Slot] = []
-        self.result: Slot | None = None
+        self.y: int | None = None  # the result's place in `made`
         self.lists: Any = None  # of C, when there are any (`overlap.lists`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
 
@@ -215,19 +257,19 @@ class CallProgram:
         self.made.append((shape, None if dtype is self.x.dtype else dtype))
         return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def returns(self, slot: Slot | None) -> None:
+        """The result of a call: one of what it makes."""
+        self.y = None if slot is None else slot.operand.register - MADE
+
+    def phase(self, name: str) -> _Phase:
         """Steps inside belong to this phase of the call (`overlap.phase`)."""
-        self.segments[-1].append((name, []))
-        yield
-        self.segments[-1].append(("", []))
+        return _Phase(self.segments[-1], name)
 
     def turn(self, lent: Slot | None = None) -> None:
         """The caller's turn, to whom this is lent; nothing in a program without turns."""
-        if not self.turns:
-            return
-        self.lent.append(lent)
-        self.segments.append([("", [])])
+        if self.turns:
+            self.lent.append(lent)
+            self.segments.append([("", [])])
 
     def add(self, step: Step) -> None:
         self.segments[-1][-1][1].append(step)
@@ -236,20 +278,9 @@ class CallProgram:
         self.add(Torch(function, slots))
 
     def move(self, method: str, *operands: Operand) -> None:
+        """What this method of the copy engine does."""
         self.add(Move(method, operands))
 
     def copy(self, to: Operand, source: Slot, method: str = "copy") -> None:
         """The bytes of a slot; by "copy_here" in the caller's stream."""
         self.move(method, to, source.operand, always(source.nbytes))
-
-    def signal(self, at: Operand, channel: ChannelSlots) -> None:
-        """The call's epoch, after everything copied before."""
-        self.move("signal", at, channel.epoch)
-
-    def send_when(self, counter: Operand, count: int) -> None:
-        """What is pushed from now on comes after a counter of this GPU has reached a count."""
-        self.move("wait_count", counter, always(count))
-
-    def clear(self, counters: Sequence[Operand]) -> None:
-        for counter in counters:
-            self.move("write", counter, always(0))

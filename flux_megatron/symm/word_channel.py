@@ -27,8 +27,9 @@ class WordChannel(Channel):
     counts pieces of gathered rows and the CTAs that have left a call. Collective constructor.
     """
 
-    FIXED: ClassVar[dict[str, torch.dtype]] = {
-        **Channel.FIXED, "epochs": torch.int32, "work": torch.int32, "arrivals": torch.int32,
+    FIXED: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        **Channel.FIXED, "epochs": (7, torch.int32), "work": (8, torch.int32),
+        "arrivals": (9, torch.int32),
     }  # fmt: skip
 
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
@@ -52,6 +53,11 @@ class WordChannel(Channel):
         self._captured |= captured
         self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
+
+    def begin_eager(self) -> tuple[int, Region]:
+        self.open = True
+        self.epoch += 1
+        return 0, self._regions[0]
 
     def end(self, call: Call) -> None:
         """Close the call."""

@@ -156,7 +156,7 @@ def parameters_of(ptx: str) -> list[int]:
     return [int(count) if count else int(bits) // 8 for bits, count in found]
 
 
-_arguments = native_launch.arguments
+_layout_of = native_launch.layout_of
 SIZES: dict[int, list[int]] = {}  # by function
 
 
@@ -164,10 +164,10 @@ def known(name: str, compiled: Any, *given: Any) -> Any:
     """The driver knows the sizes of a kernel's parameters; ours, of those in lists."""
     SIZES[compiled.function] = parameters_of(compiled.asm["ptx"])
     DRIVER.expect_parameters(compiled.function, *SIZES[compiled.function])
-    return _arguments(name, compiled, *given)
+    return _layout_of(name, compiled, *given)
 
 
-native_launch.arguments = known
+native_launch.layout_of = known
 
 
 OF_TORCH: list[list] = []  # operands of its kernels
