@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ranks import DEVICE, here, on_device, run_ranks
 
 from flux_megatron import errors, ops
-from flux_megatron.dispatch import PLAIN
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import signalled
 from flux_megatron.problem import Plan
@@ -117,18 +116,15 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told():
 
 
 def frees(rank: int, kind: type[Channel]) -> list[bool]:
-    """Which regions live on when a channel has grown, though a recorded call knew them."""
+    """Which regions live on when a channel has grown, though there is a program of its calls."""
     space = workspace(dist.group.WORLD, here())
     begins(rank, kind, 5000)
     x, w = (torch.ones(*shape, device=DEVICE) for shape in ((6, 4), (5, 4)))
     ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("pipelined"))
     channel = space.channels["gather"]
-    (decision,) = space.decisions.values()
-    decision.steady[PLAIN]  # the first call of a kind keeps nothing
-    decision.steady[PLAIN]._regions = channel._regions  # as a recording of a GPU's calls does
     region = channel._regions[0]
     known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]
-    del channel, region, decision
+    del channel, region
     begins(rank, kind, 10**6)
     return [one() is not None for one in known]
 

@@ -11,23 +11,17 @@ import pytest
 import torch
 from ranks import on_device
 
-from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
+from flux_megatron.symm.copy_engine import Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
 STREAM, CALLERS, EVENT = 7, 5, 77
-GATED_PUSHES = tuple(
-    GatedPush(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
-    for n in range(3)
-)
+PUSHES = tuple(Push(1000 + n, 16 * n, 8 + n, signal=2000 + n) for n in range(3))
 
 
 class Driver:
     """CUDA's driver, as far as the engine calls it; `done` is what came to the streams."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
-    )
 
     def __init__(self) -> None:
         self.done: list[tuple] = []
@@ -37,9 +31,6 @@ class Driver:
 
     def CUevent(self, handle: int) -> int:
         return handle
-
-    def CUstreamBatchMemOpParams(self) -> SimpleNamespace:
-        return SimpleNamespace(writeValue=SimpleNamespace(), waitValue=SimpleNamespace())
 
     def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
         return self._note("record", stream)
@@ -55,15 +46,6 @@ class Driver:
 
     def cuStreamWaitValue32(self, stream: int, address: int, count: int, flags: int) -> tuple[int]:
         return self._note("wait", address, count, stream)
-
-    def cuStreamBatchMemOp(self, stream: int, count: int, given: list, flags: int) -> tuple[int]:
-        assert len(given) == count
-        for one in given:
-            if getattr(one.writeValue, "operation", None) == "write":
-                self._note("write", one.writeValue.address, one.writeValue.value, stream)
-            else:
-                self._note("wait", one.waitValue.address, one.waitValue.value, stream)
-        return (0,)
 
     def _note(self, *what: object) -> tuple[int]:
         self.done.append(what)
@@ -87,28 +69,21 @@ def done(engine: CudaCopyEngine) -> list[tuple]:
 
 
 @pytest.mark.parametrize("epoch", [1, 2**31, 2**32 + 5])
-def test_gated_pushes_wait_push_signal_and_clear_their_counters(engine, epoch):
-    """What the engine gives the driver in few calls is what any engine does in many."""
-    for _ in range(2):  # the second time what was kept of the first is used
-        done(engine).clear()
-        engine.push_gated(GATED_PUSHES, 50, epoch)
-        together = [*done(engine)]
-        done(engine).clear()
-        CopyEngine.push_gated(engine, GATED_PUSHES, 50, epoch)
-        assert together == done(engine)
+def test_what_comes_to_the_copy_stream(engine, epoch):
+    engine.wait_count(100, 3)
+    engine.send(PUSHES, 50, epoch)
+    engine.clear((100, 104))
     word = epoch % 2**32
-    expected = [
+    sent = [
         one
-        for gated in GATED_PUSHES
+        for push in PUSHES
         for one in (
-            ("wait", gated.counter, gated.tiles, STREAM),
-            ("copy", gated.push.destination, 50 + gated.push.offset,
-             gated.push.size_bytes, STREAM),
-            ("write", gated.push.signal, word, STREAM),
+            ("copy", push.destination, 50 + push.offset, push.size_bytes, STREAM),
+            ("write", push.signal, word, STREAM),
         )
-    ]  # fmt: skip
-    cleared = [("write", gated.counter, 0, STREAM) for gated in GATED_PUSHES]
-    assert together == expected + cleared
+    ]
+    cleared = [("write", 100, 0, STREAM), ("write", 104, 0, STREAM)]
+    assert done(engine) == [("wait", 100, 3, STREAM), *sent, *cleared]
 
 
 def test_fork_and_join_order_the_two_streams(engine):
@@ -120,10 +95,10 @@ def test_fork_and_join_order_the_two_streams(engine):
 
 def test_a_refusal_of_the_driver_is_an_error(engine):
     with (
-        mock.patch.object(engine._driver, "cuStreamBatchMemOp", return_value=(1,)),
-        pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"),
+        mock.patch.object(engine._driver, "cuStreamWriteValue32", return_value=(1,)),
+        pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed: 1"),
     ):
-        engine.push_gated(GATED_PUSHES, 50, 1)
+        engine.send(PUSHES, 50, 1)
 
 
 def in_a_new_thread(rank: int) -> int:

@@ -68,7 +68,7 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem settings symm.enqueue symm.recording symm.signals versions",
+        "errors problem settings symm.enqueue symm.program symm.recent symm.signals versions",
         "torch triton",
         lazily="numpy",
     ),
@@ -82,7 +82,7 @@ TABLE = {
     ),
     "dispatch": room(
         "errors problem settings symm.groups symm.workspace overlap.operands overlap.registry"
-        " overlap.report overlap.steady overlap.transfer"
+        " overlap.report"
         " tuning.choice tuning.environment",
         "torch",
     ),

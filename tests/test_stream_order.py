@@ -57,7 +57,7 @@ class Recorder:
             clock[stream] = max(clock.get(stream, 0), count)
 
     def recording(self) -> ExitStack:
-        launch, copy = Launcher.__call__, CpuCopyEngine.copy
+        launch, copy = Launcher.launch, CpuCopyEngine.copy
 
         def launched(launcher, *given):
             self.put(launcher._kernel.fn.__name__, self.stream)
@@ -76,7 +76,7 @@ class Recorder:
             "copy": pushed,
         }.items():
             stack.enter_context(mock.patch.object(CpuCopyEngine, name, replacement))
-        stack.enter_context(mock.patch.object(Launcher, "__call__", launched))
+        stack.enter_context(mock.patch.object(Launcher, "launch", launched))
         return stack
 
 

@@ -17,7 +17,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
@@ -26,6 +25,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.symm.program import Memory, Number
 
 
 def supports(problem: Problem) -> str | None:
@@ -88,10 +88,10 @@ def _launcher(
 
 
 def ag_gemm(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
+    pad: Memory, status: Memory, work_counter: Memory, rank: int, epoch: Number, timeout_ns: int,
     comm_rows: int, layout: str, tile: Tile,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N].

@@ -17,7 +17,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
@@ -49,6 +48,7 @@ from flux_megatron.kernels.word_tiles import (
 )
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
+from flux_megatron.symm.program import Memory, Number
 
 PIECE = 2048  # values of x: 8 words a thread; of more rows than that twice as many
 PIECE_ROWS = 64
@@ -192,10 +192,10 @@ def _launcher(
 
 
 def ag_gemv(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *, word_pointers: Tensor,
-    half_words: int, epochs: Tensor, work: Tensor, arrivals: Tensor, counters: Tensor,
-    status: Tensor, rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
-) -> Tensor:  # fmt: skip
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *, word_pointers: Memory,
+    half_words: Number, epochs: Memory, work: Memory, arrivals: Memory, counters: Memory,
+    status: Memory, rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
+) -> Memory:  # fmt: skip
     """All ranks' x [M_shard, K], which it leaves in `gathered` [M, K], times w ([N, K] or [K, N])
     + bias [N]: y [M, N].
 

@@ -20,7 +20,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
@@ -47,6 +46,7 @@ from flux_megatron.kernels.word_tiles import (
 )
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
+from flux_megatron.symm.program import Memory, Number
 
 MOST_ROWS = 128
 WORDS_A_THREAD = 32  # of all ranks, in flight; 64 do not fit in registers
@@ -202,10 +202,10 @@ def _launcher(
 
 
 def gemv_ar(
-    x: Tensor, w: Tensor, *, word_pointers: Tensor, half_words: int, epochs: Tensor, work: Tensor,
-    counters: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
-    tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Memory, w: Memory, *, word_pointers: Memory, half_words: Number, epochs: Memory,
+    work: Memory, counters: Memory, status: Memory, rank: int, world_size: int, timeout_ns: int,
+    layout: str, tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
+) -> Memory:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
     it `scatters`, this rank's rows [M / R, N].
 

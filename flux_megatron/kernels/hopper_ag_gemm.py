@@ -43,6 +43,7 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
+from flux_megatron.symm.program import Memory, Number
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 NO_LIMIT = (1 << 31) - 1
@@ -152,11 +153,11 @@ def _sizes(
 
 
 def ag_gemm(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
-    epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
+    pad: Memory, status: Memory, partial_counters: Memory, work_words: Memory, rank: int,
+    epoch: Number, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
     k_parts: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_local`: the kernel also copies x to the local shard of

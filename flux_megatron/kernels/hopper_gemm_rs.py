@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -48,6 +47,8 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
+from flux_megatron.symm import program
+from flux_megatron.symm.program import Memory
 
 
 @aggregate
@@ -227,19 +228,19 @@ class Gathering(NamedTuple):
     their signals [A] announce.
     """
 
-    y: Tensor
-    pointers: Tensor
-    pad_pointers: Tensor
-    epoch: int
+    y: Any
+    pointers: Any
+    pad_pointers: Any
+    epoch: Any
 
 
 def gemm_rs(
-    x: Tensor, w: Tensor, *, parts: Tensor, received: Tensor, received_pointers: Tensor,
-    pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
-    work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
-    layout: str, tile: Tile, by_sm: bool,
+    x: Memory, w: Memory, *, parts: Memory, received: Memory, received_pointers: Memory,
+    pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
+    work_words: Memory, rank: int, world_size: int, epoch: program.Number, timeout_ns: int,
+    tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
     gathering: Gathering | None = None,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
     if it is `gathering` all of them.
 

@@ -24,7 +24,7 @@ import triton
 from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
 from flux_megatron.symm.enqueue import Operand
-from flux_megatron.symm.program import Launch, Slot
+from flux_megatron.symm.program import Launch, Memory, Slot
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -41,7 +41,7 @@ _compiling = False
 _ON_HOST = -1
 
 
-def partial_sums(like: torch.Tensor, count: int, counters: torch.Tensor) -> torch.Tensor:
+def partial_sums(like: Memory, count: int, counters: Memory) -> Memory:
     """New memory for so many float32, or for none any address of such: another type would be
     another kernel.
     """

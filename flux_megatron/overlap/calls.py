@@ -89,6 +89,7 @@ def _at_once(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) ->
     counts = triton_launch.launches
     for name in lists.launches:
         counts[name] += 1
+    assert program.y is not None, "a gather is no whole call"
     return made[program.y]
 
 
@@ -266,11 +267,9 @@ class InFlight:
     def number(self, operand: Operand) -> int:
         """The number that an operand names."""
         register, add = operand
-        if not register:
-            return add
         if register < TABLE:
-            number: int = self._given[register]
-            return number + add
+            held: Any = self._given[register] if register else 0
+            return int(held) + add
         for wanted, call in zip(self.program.channels, self.calls, strict=True):
             if register < wanted.first + wanted.words:
                 return call.region.words[register - wanted.first] + add

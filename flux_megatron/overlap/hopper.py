@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
     return y
 
 
-def _words(channel: ChannelSlots) -> dict[str, Slot]:
+def _words(channel: ChannelSlots) -> dict[str, Any]:
     return {
         "partial_counters": channel.fixed("partial_counters"),
         "work_words": channel.fixed("work_counter"),
@@ -132,7 +132,7 @@ def _reduced(
     wanted = cdiv(M_shard, plan.comm_rows) if plan.comm_rows else 1
     tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))
     received = channel.region((p.world_size * rows, tile.block_n), p.x.dtype)
-    parts = received
+    parts: Slot = received
     if not by_sm:
         parts = p.x.new_empty((p.world_size - 1) * rows, tile.block_n)
         p.move("fork")  # before the kernel: what is pushed waits for tiles, not for its end

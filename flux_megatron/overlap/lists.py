@@ -87,10 +87,9 @@ class _Builder:
             registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
             first.require(True, sum(1 << register for register in registers))
         behind = [self._list(steps[at + 1 : end]) for at, end in zip(stops, ends[1:], strict=True)]
-        rest = tuple(
-            (steps[at], one.run if len(one) else None)
-            for at, one in zip(stops, behind, strict=True)
-        )
+        torchs = [step for step in steps if isinstance(step, Torch)]
+        runs = [one.run if len(one) else None for one in behind]
+        rest = tuple(zip(torchs, runs, strict=True))
         return Segment(first.run if begins or len(first) else None, rest)
 
     def _list(self, steps: list[Step]):

@@ -46,6 +46,7 @@ class CopyEngine(ABC):
 
     runs_lists = False  # whether C may enqueue what its methods do (`symm.enqueue`)
     list_streams: Streams  # of such lists
+    index: int  # of the GPU
     _last: int | None = None  # the stream that an eager call was last enqueued on
     _captured = (0, 0)  # capture, and the last stream in it
 

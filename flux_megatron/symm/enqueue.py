@@ -62,7 +62,8 @@ class Streams(NamedTuple):
         if method == "copy_here":
             return [(COPY, STREAM, a, b, c)]
         if method == "copy_rows":
-            return [(COPY_ROWS, own, a, b, c), (COPY_ROWS, own, *rows, NOTHING)]
+            count, pitch = rows
+            return [(COPY_ROWS, own, a, b, c), (COPY_ROWS, own, count, pitch, NOTHING)]
         if method == "fork":
             return [(RECORD, STREAM, event, b, c), (FOLLOW, own, event, b, c)]
         if method == "join":

@@ -178,9 +178,10 @@ class ChannelSlots:
     ) -> None:
         self.name, self.size_bytes, self.kind, self.program = name, size_bytes, kind, program
         self.number = len(program.channels)
-        self.first = TABLE + sum(one.words for one in program.channels)
+        # as `Region.words` has them
+        self.words: int = 2 * program.world_size + 1 + len(kind.FIXED)
+        self.first: int = TABLE + sum(one.words for one in program.channels)
         self._fixed = self.first + 2 * program.world_size + 1
-        self.words = 2 * program.world_size + 1 + len(kind.FIXED)  # as `Region.words` has them
         self.epoch = EPOCHS[self.number]
         self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
 

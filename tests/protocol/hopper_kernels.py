@@ -102,10 +102,6 @@ def struct(fields: tuple[str, ...]) -> type:
     return Struct
 
 
-def described_w(w, layout: str, block_k: int, columns: int) -> Descriptor:
-    return Descriptor(w, (columns, block_k) if layout == "nt" else (block_k, columns))
-
-
 class HopperKernels:
     """Of one product; parsed once."""
 
@@ -126,11 +122,9 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            described = {
-                "described": lambda tensor, *block: Descriptor(tensor, block),
-                "described_w": described_w,
-            }
-            stack.enter_context(mock.patch.multiple(product.hopper_descriptors, **described))
+            stack.enter_context(
+                mock.patch.object(product.hopper_descriptors, "descriptor_of", Descriptor)
+            )
             for module in KERNELS:
                 launcher = getattr(product, module)._launcher
                 launcher.cache_clear()

@@ -88,7 +88,7 @@ from flux_megatron.kernels import (
     triton_launch,
 )
 from flux_megatron.nn import functions as layers
-from flux_megatron.overlap import fused, low_latency
+from flux_megatron.overlap import calls, fused, low_latency
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import agreement, objects, places, workspace
@@ -247,7 +247,7 @@ def enqueued(call: Call) -> dict[str, Any]:
     """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
     new, lists, sizes = torch.Tensor.new_empty, [], []
-    begin = InFlight.__init__
+    begin, at_once = InFlight.__init__, calls._at_once
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
@@ -260,11 +260,17 @@ def enqueued(call: Call) -> dict[str, Any]:
         begin(self, *given)
         lists.append(self._lists is not None)
 
+    def whole(*given: Any) -> torch.Tensor | None:
+        if (y := at_once(*given)) is not None:
+            lists.append(True)
+        return y
+
     before = DRIVER.word("fake_launches").value
     OF_TORCH.clear()
     with (
         mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch),
         mock.patch.object(InFlight, "__init__", noted),
+        mock.patch.object(calls, "_at_once", whole),
         mock.patch.object(torch, "mm", by_torch),
     ):
         call()
@@ -323,7 +329,7 @@ def main(path: str, timed: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
-        calls = {}
+        of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
         settings.reload()
         call = Call(name, bias=name in WITH_BIAS)
@@ -333,7 +339,10 @@ def main(path: str, timed: bool) -> None:
                     enqueued(call)  # the channel is there, kernels are compiled, the call is known
                 for which, channel in workspace.workspaces()[0].channels.items():
                     channel.epoch = FIRST_EPOCHS[which] - 1
-                calls[kind] = [enqueued(call) for _ in range(8)]
+                of_engines[kind] = [enqueued(call) for _ in range(8)]
+                if kind == "native":
+                    with mock.patch.object(calls, "is_watched", lambda: True):
+                        of_engines["watched"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
                 if timed and kind == "native" and "layer" not in name and "low" not in name:
@@ -342,7 +351,7 @@ def main(path: str, timed: bool) -> None:
                     workspace.workspaces()[0].checked.clear()
                     workspace.workspaces()[0].programs.clear()
                     written["new_us"][name] = new_us(name)
-        written["calls"][name] = calls
+        written["calls"][name] = of_engines
     Path(path).write_text(json.dumps(written))
     sys.stdout.flush()
     os._exit(0)  # the pretended group has nothing to end
