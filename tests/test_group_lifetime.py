@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,10 +18,12 @@ from ranks import DEVICE, here, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
-from flux_megatron.overlap import signalled, transfer
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.overlap import fused, signalled, transfer
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
 from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace, workspaces
 
 PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
@@ -178,22 +181,37 @@ def test_a_look_between_two_stores_loses_no_mismatch():
         mine.note("the same")
 
 
-def unread(rank: int) -> list[bool]:
-    """A gather whose rows nobody asks for, and one that a kernel has awaited."""
+def unread(rank: int) -> bool:
+    """Whether a gather is awaited whose rows nobody asks for."""
     x = torch.full((4, 8), float(rank), device=DEVICE)
-    space, seen = workspace(dist.group.WORLD, here()), []
-    for by_kernel in (False, True):
-        gather = transfer.start_gather(x, space, 0)
-        with mock.patch.object(transfer, "wait_sources") as waited:
-            gather.close(by_kernel=by_kernel)
-        seen.append(waited.called)
-        dist.barrier()
-    return seen
+    space, waited = workspace(dist.group.WORLD, here()), []
+    gather = fused.start_gather(x, Plan("fused"), space)
+    launch = Launcher.launch
+
+    def launched(launcher, *given) -> None:
+        waited.append(launcher.name)
+        launch(launcher, *given)
+
+    with mock.patch.object(Launcher, "launch", launched):
+        gather.close()
+    dist.barrier()
+    return waited == ["wait_sources"]
 
 
 def test_no_call_ends_before_all_its_signals_are_awaited():
     """Else a rank two calls ahead would overwrite rows that are still on their way."""
-    assert run_ranks(unread, 2) == [[True, False]] * 2
+    assert run_ranks(unread, 2) == [True] * 2
+
+
+def test_a_program_cannot_end_before_all_signals_are_awaited():
+    space = SimpleNamespace(rank=0, world_size=3, timeout_ns=1)
+    program = CallProgram(space, Plan("fused"), torch.zeros(4, 8), None, None, turns=True)
+    gather = transfer.start_gather(program, program.x, 0)
+    gather.wait_for(1)
+    with pytest.raises(AssertionError, match="not all rows are awaited"):
+        gather.close()
+    gather.wait_for(2)
+    gather.close()
 
 
 def held(rank: int, strategy: str) -> list[str]:

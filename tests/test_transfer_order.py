@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import fused, pipelined
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.cpu_backend import CpuCopyEngine
 from flux_megatron.symm.workspace import workspace
 
-GEMMS = {"pipelined": (pipelined, "_multiply"), "fused": (ag_gemm_kernels, "ag_gemm")}
-RUN = {"pipelined": pipelined.ag_gemm, "fused": fused.ag_gemm}
+GEMMS = {"pipelined": pipelined, "fused": fused}
 
 
 @pytest.mark.parametrize("strategy", GEMMS)
@@ -44,12 +43,19 @@ def _enqueued(rank: int, strategy: str) -> list[str]:
         seen.append("consumed")
         assert torch.equal(gathered[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
 
-    module, name = GEMMS[strategy]
+    launch = Launcher.launch
+
+    def launched(launcher: Launcher, *given: object) -> None:
+        if launcher.name == "ag_gemm":
+            seen.append("gemm")
+        launch(launcher, *given)
+
     with (
         mock.patch.object(CpuCopyEngine, "copy", noting("copy", CpuCopyEngine.copy)),
-        mock.patch.object(module, name, noting("gemm", getattr(module, name))),
+        mock.patch.object(Launcher, "launch", launched),
+        mock.patch.object(pipelined, "_gemm", noting("gemm", pipelined._gemm)),
     ):
         space = workspace(dist.group.WORLD, x.device)
         plan = Plan(strategy, tile=Tile(16, 16, 16))
-        RUN[strategy](x, w, None, "nn", plan, space, consume)
+        GEMMS[strategy].ag_gemm(x, w, None, "nn", plan, space, consume)
     return seen

@@ -341,7 +341,7 @@ def main(path: str, timed: bool) -> None:
                     channel.epoch = FIRST_EPOCHS[which] - 1
                 of_engines[kind] = [enqueued(call) for _ in range(8)]
                 if kind == "native":
-                    with mock.patch.object(calls, "is_watched", lambda: True):
+                    with mock.patch.object(calls, "is_watched", return_value=True):
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))

@@ -1,5 +1,5 @@
-"""Whole calls of the kernels for GPUs, by Python and by C: the same driver calls in the same order, and
-parameters of kernels that differ from call to call by the epoch and the region. Needs no GPU.
+"""Whole calls of the kernels for GPUs, by Python and by C: the same driver calls in the same order,
+and the same parameters of kernels, but for the epoch. Needs no GPU.
 """
 
 from __future__ import annotations
