@@ -1,6 +1,5 @@
 """Repeated calls on GPUs, which lists of driver calls make: exact, with operands that move and
-ranks that are late. `test_steady.py`, `test_stops.py`, `test_pieces.py` and
-`protocol/test_offline_calls.py` need no GPU.
+ranks that are late. `test_calls.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from layer_cases import check, layer
 from ranks import GPU_RANKS, be_late, run_ranks
 
 import flux_megatron
-from flux_megatron.overlap.steady import Steady
+from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.workspace import workspaces
 
@@ -53,20 +52,25 @@ CALLS = 60
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """Whether each call that a list might make was made by one."""
-    begun, by_list = Steady.begun, []
+    """Whether C has made each call of a program."""
+    at_once, begin, by_list = calls._at_once, calls.InFlight.__init__, []
 
-    def noted(*given):
-        found = begun(*given)
-        by_list.append(found is not None)
-        return found
+    def whole(*given):
+        if (y := at_once(*given)) is not None:
+            by_list.append(True)
+        return y
 
-    with mock.patch.object(Steady, "begun", noted):
+    def noted(self, *given) -> None:
+        begin(self, *given)
+        by_list.append(self._lists is not None)
+
+    with (
+        mock.patch.object(calls, "_at_once", whole),
+        mock.patch.object(calls.InFlight, "__init__", noted),
+    ):
         yield by_list
-    refused = [
-        s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady.values()
-    ]
-    assert all(not one or "not launched directly" in one for one in refused), refused
+    unlisted = [p.unlisted for space in workspaces() for p in space.programs.values()]
+    assert all(not one or "not compiled yet" in one for one in unlisted), unlisted
 
 
 def repeated(rank: int, plan: Plan) -> int:
