@@ -25,7 +25,10 @@ class Recent(OrderedDict[K, V]):
         value = _get(self, key)
         if value is None:
             return default
-        self.move_to_end(key)
+        try:  # noqa: SIM105, half a microsecond
+            self.move_to_end(key)
+        except KeyError:  # another thread has just dropped it
+            pass
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
