@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
+from flux_megatron.kernels import scaling as fp8
+from flux_megatron.kernels.scaling import Scaling
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.overlap.steady import Steady
@@ -49,6 +51,13 @@ class Decision:
     workspace: Workspace
     fallback: str | None
     description: str
+
+    @property
+    def scaled_strategy(self) -> registry.ScaledStrategy:
+        """The strategy of a call with scales. They are no part of what `steady` records, which
+        would take their addresses for constants.
+        """
+        return registry.SCALED[self.plan.strategy]
 
     def report_fallback(self) -> None:
         """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
@@ -88,7 +97,7 @@ class Decision:
 
 def decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
-    layout: str, plan: Plan | None,
+    layout: str, plan: Plan | None, scaling: Scaling | None = None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
     space = workspace(group, x.device)
@@ -100,11 +109,12 @@ def decide(
     key = (
         pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
+        None if scaling is None else scaling.facts,
     )  # fmt: skip
     decision = space.checked.get(key)
     if decision is None:
         with space.guard():  # measuring makes calls
-            decision = _decide(pattern, x, w, bias, layout, plan, space)
+            decision = _decide(pattern, x, w, bias, layout, plan, space, scaling)
         _remember(space.checked, key, decision)
     space.note(decision.description)
     return decision
@@ -112,13 +122,15 @@ def decide(
 
 def _decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan | None,
-    space: Workspace,
+    space: Workspace, scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
-    if error := _error(pattern, x, w, bias, space, layout, plan):
+    if error := _error(pattern, x, w, bias, space, layout, plan, scaling):
         refuse(f"{pattern}: {error}", space.group, x.device)
-    key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
+    key = (
+        pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings, scaling and scaling[2:],
+    )  # fmt: skip
     if key not in space.decisions:
-        decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space)
+        decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space, scaling)
         _remember(space.decisions, key, decision)
     return space.decisions[key]
 
@@ -144,13 +156,15 @@ def guard(group: ProcessGroup, device: torch.device) -> Guard:
 
 def _new_decision(
     pattern: Pattern, x: Tensor, w: Tensor, world_size: int, layout: str, plan: Plan | None,
-    space: Workspace,
+    space: Workspace, scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
     N_local = w.shape[0] if layout == "nt" else w.shape[1]
     dtype = str(x.dtype).removeprefix("torch.")
     problem = Problem.of_operands(
         pattern, x.shape[0], N_local, x.shape[1], dtype, world_size, layout, x.device.type,
         beside=settings.get().beside == "1",
+        out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
+        split_accumulator=scaling is not None and scaling.split_accumulator,
     )  # fmt: skip
     if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
@@ -165,7 +179,7 @@ def _new_decision(
 
 def _error(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
-    layout: str, plan: Plan | None,
+    layout: str, plan: Plan | None, scaling: Scaling | None,
 ) -> str | None:  # fmt: skip
     """The error in this rank's arguments, with the given and the expected value, or None."""
     world_size = space.group.size()
@@ -177,7 +191,9 @@ def _error(
         )
     if x.dim() != 2 or w.dim() != 2:
         return f"x {_described(x)} and w {_described(w)} given, two matrices expected"
-    if not x.dtype.is_floating_point or w.dtype != x.dtype:
+    if error := fp8.error(x, w, scaling, layout):
+        return error
+    if scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
         return f"x {_described(x)} and w {_described(w)} given, one floating-point dtype expected"
     if w.device != x.device:
         return f"x {_described(x)} and w {_described(w)} given, one device expected"
@@ -192,8 +208,9 @@ def _error(
         return f"x {_described(x)} and w {_described(w)} given, no empty dimension expected"
     if pattern.spec.scatters and x.shape[0] % world_size:
         return f"x {_described(x)} given, rows divisible by the group's {world_size} ranks expected"
-    if bias is not None and (bias.shape != (outer,) or bias.dtype != x.dtype):
-        return f"bias {_described(bias)} given, [{outer}] {x.dtype} expected"
+    dtype = fp8.result_dtype(x, scaling)
+    if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
+        return f"bias {_described(bias)} given, [{outer}] {dtype} expected"
     if bias is not None and bias.device != x.device:
         return f"bias {_described(bias)} given, {x.device} expected"
     return None
