@@ -15,7 +15,7 @@ from ranks import DEVICE, on_device
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import ops, reference
+from flux_megatron import errors, ops, reference
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
@@ -204,7 +204,7 @@ def test_every_rank_refuses_misuse_and_the_group_still_works():
 
 def other_result(rank: int) -> str:
     layer = Layer("gemm_rs", (16, 16, 16), E4M3, OUT[rank], 2)
-    with pytest.raises(flux_megatron.ProblemMismatch) as caught:
+    with pytest.raises(errors.ProblemMismatch) as caught:
         layer.call(None)
     return str(caught.value)
 

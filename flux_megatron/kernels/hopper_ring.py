@@ -34,12 +34,22 @@ def mma_layout(columns, num_warps):
     )
 
 
+@gluon.constexpr_function
+def fp8_layout(layout):
+    """The same registers, for MMAs that take 32 elements of K."""
+    rows, columns, _ = layout.instr_shape
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=layout.warps_per_cta, instr_shape=[rows, columns, 32]
+    )
+
+
 @aggregate
 class OperandRing:
     """Stages of x [STAGES, BLOCK_M, BLOCK_K] and of w, and their full and empty barriers.
     Of GROUPS partitions that multiply, number GROUP has the ROWS rows of x from GROUP * ROWS on.
     The first ends a tile up to LEAD k-tiles before the second; `led` are two barriers that say so,
-    for tiles in turn.
+    for tiles in turn. Tensor cores add FP8 products up with fewer bits than fp32 has: with
+    SPLIT_ACCUMULATOR they do so within a k-tile only.
     """
 
     x: Shared
@@ -52,6 +62,8 @@ class OperandRing:
     GROUP: gl.constexpr
     GROUPS: gl.constexpr
     LEAD: gl.constexpr
+    SCALED: gl.constexpr  # FP8
+    SPLIT_ACCUMULATOR: gl.constexpr
 
     @gluon.jit
     def of_rows(self, rows: gl.constexpr):
@@ -67,7 +79,7 @@ class OperandRing:
     def _of(self, rows: gl.constexpr, group: gl.constexpr):
         return OperandRing(
             self.x, self.w, self.full, self.empty, self.led, self.LAYOUT_NN, rows, group,
-            self.GROUPS, self.LEAD,
+            self.GROUPS, self.LEAD, self.SCALED, self.SPLIT_ACCUMULATOR,
         )  # fmt: skip
 
     @gluon.jit
@@ -146,25 +158,43 @@ class OperandRing:
         STAGES: gl.constexpr = self.x.shape[0]
         LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
         awaiting = max(first, last - self.LEAD)
-        acc = warpgroup_mma_init(sums)
+        if self.SCALED:
+            LAYOUT: gl.constexpr = sums.type.layout
+            MADE: gl.constexpr = fp8_layout(LAYOUT)
+            sums = gl.convert_layout(sums, MADE)
+        if not self.SPLIT_ACCUMULATOR:
+            acc = warpgroup_mma_init(sums)
         for k_tile in range(first, last):
             if LEADS and self.GROUP == 1:
                 led = self.led.index(number & 1)
                 mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
-            acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
+            if self.SPLIT_ACCUMULATOR:
+                zeros = gl.zeros(sums.shape, gl.float32, MADE)
+                sums += self.product_of_k_tile(zeros, multiplied)
+            else:
+                acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
             multiplied += 1
         if LEADS and self.GROUP == 0:
             mbarrier.arrive(self.led.index(number & 1), count=1)
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
+        if not self.SPLIT_ACCUMULATOR:
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
+        if self.SCALED:
+            sums = gl.convert_layout(sums, LAYOUT)
         return sums, multiplied
 
     @gluon.jit
-    def multiply_k_tile(self, acc, multiplied, first):
-        """acc + the next k-tile, issued; the MMAs before it are done, and their stage given back.
+    def product_of_k_tile(self, zeros, multiplied):
+        """The product of the next k-tile alone, done, and its stage given back."""
+        x_buf, w_buf = self._full_stage(multiplied)
+        issued = warpgroup_mma(x_buf, w_buf, warpgroup_mma_init(zeros), is_async=True)
+        product = warpgroup_mma_wait(num_outstanding=0, deps=(issued,))
+        mbarrier.arrive(self.empty.index(multiplied % self.x.shape[0]), count=1)
+        return product
 
-        `first`: there are no MMAs before it in flight.
-        """
+    @gluon.jit
+    def _full_stage(self, multiplied):
+        """The operands of the next k-tile for this partition, when they are there."""
         STAGES: gl.constexpr = self.x.shape[0]
         stage = multiplied % STAGES
         mbarrier.wait(self.full.index(stage), multiplied // STAGES & 1)
@@ -174,6 +204,16 @@ class OperandRing:
         w_buf = self.w.index(stage)
         if not self.LAYOUT_NN:
             w_buf = w_buf.permute((1, 0))
+        return x_buf, w_buf
+
+    @gluon.jit
+    def multiply_k_tile(self, acc, multiplied, first):
+        """acc + the next k-tile, issued; the MMAs before it are done, and their stage given back.
+
+        `first`: there are no MMAs before it in flight.
+        """
+        STAGES: gl.constexpr = self.x.shape[0]
+        x_buf, w_buf = self._full_stage(multiplied)
         issued = warpgroup_mma(x_buf, w_buf, acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(issued,)))
         before = (multiplied + STAGES - 1) % STAGES
@@ -184,7 +224,7 @@ class OperandRing:
 @gluon.jit
 def new_ring(
     x_desc, w_desc, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr, GROUPS: gl.constexpr = 1,
-    LEAD: gl.constexpr = 0,
+    LEAD: gl.constexpr = 0, SCALED: gl.constexpr = False, SPLIT_ACCUMULATOR: gl.constexpr = False,
 ):  # fmt: skip
     """The ring for the blocks of descriptors and so many partitions that multiply."""
     x = new_buffer(x_desc, [STAGES])
@@ -200,7 +240,9 @@ def new_ring(
         for i in gl.static_range(2):
             mbarrier.init(led.index(i), count=1)
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    return OperandRing(x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD)
+    return OperandRing(
+        x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD, SCALED, SPLIT_ACCUMULATOR
+    )
 
 
 @gluon.jit
