@@ -54,9 +54,7 @@ class Decision:
 
     @property
     def scaled_strategy(self) -> registry.ScaledStrategy:
-        """The strategy of a call with scales. They are no part of what `steady` records, which
-        would take their addresses for constants.
-        """
+        """The strategy of a call with scales."""
         return registry.SCALED[self.plan.strategy]
 
     def report_fallback(self) -> None:

@@ -90,10 +90,11 @@ def all_gather_gemm(
     """
     x, w, bias = local_shards(Pattern.AG_GEMM, x, w, bias, group, layout)
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
-    if _adds_bias_apart(x, w, bias, layout) and not any(one is not None for one in scaled[:3]):
+    scaling = _scaling(*scaled)
+    if scaling is None and bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
-        return _run_ag_gemm(x, w, bias, group, layout, plan, None, _scaling(*scaled))
+        return _run_ag_gemm(x, w, bias, group, layout, plan, None, scaling)
     R, text = group.size(), _text(plan)
     return _all_gather_gemm(x, w, bias, name_of(group), R, layout, text, *scaled)
 
@@ -195,14 +196,10 @@ def _scaling(
     return Scaling(x_scale, w_scale, out_dtype or torch.bfloat16, split)  # type: ignore[arg-type]
 
 
-def _adds_bias_apart(x: Tensor, w: Tensor, bias: Tensor | None, layout: str) -> bool:
-    """Whether the bias has a dtype of its own and could be added: else `decide` says what is wrong
-    with it.
-    """
+def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
+    """Whether the bias could be added: else `decide` says what is wrong with it."""
     return (
-        bias is not None
-        and bias.dtype != x.dtype
-        and w.dim() == 2
+        w.dim() == 2
         and bias.dtype.is_floating_point
         and bias.device == w.device
         and bias.shape == (w.shape[0 if layout == "nt" else 1],)
@@ -396,12 +393,12 @@ def _run_ag_gemm(
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
     space = decision.workspace
-    if scaling is not None:
-        strategy = decision.scaled_strategy
+    if scaling is not None:  # never recorded: a list would take the scales' addresses for constants
+        scaled = decision.scaled_strategy
         with space.guard():
-            y = strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume, scaling)
+            result = scaled.ag_gemm(x, w, bias, layout, decision.plan, space, consume, scaling)
         decision.count()
-        return y
+        return result
     steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
     if (y := steady.run(x, w, bias, consume)) is None:
         with space.guard(), steady.recorded(x, w, bias) as made:
@@ -430,12 +427,12 @@ def _run_gemm_rs(
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
     space = decision.workspace
-    if scaling is not None:
+    if scaling is not None:  # never recorded, as above
+        scaled = decision.scaled_strategy
         with space.guard():
-            start = decision.scaled_strategy.start_gemm_rs
-            y = start(x, w, layout, decision.plan, space, scaling).finish()
+            result = scaled.start_gemm_rs(x, w, layout, decision.plan, space, scaling).finish()
         decision.count()
-        return y
+        return result
     steady = decision.steady.plain
     if (y := steady.run(x, w, None)) is None:
         with space.guard(), steady.recorded(x, w, None) as made:

@@ -55,8 +55,8 @@ def announce_rows(
 # numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
 def gemm_rs_kernel(
-    x, w, x_scale, w_scale, received_here, received_pointers, pad_pointers, counters, work_counter, rank,
-    epoch, comm_rows, M_shard, N, K,
+    x, w, x_scale, w_scale, received_here, received_pointers, pad_pointers, counters,
+    work_counter, rank, epoch, comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SCALED: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
     NUM_WARPS: tl.constexpr,

@@ -70,7 +70,7 @@ def ag_gemm(
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
     gathered = start_gather(x, plan, workspace).complete()
     with phase("gemm chunk"):
-        y = _scaled_gemm(gathered, w, bias, scaling) if scaling else _gemm(gathered, w, layout)
+        y = scaled_gemm(gathered, w, bias, scaling) if scaling else _gemm(gathered, w, layout)
     if bias is not None and scaling is None:
         y += bias
     if consume is not None:
@@ -86,7 +86,7 @@ def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
     return torch.mm(x, right)
 
 
-def _scaled_gemm(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+def scaled_gemm(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
     """x @ w.t() * scales + bias, rounded once, by the library where it has FP8."""
     dtype = scaling.out_dtype
     if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9):
@@ -119,7 +119,7 @@ def start_gemm_rs(
 ) -> CollectiveReduction:  # fmt: skip
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
-        partial = _scaled_gemm(x, w, None, scaling) if scaling else _gemm(x, w, layout)
+        partial = scaled_gemm(x, w, None, scaling) if scaling else _gemm(x, w, layout)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)

@@ -124,7 +124,10 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
     config = _constexprs(launcher)["CONFIG"]
-    yield f"{plan.transport}{' short' * (config.CHUNKS < WORLD_SIZE - 1 and not config.SCALED)}", launcher
+    yield (
+        f"{plan.transport}{' short' * (config.CHUNKS < WORLD_SIZE - 1 and not config.SCALED)}",
+        launcher,
+    )
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
