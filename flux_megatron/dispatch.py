@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron import scaling as fp8
 from flux_megatron import settings
-from flux_megatron.kernels import scaling as fp8
-from flux_megatron.kernels.scaling import Scaling
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 

@@ -18,13 +18,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from flux_megatron.dispatch import decide, guard, refuse
-from flux_megatron.kernels.scaling import Scaling, is_fp8
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
+from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
 
 __all__ = [

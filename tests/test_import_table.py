@@ -52,6 +52,7 @@ TABLE = {
     "command_group": room("command_errors lab_commands", "typer"),
     "patterns": room(),
     "problem": room("patterns"),
+    "scaling": room(packages="torch"),  # FP8's scales go from a call's checks down to the kernels
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
@@ -69,11 +70,11 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem settings symm.enqueue symm.recording symm.signals versions",
+        "errors problem scaling settings symm.enqueue symm.recording symm.signals versions",
         "torch triton",
         lazily="numpy",
     ),
-    "overlap": room("errors patterns problem settings symm kernels", "torch"),
+    "overlap": room("errors patterns problem scaling settings symm kernels", "torch"),
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
@@ -82,8 +83,8 @@ TABLE = {
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings perf symm.groups symm.workspace overlap.registry overlap.report"
-        " overlap.steady overlap.transfer"
+        "errors problem scaling settings perf symm.groups symm.workspace overlap.registry"
+        " overlap.report overlap.steady overlap.transfer"
         " tuning.choice tuning.environment",
         "torch",
     ),
@@ -91,7 +92,7 @@ TABLE = {
     "expert_parallel": room(
         "errors problem settings symm kernels overlap tuning versions", "torch"
     ),
-    "ops": room("errors problem overlap dispatch symm.groups", "torch"),
+    "ops": room("errors problem scaling overlap dispatch symm.groups", "torch"),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`

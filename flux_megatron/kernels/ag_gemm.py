@@ -22,11 +22,11 @@ from torch import Tensor
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
-from flux_megatron.kernels.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 
 
 def supports(problem: Problem) -> str | None:

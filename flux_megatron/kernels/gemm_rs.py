@@ -24,11 +24,11 @@ from flux_megatron.kernels.primitives import (
     count_acq_rel_gpu,
     signal_release_sys,
 )
-from flux_megatron.kernels.scaling import Scaling, scales_or
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.scaling import Scaling, scales_or
 
 
 def supports(problem: Problem) -> str | None:

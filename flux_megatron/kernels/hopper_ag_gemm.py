@@ -40,11 +40,11 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
-from flux_megatron.kernels.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 NO_LIMIT = (1 << 31) - 1

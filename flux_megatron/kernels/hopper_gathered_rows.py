@@ -155,9 +155,8 @@ def copy_local_shard(
     BLOCK: gl.constexpr = 64 * 8 * UNIT  # 8 loads of 16 bytes a thread
     layout: gl.constexpr = gl.BlockedLayout([UNIT], [32], [2], [0])
     if COPY_LOCAL:
-        size = sizes.M_shard.to(gl.int64) * (
-            sizes.K // UNIT * UNIT
-        )  # whole 16 bytes, as it is: say so
+        columns = sizes.K // UNIT * UNIT  # whole units, as it is: say so
+        size = sizes.M_shard.to(gl.int64) * columns
         blocks = gl.cdiv(size, BLOCK).to(gl.int32)
         place, phase = exchange.take(0, 2)
         while place < tiles.count:

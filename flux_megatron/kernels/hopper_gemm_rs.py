@@ -45,11 +45,11 @@ from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
-from flux_megatron.kernels.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 
 
 @aggregate
@@ -166,9 +166,9 @@ class RsConfig(Config):
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
-    received_pointers, pad_pointers, gathered_pointers, gather_pads, pad, status, counters, partial_counters,
-    work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch, M_shard, N, K,
-    late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
+    received_pointers, pad_pointers, gathered_pointers, gather_pads, pad, status, counters,
+    partial_counters, work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch,
+    M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]

@@ -13,12 +13,12 @@ from torch import Tensor
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import hopper_gemm, launch
-from flux_megatron.kernels.scaling import Scaling, result_dtype
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.recording import lend
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace

@@ -22,7 +22,6 @@ from torch import Tensor
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import LOW
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
-from flux_megatron.kernels.scaling import Scaling, result_dtype
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.kernels.wait_sources import wait_sources
@@ -30,6 +29,7 @@ from flux_megatron.overlap import hopper_plans, transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.recording import lend

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flux_megatron.kernels.scaling import Scaling
 from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential, signalled
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flux_megatron.kernels.scaling import Scaling, is_fp8
 from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)

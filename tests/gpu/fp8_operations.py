@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 tests/gpu/fp8_operations.py rows.jsonl --commit COMMIT
     torchrun --nproc-per-node=2 tests/gpu/fp8_operations.py rows.jsonl --cases "ag_gemm 2048x64x64"
     torchrun --nproc-per-node=2 tests/gpu/fp8_operations.py rows.jsonl --tiles
-    TRITON_INTERPRET=1 torchrun --nproc-per-node=2 tests/gpu/fp8_operations.py rows.jsonl --device cpu
+    TRITON_INTERPRET=1 torchrun --nproc-per-node=2 ... --device cpu
 
 A case is a pattern and local M x N x K of w [N, K], for every M of `--rows` where it says 0. Each
 call is exact on small integers; on random numbers its error against fp64 is at most 1.5 times that
@@ -27,9 +27,9 @@ from gpu_run import Run
 from torch import Tensor
 
 from flux_megatron import ops
-from flux_megatron.kernels.scaling import Scaling
 from flux_megatron.overlap import fused, hopper, sequential
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.tuning.timing import race
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

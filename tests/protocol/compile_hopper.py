@@ -124,10 +124,8 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     x = torch.Size((problem.M, problem.K_local))
     launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
     config = _constexprs(launcher)["CONFIG"]
-    yield (
-        f"{plan.transport}{' short' * (config.CHUNKS < WORLD_SIZE - 1 and not config.SCALED)}",
-        launcher,
-    )
+    short = config.CHUNKS < WORLD_SIZE - 1 and not problem.scaled
+    yield f"{plan.transport}{' short' * short}", launcher
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
