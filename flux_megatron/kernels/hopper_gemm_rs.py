@@ -168,7 +168,8 @@ def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
     received_pointers, pad_pointers, gathered_pointers, gather_pads, pad, status, counters,
     partial_counters, work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch,
-    M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
+    M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
