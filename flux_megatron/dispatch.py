@@ -6,10 +6,9 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,20 +26,30 @@ from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
 LAYOUTS = ("nt", "nn")
-MOST_SHAPES = 512  # that are remembered: of packed sequences each has another number of rows
+PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of calls
 
 
-class Kinds(NamedTuple):
+class Kinds(dict[int, Steady]):
     """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
-    their rows; GEMM+RS in pieces; the gather of x, alone or beside that.
+    their rows; GEMM+RS in pieces; the gather of x, alone or beside that. Each is made at its second
+    call: of many shapes there is only one.
     """
 
-    plain: Steady
-    biased: Steady
-    lending: Steady
-    biased_lending: Steady
-    in_pieces: Steady
-    gather: Steady
+    def __init__(self, decision: Decision) -> None:
+        super().__init__()
+        self._decision = decision
+        self._asked = 0  # a bit for each kind
+
+    def __missing__(self, kind: int) -> Steady:
+        decision, again = self._decision, self._asked >> kind & 1
+        self._asked |= 1 << kind
+        if not again:
+            return Steady(decision.workspace, "", recordable=False)
+        recordable = decision.problem.pattern in getattr(decision.strategy, "RECORDABLE", ())
+        usual = GATHER if decision.problem.spec.gathers else SCATTER
+        channel = GATHER if kind == ROWS else getattr(decision.strategy, "CHANNEL", usual)
+        self[kind] = Steady(decision.workspace, channel, recordable)
+        return self[kind]
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,7 @@ class Decision:
     @cached_property
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
-        recordable = self.problem.pattern in getattr(self.strategy, "RECORDABLE", ())
-        usual = GATHER if self.problem.spec.gathers else SCATTER
-        channel = getattr(self.strategy, "CHANNEL", usual)
-        channels = [channel] * 5 + [GATHER]
-        return Kinds(*[Steady(self.workspace, one, recordable) for one in channels])
+        return Kinds(self)
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
@@ -113,7 +118,7 @@ def decide(
     if decision is None:
         with space.guard():  # measuring makes calls
             decision = _decide(pattern, x, w, bias, layout, plan, space, scaling)
-        _remember(space.checked, key, decision)
+        space.checked[key] = decision
     space.note(decision.description)
     return decision
 
@@ -129,14 +134,8 @@ def _decide(
     )  # fmt: skip
     if key not in space.decisions:
         decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space, scaling)
-        _remember(space.decisions, key, decision)
+        space.decisions[key] = decision
     return space.decisions[key]
-
-
-def _remember(decisions: dict[Hashable, Decision], key: Hashable, decision: Decision) -> None:
-    if len(decisions) >= MOST_SHAPES:
-        decisions.clear()
-    decisions[key] = decision
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

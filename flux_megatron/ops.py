@@ -17,7 +17,7 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import decide, guard, refuse
+from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
@@ -433,7 +433,7 @@ def _run_gemm_rs(
             result = scaled.start_gemm_rs(x, w, layout, decision.plan, space, scaling).finish()
         decision.count()
         return result
-    steady = decision.steady.plain
+    steady = decision.steady[PLAIN]
     if (y := steady.run(x, w, None)) is None:
         with space.guard(), steady.recorded(x, w, None) as made:
             start = decision.strategy.start_gemm_rs
@@ -451,7 +451,7 @@ def run_gemm_ar(
         return _product(x, w, layout)
     decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
     decision.report_fallback()
-    space, steady = decision.workspace, decision.steady.plain
+    space, steady = decision.workspace, decision.steady[PLAIN]
     if (y := steady.run(x, w, None)) is None:
         with space.guard(), steady.recorded(x, w, None) as made:
             start = decision.strategy.start_gemm_ar
@@ -470,7 +470,7 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     strategy, plan, space = decision.strategy, decision.plan, decision.workspace
     with space.guard():
-        return decision.steady.gather.started(x, w, lambda: strategy.start_gather(x, plan, space))
+        return decision.steady[ROWS].started(x, w, lambda: strategy.start_gather(x, plan, space))
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -488,8 +488,8 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     strategy, space, steady = decision.strategy, decision.workspace, decision.steady
     plan, gather_plan = decision.plan, decision.gather_plan()
     with space.guard():
-        gather = steady.gather.started(x, w, lambda: strategy.start_gather(x, gather_plan, space))
-        scatter = steady.in_pieces.started(
+        gather = steady[ROWS].started(x, w, lambda: strategy.start_gather(x, gather_plan, space))
+        scatter = steady[IN_PIECES].started(
             dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
         )
     decision.count()
@@ -509,7 +509,7 @@ def start_gemm_rs(
     decision.report_fallback()
     strategy, plan, space = decision.strategy, decision.plan, decision.workspace
     with space.guard():
-        started = decision.steady.in_pieces.started(
+        started = decision.steady[IN_PIECES].started(
             x, w, lambda: strategy.start_gemm_rs(x, w, layout, plan, space)
         )
     decision.count()

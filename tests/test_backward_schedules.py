@@ -39,7 +39,7 @@ def backward_of_a_plan(rank: int) -> None:
         space.decisions.clear()
         space.checked.clear()
         names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
-        choice.choose = lambda problem, table, space, names=names: (
+        choice.choose = lambda problem, space, names=names: (
             registry.strategy(problem, names[problem.pattern]).default_plan(problem), None
         )  # fmt: skip
         made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
@@ -77,9 +77,8 @@ def some_rank_is_frozen(rank: int) -> None:
             torch.cuda.synchronize()  # by then the kernel's wait has run out of time
         apply(made, *mine(made, rank, ""))
 
-    said = (  # each of its two new calls has a question to the other ranks before it
-        "call 5 of rank 1 is gather beside gemm_rs" if rank else "one that this rank has not made"
-    )
+    # both new calls, and the growth of a channel, ask first; any rank may find it
+    said = "call 6 of rank (1 is gather beside gemm_rs|0 is one that is new to it, of rank 1)"
     with pytest.raises((errors.ProblemMismatch, errors.SignalTimeout), match=said):
         backward_and_another()
 

@@ -63,7 +63,9 @@ def counted() -> Iterator[list[bool]]:
 
     with mock.patch.object(Steady, "begun", noted):
         yield by_list
-    refused = [s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady]
+    refused = [
+        s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady.values()
+    ]
     assert all(not one or "not launched directly" in one for one in refused), refused
 
 

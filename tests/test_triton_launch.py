@@ -31,6 +31,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.arg_names = ["x", "rank", "N", "GROUP_M"]
+        self.params = [SimpleNamespace(do_not_specialize=name == "rank") for name in self.arg_names]
         self.compiled, self.launches = Compiled(), 0
 
     def __getitem__(self, grid):
@@ -44,6 +45,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch) -> Kernel:
     torch = triton_launch.torch
+    monkeypatch.setattr(triton_launch, "_compiled", {})
     monkeypatch.setattr(triton_launch, "runs_directly", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
@@ -55,7 +57,7 @@ def launcher(kernel: Kernel) -> triton_launch.Launcher:
 
 
 def at(address: int) -> SimpleNamespace:
-    return SimpleNamespace(data_ptr=lambda: address)
+    return SimpleNamespace(data_ptr=lambda: address, dtype="bf16")
 
 
 def test_launches_with_whole_addresses_are_direct_but_the_first(kernel):
@@ -93,8 +95,11 @@ def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):
         return launch(self, grid)
 
     monkeypatch.setattr(kernel.__class__, "__getitem__", noted)
-    on_host = SimpleNamespace(data_ptr=lambda: 16, is_cuda=False)
-    on_gpu = SimpleNamespace(data_ptr=lambda: 32, is_cuda=True, device=torch.device("cuda", 2))
+    on_host = SimpleNamespace(data_ptr=lambda: 16, is_cuda=False, dtype="bf16")
+    on_gpu = SimpleNamespace(
+        data_ptr=lambda: 32, is_cuda=True, device=torch.device("cuda", 2), dtype="bf16"
+    )
+    kernel.params.append(kernel.params[0])
     run = launcher(kernel)
     for _ in range(3):
         run([on_host, on_gpu], (1,))

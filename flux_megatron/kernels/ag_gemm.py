@@ -79,7 +79,7 @@ def ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, whole: bool,
+    bias: bool, layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
@@ -105,7 +105,7 @@ def ag_gemm(
     y = empty(x, M, N, dtype=result_dtype(x, scaling))
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        launch.has_whole_units(x, w),
+        launch.has_whole_units(x, w), y.dtype,
     )  # fmt: skip
     run(
         (

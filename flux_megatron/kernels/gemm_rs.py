@@ -91,7 +91,7 @@ def gemm_rs_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, whole: bool,
+    layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x[0] // world_size, x[1]
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
@@ -113,8 +113,9 @@ def gemm_rs(
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     run = _launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w)
-    )
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w),
+        received.dtype,
+    )  # fmt: skip
     run(
         (
             x, w, *scales_or(x, scaling), received, received_pointers, pad_pointers, counters,

@@ -26,7 +26,7 @@ Number = gl.tensor | gl.constexpr
 Pointer = gl.tensor
 Shared = gl.shared_memory_descriptor
 Descriptor = tma.tensor_descriptor
-Parts = core.tuple  # of what a tile of 192 columns needs twice (`hopper_ring`)
+Parts = core.tuple  # several alike: slices of a tile, cuts of K
 
 
 def aggregate(cls):

@@ -123,41 +123,42 @@ def hopper_ag_gemm_kernel(
                 (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL, SCALED)),
             ],
             [NUM_WARPS, 1, 2],
-            [208 if COPY_LOCAL else 232, 40, 80 if COPY_LOCAL else 40],
+            [216 if COPY_LOCAL else 232, 40, 72 if COPY_LOCAL else 40],
         )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _launcher(
-    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, copy_local: bool, k_parts: int = 1,
-    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
-) -> tuple[Launcher, int, tuple[int, int]]:  # fmt: skip
-    """The launch, how many numbers partial sums are, the rows and columns of a slice of a tile."""
-    M_shard, K = x
+    world_size: int, dtype: torch.dtype, device: torch.device, bias: bool, layout: str, tile: Tile,
+    copy_local: bool, k_parts: int = 1, out_dtype: torch.dtype | None = None,
+    split_accumulator: bool = False,
+) -> Launcher:  # fmt: skip
+    """The launch of calls of any size."""
+    groups = warp_groups(tile)
+    partition = replace(tile, num_warps=tile.num_warps // groups)
+    config = AgConfig(
+        **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
+        Y_BUFFERS=slice_buffers(tile, dtype.itemsize, (out_dtype or dtype).itemsize),
+        HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
+        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
+    )  # fmt: skip
+    return Launcher(hopper_ag_gemm_kernel, (), partition, CONFIG=config)
+
+
+def _sizes(
+    M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile
+) -> tuple[SplitK, tuple[int, ...]]:
+    """What is split along K, and the numbers of a launch that follow from sizes."""
     tiles, k_tiles = tiles_of_shard(M_shard, N, tile) * world_size, cdiv(K, tile.block_k)
     sms = hopper_config.sms(device)
     split, row_limit = split_last_wave(tiles, k_tiles, sms, tile), NO_LIMIT
     if is_ragged(M_shard, world_size, tile):
         # two tiles make the same rows, whose sums must have one order
         split, row_limit = SplitK(tiles, sms), M_shard - tile.block_m
-    groups = warp_groups(tile)
-    partition = replace(tile, num_warps=tile.num_warps // groups)
-    run = Launcher(
-        hopper_ag_gemm_kernel, (split.ctas,), partition,
-        (
-            M_shard, N, K, row_limit, split.work_tiles, split.first_part, split.parts,
-            *split.cuts(k_tiles), min(split.ctas, split.first_part),
-        ),
-        CONFIG=AgConfig(
-            **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
-            Y_BUFFERS=slice_buffers(tile, dtype.itemsize, (out_dtype or dtype).itemsize),
-            HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
-            SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
-        ),
+    return split, (
+        M_shard, N, K, row_limit, split.work_tiles, split.first_part, split.parts,
+        *split.cuts(k_tiles), min(split.ctas, split.first_part),
     )  # fmt: skip
-    sums = split.partials * tile.block_m * tile.block_n
-    return run, sums, (tile.block_m // groups, SLICE_COLUMNS)
 
 
 def ag_gemm(
@@ -175,22 +176,25 @@ def ag_gemm(
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = empty(x, M, N, dtype=result_dtype(x, scaling))
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
-    run, sums, in_slice = _launcher(
-        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile, copy_local,
-        k_parts, *(scaling[2:] if scaling else ()),
+    world_size = M // x.shape[0]
+    run = _launcher(
+        world_size, x.dtype, x.device, bias is not None, layout, tile, copy_local, k_parts,
+        *(scaling[2:] if scaling else ()),
     )  # fmt: skip
+    split, sizes = _sizes(x.shape[0], N, x.shape[1], world_size, x.device, tile)
+    sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
     run(
         (
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
-            described(y, *in_slice),
+            described(y, tile.block_m // warp_groups(tile), SLICE_COLUMNS),
             bias if bias is not None else x, *scales_or(x, scaling), x, local_rows,
             empty(x, sums, dtype=torch.float32) if sums else x, pad, status,
             partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, comm_rows),
+        (rank, epoch, timeout_ns, comm_rows, *sizes), (split.ctas,),
     )  # fmt: skip
     return y
 

@@ -36,7 +36,13 @@ def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
 
     rows, columns = shape
     layout = _layout(block, base.dtype)
-    return TensorDescriptor(base, [rows, columns], [columns, 1], list(block), layout)
+    return TensorDescriptor(base, [rows, columns], _list(columns, 1), _list(*block), layout)
+
+
+@lru_cache(maxsize=1024)
+def _list(*sizes: int) -> list[int]:
+    """One for all descriptors: with another M in each call they are many."""
+    return [*sizes]
 
 
 def described(tensor: Tensor, *block: int):

@@ -1,5 +1,5 @@
-"""What is chosen for the Hopper kernels before a call: which problems they take, what is split
-along K, and which tiles are made when.
+"""What is known of the Hopper kernels before a call: which problems they take, and which tiles are
+made when.
 
 The kernels are written in Gluon, because Triton's own pipelining leaves no room for work between
 the k-tiles of a tile: waits, publishing, partial tiles. They run on sm_90 only and have no
@@ -115,9 +115,7 @@ def refuses_experts(device: str, dtype: torch.dtype, K: int, N: int, layout: str
     return None
 
 
-def made_at(
-    hops: int, number: int, M_shard: int, N: int, world_size: int, tile: Tile
-) -> int:  # fmt: skip
+def made_at(hops: int, number: int, M_shard: int, N: int, world_size: int, tile: Tile) -> int:
     """The place, in the order in which `gemm_rs` makes tiles, of tile `number` of the shard of the
     rank that follows this one by `hops` + 1. The order is `rs_tile`'s.
     """

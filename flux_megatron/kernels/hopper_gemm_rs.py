@@ -46,7 +46,7 @@ from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.kernels.split_k import chunk_count, split_last_wave
+from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
@@ -209,30 +209,31 @@ def hopper_gemm_rs_kernel(
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _launcher(
-    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, by_sm: bool, gathers: bool = False, out_dtype: torch.dtype | None = None,
+    world_size: int, chunks: int, dtype: torch.dtype, device: torch.device, layout: str, tile: Tile,
+    by_sm: bool, gathers: bool = False, out_dtype: torch.dtype | None = None,
     split_accumulator: bool = False,
-) -> tuple[Launcher, int]:  # fmt: skip
-    M, K = x
-    M_shard, k_tiles = M // world_size, cdiv(K, tile.block_k)
-    shard_tiles = tiles_of_shard(M_shard, N, tile)
+) -> Launcher:  # fmt: skip
+    """The launch of calls of any size whose local tiles are made in so many chunks of K."""
+    config = RsConfig(
+        **common_config(world_size, layout, tile), BY_SM=by_sm, CHUNKS=chunks,
+        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
+    )  # fmt: skip
+    return Launcher(hopper_gemm_rs_kernel, (), tile, CONFIG=config)
+
+
+def _sizes(
+    M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile
+) -> tuple[SplitK, tuple[int, ...]]:
+    """What is split along K, and the numbers of a launch that follow from sizes."""
+    shard_tiles, k_tiles = tiles_of_shard(M_shard, N, tile), cdiv(K, tile.block_k)
     split = split_last_wave(shard_tiles * world_size, k_tiles, hopper_config.sms(device), tile)
     remote = shard_tiles * (world_size - 1)  # the tiles behind them wait for other ranks
-    run = Launcher(
-        hopper_gemm_rs_kernel, (split.ctas,), tile,
-        (
-            M_shard, N, K, int(shard_tiles <= split.ctas), split.work_tiles, split.first_part,
-            split.parts, *split.cuts(k_tiles), min(split.ctas, split.first_part, remote),
-        ),
-        CONFIG=RsConfig(
-            **common_config(world_size, layout, tile), BY_SM=by_sm,
-            CHUNKS=1 if out_dtype else chunk_count(world_size, k_tiles),
-            SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
-        ),
+    return split, (
+        M_shard, N, K, int(shard_tiles <= split.ctas), split.work_tiles, split.first_part,
+        split.parts, *split.cuts(k_tiles), min(split.ctas, split.first_part, remote),
     )  # fmt: skip
-    return run, split.partials * tile.block_m * tile.block_n
 
 
 class Gathering(NamedTuple):
@@ -265,10 +266,14 @@ def gemm_rs(
     M_shard, dtype = x.shape[0] // world_size, result_dtype(x, scaling)
     y = gathering.y if gathering else empty(x, M_shard, N, dtype=dtype)
     block = (tile.block_m, tile.block_n)
-    run, sums = _launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, by_sm,
-        gathering is not None, *(scaling[2:] if scaling else ()),
+    K = x.shape[1]
+    chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
+    run = _launcher(
+        world_size, chunks, x.dtype, x.device, layout, tile, by_sm, gathering is not None,
+        *(scaling[2:] if scaling else ()),
     )  # fmt: skip
+    split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
+    sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
     run(
         (
@@ -281,6 +286,7 @@ def gemm_rs(
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
             pad, status, counters, partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch),
+        (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch, *sizes),
+        (split.ctas,),
     )  # fmt: skip
     return y

@@ -1,17 +1,19 @@
-"""Whether this Triton compiles the Hopper kernels: asked of versions that nobody has run, before a
-strategy chooses them. A call that has begun cannot change its strategy any more.
+"""Compiles Hopper kernels ahead of their calls; nothing runs.
 
-Compiled are three kernels, which together use all that the others do; nothing runs. It takes some
-ten seconds once, then Triton's cache has them.
+Of a version of Triton that nobody has run it is asked whether it can: three kernels together use
+all that the others do, and a call that has begun cannot change its strategy any more. And before a
+race the kernels of its plans are compiled, so that their first calls only load them.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs, hopper_signalled_gemm
 from flux_megatron.kernels.hopper_config import TILE
 from flux_megatron.kernels.triton_launch import compiling_only
+from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 ROWS, N, K = 512, 512, 1024  # whole tiles of two ranks
@@ -22,7 +24,6 @@ def compile_kernels(device: str = "cuda") -> None:
     x = torch.empty(ROWS, K, dtype=torch.bfloat16, device=device)
     w, out = x.new_empty(N, K), x.new_empty(2 * ROWS, N)
     words = torch.zeros(PARTIAL_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
-    pointers = torch.zeros(2, dtype=torch.int64, device=device)
     with compiling_only():
         hopper_ag_gemm.gemm(x, w, "nt")
         hopper_signalled_gemm.signalled_gemm(
@@ -30,9 +31,39 @@ def compile_kernels(device: str = "cuda") -> None:
             spare_sms=0, layout="nt", tile=TILE,
         )  # fmt: skip
         for by_sm in (False, True):
-            hopper_gemm_rs.gemm_rs(
-                x, w, parts=out.view(-1, TILE.block_n), received=out.view(-1, TILE.block_n),
-                received_pointers=pointers, pad_pointers=pointers, pad=words, status=words,
-                counters=words, partial_counters=words, work_words=words, rank=0, world_size=2,
-                epoch=1, timeout_ns=10**9, tiles_comm=1, layout="nt", tile=TILE, by_sm=by_sm,
-            )  # fmt: skip
+            _scatter(x, w, words, 2, "nt", TILE, by_sm)
+
+
+def compile_for(problem: Problem, plan: Plan, device: torch.device) -> None:
+    """The kernel of a call without a bias; of a backward the one that lends its rows."""
+    rows, nt = problem.world_size * ROWS, problem.layout == "nt"
+    x = torch.empty(rows, K, dtype=getattr(torch, problem.dtype), device=device)
+    w = x.new_empty(N, K) if nt else x.new_empty(K, N)
+    words = torch.zeros(PARTIAL_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
+    with compiling_only():
+        if not problem.spec.gathers:
+            by_sm = plan.transport == "sm"
+            gathers = not problem.spec.scatters
+            _scatter(x, w, words, problem.world_size, problem.layout, plan.tile, by_sm, gathers)
+            return
+        hopper_ag_gemm.ag_gemm(
+            x[:ROWS], x, w, None, pad=words, status=words, partial_counters=words, work_words=words,
+            rank=0, epoch=1, timeout_ns=10**9, comm_rows=ROWS, layout=problem.layout,
+            tile=plan.tile, copy_local=problem.is_backward, k_parts=max(1, plan.splits),
+        )  # fmt: skip
+
+
+def _scatter(
+    x: Tensor, w: Tensor, words: Tensor, world_size: int, layout: str, tile: Tile, by_sm: bool,
+    gathers: bool = False,
+) -> None:  # fmt: skip
+    out = x.new_empty(len(x) * N // tile.block_n, tile.block_n)
+    pointers = torch.zeros(world_size, dtype=torch.int64, device=x.device)
+    y = x.new_empty(len(x) // world_size, N)
+    hopper_gemm_rs.gemm_rs(
+        x, w, parts=out, received=out, received_pointers=pointers, pad_pointers=pointers, pad=words,
+        status=words, counters=words, partial_counters=words, work_words=words, rank=0,
+        world_size=world_size, epoch=1, timeout_ns=10**9, tiles_comm=1, layout=layout, tile=tile,
+        by_sm=by_sm,
+        gathering=hopper_gemm_rs.Gathering(y, pointers, pointers, 1) if gathers else None,
+    )  # fmt: skip

@@ -25,9 +25,7 @@ from flux_megatron.kernels.hopper_tile_order import Sizes
 
 @gluon.jit
 def column_slices(out, COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The sums of each `COLUMNS` of a tile. They lie in registers of their own: nothing
-    moves.
-    """
+    """The sums of each `COLUMNS` of a tile. They lie in registers of their own: nothing moves."""
     ROWS: gl.constexpr = out.shape[0]
     HALF: gl.constexpr = out.shape[1] // 2
     if HALF < COLUMNS:

@@ -101,23 +101,24 @@ class Launcher:
         self._dtypes: list | None = None
         self._device: int | None = None
 
-    def __call__(self, tensors: Sequence, numbers: Sequence[int]) -> None:
+    def __call__(
+        self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...] = ()
+    ) -> None:
         """Launch on the current stream of the tensors' device; there may be host tensor descriptors
-        among `tensors`.
+        among `tensors`. A `grid` takes the place of the constructor's.
         """
+        grid = grid or self._grid
         if self._device is None:
             self._device = _device_of(tensors)
         if self._device == _ON_HOST or self._device == torch.cuda.current_device():
-            self._launch(tensors, numbers)
+            self._launch(tensors, numbers, grid)
             return
         with torch.cuda.device(self._device):
-            self._launch(tensors, numbers)
+            self._launch(tensors, numbers, grid)
 
-    def _launch(self, tensors: Sequence, numbers: Sequence[int]) -> None:
+    def _launch(self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...]) -> None:
         if _compiling:
-            self._kernel.warmup(
-                *tensors, *numbers, *self._fixed, grid=self._grid, **self._options
-            )  # fmt: skip
+            self._kernel.warmup(*tensors, *numbers, *self._fixed, grid=grid, **self._options)
             return
         launches[self._name] += 1
         if self._tile.tma:
@@ -134,14 +135,14 @@ class Launcher:
             if self._direct is None and self._is_compiled:
                 self._use(_compiled.get(self._code_for(tensors, numbers)))
             if self._direct is not None:
-                self._direct(*addresses, *numbers, *self._fixed)
+                self._direct(grid, *addresses, *numbers, *self._fixed)
                 if (recording := this_thread.recording) is not None:
-                    self._note(recording, (*addresses, *numbers, *self._fixed))
+                    self._note(recording, grid, (*addresses, *numbers, *self._fixed))
                 return
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
-        compiled = self._kernel[self._grid](*tensors, *numbers, *self._fixed, **self._options)
+        compiled = self._kernel[grid](*tensors, *numbers, *self._fixed, **self._options)
         if (recording := this_thread.recording) is not None:
             recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
@@ -151,7 +152,7 @@ class Launcher:
     def _use(self, compiled) -> None:
         """Launch this kernel from now on, if there is one."""
         if compiled is not None:
-            self._direct, self._compiled = _direct_launch(compiled, self._grid), compiled
+            self._direct, self._compiled = _direct_launch(compiled), compiled
 
     def _code_for(self, tensors: Sequence, numbers: Sequence[int]) -> tuple:
         """All that Triton compiles for, of a launch with whole 16-byte addresses."""
@@ -166,19 +167,19 @@ class Launcher:
         ]
         return (self._device, self._code, *kinds, *sizes)
 
-    def _note(self, recording: Recording, given: tuple) -> None:
+    def _note(self, recording: Recording, grid: tuple[int, ...], given: tuple) -> None:
         try:
-            scratch = self._scratch(recording)
+            scratch = self._scratch(recording, grid)
             recording.operations.append(native_launch.launch(
-                self._name, self._compiled, self._grid, self._kernel.arg_names, given, recording,
+                self._name, self._compiled, grid, self._kernel.arg_names, given, recording,
                 scratch,
             ))  # fmt: skip
         except Exception as error:  # whatever this Triton has instead
             recording.refused = str(error)
 
-    def _scratch(self, recording: Recording) -> torch.Tensor | None:
+    def _scratch(self, recording: Recording, grid: tuple[int, ...]) -> torch.Tensor | None:
         """Such memory as the kernel makes descriptors in, for each launch anew."""
-        x, y, z = (*self._grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
         size = x * y * z * self._compiled.metadata.global_scratch_size
         return empty(recording.x, size, dtype=torch.int8) if size else None
 
@@ -199,18 +200,19 @@ def _device_of(tensors: Sequence) -> int:
     return next(gpus, _ON_HOST)
 
 
-def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | None:
-    """What Triton does with a compiled kernel in the end, without hooks; it takes all arguments,
-    constexprs included. None for a version that may do something else.
+def _direct_launch(compiled) -> Callable[..., None] | None:
+    """What Triton does with a compiled kernel in the end, without hooks; it takes the grid and all
+    arguments, constexprs included. None for a version that may do something else.
     """
     if not runs_directly():
         return None
-    run, (x, y, z) = compiled.run, (*grid, 1, 1)[:3]
+    run = compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream
 
-    def launch(*args) -> None:
+    def launch(grid: tuple[int, ...], *args) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream(device), function, metadata, None, None, None, *args)
 
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
@@ -218,12 +220,13 @@ def _direct_launch(compiled, grid: tuple[int, ...]) -> Callable[..., None] | Non
         return launch
     behind = _behind(run)
     how = (run.launch_cooperative_grid, run.launch_pdl)
-    scratch_bytes, alignment = x * y * z * run.global_scratch_size, run.global_scratch_align
+    scratch_bytes, alignment = run.global_scratch_size, run.global_scratch_align
 
-    def launch_expanded(*args) -> None:
+    def launch_expanded(grid: tuple[int, ...], *args) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
         scratch = None  # where kernels make descriptors of their own
         if scratch_bytes:
-            scratch = _descriptor_memory(scratch_bytes, alignment, None)
+            scratch = _descriptor_memory(x * y * z * scratch_bytes, alignment, None)
         before = (*how, scratch, None, metadata, None, None, None)
         flat: list = []
         for descriptor, meta in zip(args, metas, strict=False):  # descriptors come first

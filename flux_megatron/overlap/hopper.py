@@ -55,6 +55,13 @@ def supports(problem: Problem) -> str | None:
     return transfer.unequal_shards(problem) or hopper_gemm.supports(problem)
 
 
+def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
+    """Compile the kernel of such calls, or find it in Triton's cache on disk."""
+    from flux_megatron.kernels import hopper_probe
+
+    hopper_probe.compile_for(problem, plan, device)
+
+
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     return transfer.start_gather(x, workspace, plan.comm_rows)
@@ -94,8 +101,6 @@ def ag_gemm(
 
 
 class PushSchedule(NamedTuple):
-    """The same for every scatter of a shape through one region."""
-
     received: Tensor
     tiles_comm: int
     pushes: tuple[GatedPush, ...]
@@ -182,9 +187,7 @@ def _start(
     size_bytes = world_size * tile_rows * tile.block_n * dtype.itemsize
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     counters = call.channel.tile_counters
-    schedule: PushSchedule = call.region.prepared(
-        _schedule, counters.data_ptr(), M_shard, N, dtype, plan.comm_rows, tile
-    )
+    schedule = _schedule(call.region, counters.data_ptr(), M_shard, N, dtype, plan.comm_rows, tile)
     parts = None
     if not by_sm:
         parts = empty(x, (world_size - 1) * tile_rows, tile.block_n, dtype=dtype)

@@ -119,7 +119,7 @@ def start_gemm_rs(
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
     size_bytes = x.shape[0] * N * x.element_size()
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    received, steps = call.region.prepared(_steps, M_shard, N, x.dtype, comm_rows)
+    received, steps = _steps(call.region, M_shard, N, x.dtype, comm_rows)
     staging = empty(x, x.shape[0], N)
     source = staging.data_ptr()
     if plan.splits:
@@ -160,7 +160,7 @@ def _steps(
     region: Region, M_shard: int, N: int, dtype: torch.dtype, comm_rows: int
 ) -> tuple[Tensor, tuple[Step, ...]]:
     """The receive buffer [R, M_shard, N], and the tiles for the rank behind this one first, for
-    this one last; the same for every call of a shape through one region.
+    this one last.
     """
     shape, row_bytes = (region.world_size, M_shard, N), N * dtype.itemsize
 

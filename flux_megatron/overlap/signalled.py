@@ -31,6 +31,7 @@ from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.workspace import Workspace, capturing, workspaces
 
@@ -152,15 +153,19 @@ class Stage:
         self.open = False
         self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
         self._device = device
-        self._tables: dict[tuple[Band, ...], Tensor] = {}
+        self._tables: Recent[tuple[Band, ...], Tensor] = Recent()
+        self._captured: dict[tuple[Band, ...], Tensor] = {}  # graphs know their addresses
 
     @lasting()
     def table(self, made: tuple[Band, ...]) -> Tensor:
-        """The kernel's table of the bands; kept, because graphs know its address."""
-        if made not in self._tables:
+        """The kernel's table of the bands. A table that a graph has captured stays."""
+        table = self._captured.get(made, self._tables.get(made))
+        if table is None:
             _refuse_capture(self._device)
-            self._tables[made] = table_of(made, self._device)
-        return self._tables[made]
+            table = self._tables[made] = table_of(made, self._device)
+        elif capturing(self._device):
+            self._captured[made] = table
+        return table
 
     def join(self) -> None:
         """What the current stream gets from now on comes after all collectives so far."""

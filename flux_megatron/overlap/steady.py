@@ -51,7 +51,6 @@ class Steady:
         self._x: tuple[torch.Size, torch.dtype] | None = None  # of the call that was recorded
         self._launches: tuple[str, ...] = ()
         self.refused = ""  # why the last recording was of no use
-        self._again = False  # whether a call of the kind has been made: most shapes may come once
 
     def run(
         self, x: Tensor, w: Tensor, bias: Tensor | None,
@@ -155,8 +154,7 @@ class Steady:
 
     def _may_record(self) -> bool:
         """Whether the next call is one that a list could make, but for the list."""
-        again, self._again = self._again, True
-        if not again or not self._attempts or _watched():
+        if not self._attempts or _watched():
             return False
         channel = self._space.channels.get(self._name)
         if channel is None or channel.open or self._engine.capture(self._engine.current()):

@@ -57,7 +57,7 @@ def begin(
 
 
 class PushSchedule(NamedTuple):
-    """The pushes of a gather, the same for every call of a shape through one region.
+    """The pushes of a gather.
 
     `gathered` is this rank's buffer [M, K], `local_shard` the address of its own rows there. A
     shard has `comm_tiles` communication tiles.
@@ -195,9 +195,7 @@ def start_gather(
     """
     engine = workspace.engine
     call = begin(workspace, GATHER, workspace.world_size * x.nbytes)
-    schedule: PushSchedule = call.region.prepared(
-        _push_schedule, x.shape, x.dtype, comm_rows, part_columns
-    )
+    schedule = _push_schedule(call.region, x.shape, x.dtype, comm_rows, part_columns)
     with phase("gather push"):
         engine.fork()
         engine.send(schedule.pushes, x.data_ptr(), call.epoch)

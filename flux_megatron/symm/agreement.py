@@ -81,12 +81,13 @@ class Agreement:
         """The questions and refusals under the current number: the likely reason for a missing
         signal, because this rank has not come to it.
         """
-        keys = {rank: f"{self._number}/{rank}" for rank in range(self._world_size)}
         found = []
         with contextlib.suppress(RuntimeError):  # what failed may be the store
-            for rank, key in keys.items():
-                if self._store.check([key]):
-                    text = self._store.get(key).decode().partition(_ANSWER)[0]
+            for rank in range(self._world_size):
+                asked, _, text = self._read(f"asks/{rank}").partition("/")
+                if asked != str(self._number):
+                    text = self._read(f"{self._number}/{rank}")
+                if text := text.partition(_ANSWER)[0]:
                     found.append(
                         f"rank {rank} {text if text.startswith(_REFUSED) else f'asks: {text}'}"
                     )
@@ -117,6 +118,9 @@ class Agreement:
                 self.broken = self._store.get(_BROKEN).decode()
         return self.broken
 
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
     def _publish(self, text: str) -> None:
         self._store.set(f"{self._number}/{self._rank}", text)
 
@@ -124,8 +128,11 @@ class Agreement:
         """What every rank has published under the next number, "" for a rank that is late."""
         if is_fake(self._group):
             return [text] * self._world_size
-        self._publish(text)
+        # for those who find the entry in the log; the answer comes behind the entry, because a rank
+        # that finds another call there refuses instead, and nobody may have read its consent
+        self._store.set(f"asks/{self._rank}", f"{self._number}/{text}")
         self._note()
+        self._publish(text)
         number, self._number = self._number, self._number + 1
         deadline = time.monotonic() + timeout_s(self._group)
         published = []
@@ -137,4 +144,9 @@ class Agreement:
                 published.append(self._store.get(key).decode())
             except dist.DistStoreError:
                 published.append("")
+                reason = f"no answer of rank {rank} within {timeout_s(self._group):g} s"
+                # a rank that comes now must not go on alone
+                self._store.set(f"{number}/{self._rank}", _REFUSED + reason)
+        if number and all(published):  # every rank has read what this one said before
+            self._store.delete_key(f"{number - 1}/{self._rank}")
         return published

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from flux_megatron.symm.lasting import lasting
-
-_MAX_VIEWS = 1024  # that are cached: a call needs several, and they are slow to make
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,6 @@ class SymmetricBuffer:
     shards: tuple[Tensor, ...]
     pointers: Tensor
     keep_alive: object
-    _views: dict[tuple[Any, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -36,17 +30,6 @@ class SymmetricBuffer:
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
         """Rank `rank`'s bytes from `offset_bytes` on as a contiguous tensor."""
-        key = (rank, shape, dtype, offset_bytes)
-        if key not in self._views:
-            if len(self._views) >= _MAX_VIEWS:  # shapes that change from step to step
-                self._views.clear()
-            self._views[key] = self._new_view(*key)
-        return self._views[key]
-
-    @lasting()
-    def _new_view(
-        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int
-    ) -> Tensor:
         end = offset_bytes + math.prod(shape) * dtype.itemsize
         assert end <= self.size_bytes, f"view ends at byte {end} of {self.size_bytes}"
         return self.shards[rank][offset_bytes:end].view(dtype).view(shape)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
 from flux_megatron.symm import cpu_backend
+from flux_megatron.symm.recent import Recent
 
 ENTRIES = 4096  # how far one host may run ahead of another and still be compared
 _DIGEST_BITS = 32
@@ -32,7 +33,7 @@ class CallLog:
         entries = ctypes.c_int64 * ENTRIES
         self._rings = [entries.from_address(p) for p in self._memory.pointers.tolist()]
         self._others = [(r, ring) for r, ring in enumerate(self._rings) if r != self._rank]
-        self._digests: dict[str, int] = {}
+        self._digests: Recent[str, int] = Recent(ENTRIES)
         self._count = 0
         self._compared = [0] * group.size()
 
@@ -47,9 +48,9 @@ class CallLog:
         self._write(_BROKEN_OFF)
 
     def _write(self, description: str) -> None:
-        digest = self._digests.get(description)
-        if digest is None:
-            digest = self._digests[description] = zlib.crc32(description.encode())
+        if description not in self._digests:
+            self._digests[description] = zlib.crc32(description.encode())
+        digest = self._digests[description]
         number = self._count + 1
         # one aligned store holds number and digest: a reader sees both or neither
         self._rings[self._rank][number % ENTRIES] = number % _NUMBERS << _DIGEST_BITS | digest

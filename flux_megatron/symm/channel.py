@@ -26,12 +26,21 @@ from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.status import Status
 
 _REGIONS = 3  # two for eager calls, by parity, then that of captured calls
 _CAPTURED = 2
-_MAX_PREPARED = 1024
 REFRESH_EVERY = 2**30  # calls: epochs are compared over 2**31
+_PAGE = 4096
+
+
+def rounded(size_bytes: int) -> int:
+    """The size of a region for `size_bytes`: a multiple of an eighth of the power of two below it,
+    and of whole pages. So a channel grows at most eight times until its size doubles.
+    """
+    step = max(_PAGE, 1 << (size_bytes.bit_length() - 1) >> 3)
+    return -(-size_bytes // step) * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +61,7 @@ class Region:
     entries: Tensor | None
     _data: SymmetricBuffer
     _offset_bytes: int
-    _prepared: dict[Hashable, Any] = field(default_factory=dict)
+    _prepared: Recent[Hashable, Any] = field(default_factory=Recent)
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Rank `rank`'s region as a tensor."""
@@ -71,12 +80,11 @@ class Region:
     def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
         """`make(region, *arguments)`, cached: the addresses of a region do not change."""
         key = (make, arguments)
-        if key not in self._prepared:
-            if len(self._prepared) >= _MAX_PREPARED:  # shapes that change from step to step
-                self._prepared.clear()
+        prepared = self._prepared.get(key)
+        if prepared is None:
             with lasting():
-                self._prepared[key] = make(self, *arguments)
-        return self._prepared[key]
+                prepared = self._prepared[key] = make(self, *arguments)
+        return prepared
 
 
 class Call(NamedTuple):
@@ -152,6 +160,10 @@ class Channel:
         self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
         self._named.append(pad)
 
+    def _forget(self, pad: Tensor) -> None:
+        self._status.forget(pad)
+        self._named = [one for one in self._named if one is not pad]
+
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
@@ -160,8 +172,7 @@ class Channel:
     def close(self) -> None:
         """Nobody uses the channel any more: its waits lose their names."""
         for pad in self._named:
-            self._status.forget(pad)
-        self._named.clear()
+            self._forget(pad)
 
     @property
     def size_bytes(self) -> int:
@@ -194,14 +205,16 @@ class Channel:
         region.view(region.rank, (region.size_bytes,), torch.uint8).fill_(0xFF)
 
     def grow(self, size_bytes: int) -> None:
-        """Allocate new regions of `size_bytes`; no rank uses the old ones any more. Collective."""
+        """Allocate new regions of `size_bytes` or more; no rank uses the old ones any more.
+        Collective.
+        """
         if self._captured:
             self._outgrown.append(self._regions)
             self._captured = False
-        aligned = -(-size_bytes // 4096) * 4096
-        data = devices.allocate(_REGIONS * aligned, self._group, self._device)
-        self._regions = tuple(self._new_region(data, aligned, index) for index in range(_REGIONS))
-        self.region_bytes = aligned
+        size = rounded(size_bytes)
+        data = devices.allocate(_REGIONS * size, self._group, self._device)
+        self._regions = tuple(self._new_region(data, size, index) for index in range(_REGIONS))
+        self.region_bytes = size
 
     @lasting()
     def refresh(self) -> None:

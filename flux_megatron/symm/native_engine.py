@@ -123,16 +123,11 @@ class NativeCopyEngine(CudaCopyEngine):
         return [Operation(BATCH, self._own, size=len(writes)), *writes]
 
     def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
-        pushes = tuple(pushes)
-        self._sending(pushes).run(0, source, epoch)
+        self._listed(self._sent(pushes, _SOURCE, _EPOCH)).run(0, source, epoch)
         if (recording := this_thread.recording) is not None:
             self._note(*self._sent(pushes, recording.address(source), EPOCH))
 
-    @lru_cache(maxsize=256)  # noqa: B019, a device has one engine for the life of the process
-    def _sending(self, pushes: tuple[Push, ...]) -> Any:
-        return self._listed(self._sent(pushes, _SOURCE, _EPOCH))
-
-    def _sent(self, pushes: tuple[Push, ...], source: Word, epoch: Word) -> list[Operation]:
+    def _sent(self, pushes: Sequence[Push], source: Word, epoch: Word) -> list[Operation]:
         operations = []
         for push in pushes:
             operations += [*self._pushed(push, source), self._signalled(push, epoch)]
@@ -148,13 +143,9 @@ class NativeCopyEngine(CudaCopyEngine):
         return Operation(WRITE, self._own, always(push.signal), epoch)
 
     def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
-        self._pushing(gated_pushes).run(0, source, epoch)
+        self._listed(self._gated(gated_pushes, _SOURCE, _EPOCH)).run(0, source, epoch)
         if (recording := this_thread.recording) is not None:
             self._note(*self._gated(gated_pushes, recording.address(source), EPOCH))
-
-    @lru_cache(maxsize=256)  # noqa: B019, as above
-    def _pushing(self, gated_pushes: tuple[GatedPush, ...]) -> Any:
-        return self._listed(self._gated(gated_pushes, _SOURCE, _EPOCH))
 
     def _gated(
         self, gated_pushes: tuple[GatedPush, ...], source: Word, epoch: Word

@@ -9,6 +9,7 @@ call like any other, uses the same two halves, and meets nobody when it begins.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import signals
@@ -29,6 +30,7 @@ class WordChannel(Channel):
         self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+        self._mine: Tensor | None = None  # the words that this rank awaits
         self._waiter = f"rank {self._rank} of group {group.group_name}"
         self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
@@ -52,6 +54,9 @@ class WordChannel(Channel):
 
     def grow(self, size_bytes: int) -> None:
         """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""
+        if self._mine is not None and not self._captured:
+            self._forget(self._mine)
         super().grow(size_bytes)
         mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
         self._name(mine, self._waiter, "words of rank {}".format)
+        self._mine = mine

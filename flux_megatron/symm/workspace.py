@@ -17,7 +17,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
@@ -29,6 +28,7 @@ from flux_megatron.symm.device import active, copy_engine, why_not_shared
 from flux_megatron.symm.groups import SHARE, is_destroyed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.places import places, why_unavailable
+from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.torch import TORCH
@@ -58,8 +58,8 @@ class Workspace:
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
         self.tables: dict[Hashable, Any] = {}  # of plans, by layer kind, that all ranks share
-        self.decisions: dict[Hashable, Any] = {}  # by what all ranks have alike
-        self.checked: dict[Hashable, Any] = {}  # the same, by all that a rank checks of its call
+        self.decisions: Recent[Hashable, Any] = Recent()  # by what all ranks have alike
+        self.checked: Recent[Hashable, Any] = Recent()  # by all that a rank checks of its call
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
@@ -85,9 +85,9 @@ class Workspace:
         if found is None or size_bytes > found.region_bytes:
             found = self._enlarged(channel, size_bytes, captured, kind)
         if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
-            self._barrier()  # all signals of the calls so far have come
+            self._barrier(f"{channel} is refreshed")  # all signals of the calls so far have come
             found.refresh()
-            self._barrier()  # none of the next call comes before
+            self._barrier(f"{channel} goes on")  # none of the next call comes before
         return found.begin(captured)
 
     def end(self, call: Call) -> None:
@@ -107,18 +107,22 @@ class Workspace:
                 "and a capture cannot allocate: make the same call once before it is "
                 "captured"
             )
+        self._barrier(f"{channel} grows to {size_bytes} bytes")  # no rank uses the old memory now
         if channel not in self.channels:
             self.channels[channel] = kind(self.group, self.device, self._status)
-        self._barrier()  # no rank uses the old memory any more
         self.channels[channel].grow(size_bytes)
+        for decision in (*self.decisions.values(), *self.checked.values()):
+            getattr(decision, "__dict__", {}).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
-    def _barrier(self) -> None:
-        """Wait until all ranks have finished what they have enqueued."""
+    def _barrier(self, reason: str) -> None:
+        """Wait until all ranks have finished what they have enqueued. `ProblemMismatch` on every
+        rank if one of them makes another call.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.check()  # the others may be gone
-        dist.barrier(group=self.group)
+        self.agreement.confirm(reason)
 
     def note(self, description: str) -> None:
         """Record a call; `ProblemMismatch` if a rank is seen to make another one."""

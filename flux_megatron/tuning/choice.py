@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from triton import AsyncCompileMode
 
 from flux_megatron import settings
 from flux_megatron.overlap import registry, sequential
@@ -29,7 +31,8 @@ from flux_megatron.tuning.plan_cache import PlanCache
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
 
-RACE_SECONDS = 1.0  # of one range
+RACE_SECONDS = 0.5  # of one range
+COMPILERS = 4  # threads of a rank
 
 _spent_s = 0.0  # in races, in this process
 
@@ -123,10 +126,31 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     if any(theirs["capturing"] for theirs in said):
         return
     table.settled |= {*ranges}
+    plans: dict[Problem, list[Plan]] = {}
     for one in problems if said[0]["seconds"] > 0 else []:
         names, _ = registry.overlapping(one, "auto", space.unavailable)
-        if names and (entry := _measured(one, racers(one, names), space)):
-            table.points[one.M] = entry.plan
+        plans |= {one: racers(one, names)} if names else {}
+    with lasting():  # what is compiled and measured belongs to no caller
+        _compile([(one, plan) for one in plans for plan in plans[one]], space)
+        for one in plans:
+            if entry := _measured(one, plans[one], space):
+                table.points[one.M] = entry.plan
+
+
+def _compile(plans: list[tuple[Problem, Plan]], space: Workspace) -> None:
+    """Compile what races will launch: each rank some kernels, which the others then load. Once a
+    machine, as Triton keeps them.
+    """
+    started, mine = time.monotonic(), plans[space.group.rank() :: space.world_size]
+    with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        for problem, plan in mine:
+            module = registry.strategy(problem, plan.strategy)
+            if compile_plan := getattr(module, "compile_plan", None):
+                compile_plan(problem, plan, space.device)
+    space.agreement.confirm("kernels of a race are compiled")
+    took_s = time.monotonic() - started
+    if took_s > 1 and dist.get_rank() == 0:
+        print(f"flux_megatron: compiled kernels in {took_s:.0f} s, once a machine", file=sys.stderr)
 
 
 def _left_s() -> float:
@@ -136,10 +160,9 @@ def _left_s() -> float:
 def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | None:
     global _spent_s
     started = time.monotonic()
-    with lasting():  # what is measured belongs to no caller
-        entry = tuner.measure(
-            problem, plans, space.group, space.device, seconds=min(RACE_SECONDS, _left_s())
-        )
+    entry = tuner.measure(
+        problem, plans, space.group, space.device, seconds=min(RACE_SECONDS, _left_s())
+    )
     _spent_s += time.monotonic() - started
     if entry is None:
         return None

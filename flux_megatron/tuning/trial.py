@@ -42,6 +42,7 @@ class Trial:
 
     def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
         self.problem, self._group, self._device = problem, group, device
+        self._spaces: list[Workspace] = []  # the one in use, if any
         generator = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
         dtype = getattr(torch, problem.dtype)
 
@@ -66,7 +67,9 @@ class Trial:
 
         A call that made it grow, while another rank fails before it gets there, would hang.
         """
+        self.close()
         space = self._space = Workspace(self._group, self._device)
+        self._spaces.append(space)
         if space.unavailable is not None:
             return
         p, element = self.problem, self._x.element_size()
@@ -78,6 +81,12 @@ class Trial:
             _reserve(space, SCATTER, whole * element)
         if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
+
+    def close(self) -> None:
+        """Give the workspace's memory back."""
+        for space in self._spaces:
+            space.close()
+        self._spaces.clear()
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""

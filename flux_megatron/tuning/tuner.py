@@ -8,12 +8,11 @@ its own noise, or in nearly every round; if the fastest does neither, the two ru
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -60,7 +59,6 @@ def measure(
     entry = None
     with suppress(NoRoom):  # on all ranks alike
         entry = _measure(problem, plans, group, device, seconds, watch)
-    gc.collect()  # a workspace is in cycles, and its symmetric memory is the run's
     return entry
 
 
@@ -72,6 +70,15 @@ def _measure(
     trial = _trial(problem, group, device)
     if trial is None:
         return None
+    with closing(trial):  # its symmetric memory is the run's
+        return _raced(trial, plans, group, device, seconds, started, watch)
+
+
+def _raced(
+    trial: Trial, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, seconds: float,
+    started: float, watch: Watch,
+) -> Entry | None:  # fmt: skip
+    problem = trial.problem
     tried: dict[Plan, float] = {}
     failed: list[Failed] = []
     for plan in plans:

@@ -38,6 +38,8 @@ from flux_megatron.kernels import (
     launch,
 )
 from flux_megatron.kernels.hopper_expert_config import expert_config
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.split_k import chunk_count
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -103,13 +105,12 @@ def _plans(problem: Problem) -> list[Plan]:
 
 def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
-    common = {"N": problem.N_local, "world_size": WORLD_SIZE, "dtype": dtype, "device": device}
+    common = {"world_size": WORLD_SIZE, "dtype": dtype, "device": device}
     common |= {"layout": problem.layout, "tile": plan.tile}
     if problem.scaled:
         common["out_dtype"] = getattr(torch, problem.out_dtype)
         common["split_accumulator"] = problem.split_accumulator
     if problem.pattern is Pattern.AG_GEMM:
-        x = torch.Size((problem.M_shard, problem.K_local))
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
         # so with rows in parts of K, which touch the producer warp only
@@ -117,14 +118,16 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         as_others = high == (problem.layout == "nn") or problem.dtype == "float16"
         if plan.splits and as_others:
             return
-        launcher, *_ = hopper_ag_gemm._launcher(x, **common, **options, k_parts=max(1, plan.splits))
-        parts = " parts" * (plan.splits > 1)
-        yield f"{'bias' if options['bias'] else 'plain'}{parts}", launcher
+        launcher = hopper_ag_gemm._launcher(**common, **options, k_parts=max(1, plan.splits))
+        kind = "bias" if options["bias"] else "plain"
+        kind += " parts" * (plan.splits > 1) + " long" * (plan.tile == hopper_config.LONG)
+        yield kind, launcher
         return
-    x = torch.Size((problem.M, problem.K_local))
-    launcher, _ = hopper_gemm_rs._launcher(x, **common, by_sm=plan.transport == "sm")
-    config = _constexprs(launcher)["CONFIG"]
-    short = config.CHUNKS < WORLD_SIZE - 1 and not problem.scaled
+    chunks = chunk_count(WORLD_SIZE, cdiv(problem.K_local, plan.tile.block_k))
+    if problem.scaled:
+        chunks = 1
+    launcher = hopper_gemm_rs._launcher(**common, chunks=chunks, by_sm=plan.transport == "sm")
+    short = chunks < WORLD_SIZE - 1 and not problem.scaled
     yield f"{plan.transport}{' short' * short}", launcher
 
 
@@ -178,9 +181,9 @@ def gathering() -> dict[str, Configuration]:
         ("nt", False, hopper_config.TILE), ("nt", True, hopper_config.TILE),
         ("nn", False, hopper_config.NARROW), ("nn", True, hopper_config.NARROW),
     ):  # fmt: skip
-        launcher, _ = hopper_gemm_rs._launcher(
-            torch.Size((WORLD_SIZE * 4096, 4096)), 5120, WORLD_SIZE, torch.bfloat16,
-            torch.device("cuda", 0), layout, tile, by_sm, gathers=True,
+        launcher = hopper_gemm_rs._launcher(
+            WORLD_SIZE, WORLD_SIZE - 1, torch.bfloat16, torch.device("cuda", 0), layout, tile,
+            by_sm, gathers=True,
         )  # fmt: skip
         way = "sm" if by_sm else "copy_engine"
         name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}"

@@ -22,17 +22,14 @@ REPAIRED = {"push by TMA, not complete"} if COMPLETES else set()
 REPAIRED |= {"push without barrier"} if ADDS_BARRIERS else set()
 SPILLED_BYTES_MAX = 32 if ADDS_BARRIERS else 8 if COMPLETES else 0
 
-# Some more, touched once a tile: where tiles are split along K, beside warps of 80 registers that
-# copy local rows.
+# Some more, touched once a tile: beside warps of 72 registers that copy local rows, and in the
+# producer warp of rows that come in parts of K.
 SPILLED = dict.fromkeys(
-    (f"ag_gemm bfloat16 nn {kind}" for kind in (
-        "128x256 bias early", "128x256 bias early last", "128x320 bias early last",
-    )),
-    256 if ADDS_BARRIERS else 24,
-)  # fmt: skip
-
-# 3.9 spills in the loop over k-tiles too: of a candidate of the tuner, with 160 sums a thread.
-HELD_UP = {"ag_gemm bfloat16 nn 128x320 bias early last"} if ADDS_BARRIERS else set()
+    ("ag_gemm bfloat16 nn 128x256 bias", "ag_gemm bfloat16 nn 128x256 bias long"),
+    24 if COMPLETES else 12,
+)
+if COMPLETES:
+    SPILLED["ag_gemm bfloat16 nt 128x256 plain parts"] = 20
 
 
 def assembler(architecture: int = 90) -> str:

@@ -214,10 +214,8 @@ class Gluon:
         return Accumulator(acc.sums, (*acc.pending, (left, right)))
 
     def _mma_wait(self, num_outstanding: int, deps: Sequence[Accumulator]):
-        """MMAs were issued to each of `deps` in turn: so many of the last may still be running."""
-        parts = len(deps)
-        done = tuple(acc.wait((num_outstanding + i) // parts) for i, acc in enumerate(deps))
-        return done if parts > 1 else done[0]
+        (acc,) = deps
+        return acc.wait(num_outstanding)
 
     def _transfers(self, name: str) -> Transfers:
         """Of this partition: it awaits its own alone."""

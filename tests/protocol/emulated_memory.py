@@ -46,19 +46,18 @@ class Pointer:
 
 class Descriptor:
     """A TMA descriptor of a matrix: loads are 0 beyond its edges, stores end there. A tile begins
-    in its rows, or at most so many `rows_behind` them.
+    in its rows.
     """
 
-    def __init__(self, matrix: Tensor, block: Sequence[int], rows_behind: int = 0) -> None:
+    def __init__(self, matrix: Tensor, block: Sequence[int]) -> None:
         self.matrix, self.dtype, self.layout = matrix, matrix.dtype, None
-        self._end = len(matrix) + rows_behind
         nbytes = math.prod(block) * matrix.element_size()
         self.block_type = SimpleNamespace(shape=list(block), nbytes=nbytes)
 
     def tile(self, place: Sequence[int]) -> tuple[Tensor, tuple[slice, slice]]:
         """What lies in the matrix of the tile at `place`, and where that is in the tile."""
         (row, column), (rows, columns) = place, self.block_type.shape
-        if row < 0 or column < 0 or row >= self._end:
+        if row < 0 or column < 0 or row >= len(self.matrix):
             raise OutOfBounds(f"a tile at {place} of a matrix {list(self.matrix.shape)}")
         inside = self.matrix[row : row + rows, column : column + columns]
         return inside, (slice(0, inside.shape[0]), slice(0, inside.shape[1]))

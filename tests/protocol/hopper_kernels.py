@@ -103,10 +103,7 @@ def struct(fields: tuple[str, ...]) -> type:
 
 
 def described_w(w, layout: str, block_k: int, columns: int) -> Descriptor:
-    """Where tiles have 24 columns, 8 of them may begin up to 15 rows behind those of w."""
-    if layout == "nt":
-        return Descriptor(w, (columns, block_k), rows_behind=15 if columns == 8 else 0)
-    return Descriptor(w, (block_k, columns))
+    return Descriptor(w, (columns, block_k) if layout == "nt" else (block_k, columns))
 
 
 class HopperKernels:

@@ -228,13 +228,11 @@ def slices(mma: Ptx) -> list[tuple[str, str]]:
 
 # of a kernel, and of a way that stands in the name of a configuration
 CHECKS = {
-    "ag_gemm": [check_awaited, check_only_signals_spin],
-    "gemm_rs": [check_awaited, check_sent, check_only_signals_spin],
-    "gemm_ar": [check_awaited, check_sent, check_only_signals_spin],
+    "ag_gemm": [check_awaited, check_partials, check_only_signals_spin],
+    "gemm_rs": [check_awaited, check_sent, check_partials, check_only_signals_spin],
+    "gemm_ar": [check_awaited, check_sent, check_partials, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
     "a2a_gemm": [check_awaited, check_pushed],
     "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
     "sm": [check_counted],
-    "early": [check_partials],
-    "last": [check_partials],
 }

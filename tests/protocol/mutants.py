@@ -50,22 +50,13 @@ CASES = {
     "backward": Case("backward"),
     "hopper ag": Case("ag", "hopper", rows=(16, 32, 32)),
     "hopper ag, short tiles": Case("ag", "hopper", rows=(32, 32, 32), K=16),
-    "hopper ag, split-K": Case(
-        "ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1, comm_rows=0
-    ),
-    "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=64, ctas=5),
-    "hopper ag, columns in parts": Case(
-        "ag",
-        "hopper",
-        rows=(16, 16, 32),
-        N=56,
-        K=96,
-        bias=True,
-        comm_rows=0,
-        layout="nn",
-        block_n=24,
-        ctas=6,
-        split_k_shards=1,
+    # all tiles in three parts, or two of eight
+    "hopper ag, split-K": Case("ag", "hopper", rows=(16, 16, 32), K=96, ctas=6, comm_rows=0),
+    # one of six in four parts that differ
+    "hopper ag, last wave": Case("ag", "hopper", rows=(16, 16, 16), N=48, K=176, ctas=5),
+    "hopper ag, wide tiles": Case(
+        "ag", "hopper", rows=(16, 16, 32), N=56, K=96, bias=True, comm_rows=0, layout="nn",
+        block_n=32, ctas=6,
     ),
     "hopper ag in parts of K": Case("ag", "hopper", rows=(16, 32, 32), K=112, parts=3),
     "hopper ag, ragged shards": Case("ag", "hopper", rows=(20, 33, 47), bias=True, comm_rows=7),
@@ -73,7 +64,9 @@ CASES = {
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
     "hopper rs, short K": Case("rs", "hopper", 3, rows=(20, 20), K=32, ctas=2),
     "hopper rs by SM": Case("rs", "hopper", transport="sm"),
-    "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=8, split_k_shards=1),
+    "hopper rs, split-K": Case("rs", "hopper", K=96, ctas=6),
+    # with more tiles in a shard than CTAs: whole ones are added while they are multiplied
+    "hopper rs, split-K of three waves": Case("rs", "hopper", K=96),
     # 256 + 1 + 1 + 1 is 260 in bf16, and 256 where every addition is rounded
     "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
     "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
@@ -117,7 +110,7 @@ CASES = {
     "words in parts": Case("ar", **{**_WORDS, "N": 96, "K": 40, "parts": 2}, ctas=6),
     "words gathered in parts": Case("ag", **{**_WORDS, "K": 40, "parts": 2}),
     "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class Case:
     two_streams: bool = False  # of the caller, in turn
     # of `hopper`
     transport: str = "copy_engine"
-    split_k_shards: int = 0
     block_k: int = 0  # 0: as `block`
     block_n: int = 0  # 0: as `block`
     # of `low_latency`
@@ -66,7 +65,7 @@ class Case:
         options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
         if self.strategy == "hopper":
-            options += f" by {self.transport}" + " split-K" * bool(self.split_k_shards)
+            options += f" by {self.transport}"
         options += f" groups {self.group_rows}" * bool(self.group_rows) + " Gluon" * self.gluon
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
@@ -109,8 +108,8 @@ class Host:
         tile = package.problem.Tile(case.block, block_n, block_k, group_m=2, tma=case.tma)
         self.plan = package.problem.Plan(
             case.strategy, case.comm_rows, tile,
-            transport=case.transport, split_k_shards=case.split_k_shards, two_phase=case.two_phase,
-            group_rows=case.group_rows, splits=case.parts,
+            transport=case.transport, two_phase=case.two_phase, group_rows=case.group_rows,
+            splits=case.parts,
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]

@@ -21,17 +21,18 @@ AG, RS = ("ag", "hopper"), ("rs", "hopper")
 CASES = [
     Case(*AG, rows=(16, 32, 32), bias=True),
     Case(*AG, rows=(32, 16, 48), layout="nn", comm_rows=0, ctas=1_000),
-    Case(*AG, rows=(16, 16, 32), K=96, ctas=6, split_k_shards=1),
+    Case(*AG, rows=(16, 16, 32), K=96, ctas=6),
     Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5),
+    Case(*AG, rows=(16, 16, 16), N=48, K=176, ctas=5),
     Case(*AG, 3, rows=(16, 32, 32), N=16, comm_rows=5),
     # rows that come in parts of K, the last of them shorter, which a last wave cut along K splits
     Case(*AG, rows=(16, 32, 32), K=112, parts=3, bias=True),
-    Case(*AG, 3, rows=(17, 31, 40), K=60, N=40, layout="nn", parts=2, block_n=24),
+    Case(*AG, 3, rows=(17, 31, 40), K=56, N=40, layout="nn", parts=2, block_n=32),
     Case(*AG, rows=(16, 16, 16), N=48, K=64, ctas=5, parts=4),
     Case(*AG, rows=(32, 16, 48), layout="nn", K=96, parts=8, ctas=1_000),
     # the last tiles of ragged shards end with them
-    Case(*AG, 3, rows=(17, 31, 40), N=40, layout="nn", block_n=24, comm_rows=0),
-    Case(*AG, rows=(16, 32, 32), N=40, bias=True, block_n=24),  # columns in parts of 16 and 8
+    Case(*AG, 3, rows=(17, 31, 40), N=40, layout="nn", block_n=32, comm_rows=0),
+    Case(*AG, rows=(16, 32, 32), N=40, bias=True, block_n=32),  # more slices than buffers
     Case(*RS),
     Case(*RS, rows=(7, 20, 33), comm_rows=5, layout="nn"),
     Case(*RS, transport="sm"),
@@ -39,8 +40,9 @@ CASES = [
     Case(*RS, 3, K=33, rows=(16, 20), ctas=2, transport="sm"),  # fewer chunks of K than peers
     Case(*RS, 4, K=8, rows=(20, 20), N=16, ctas=1, layout="nn"),
     Case(*RS, 3, K=64, transport="sm", ctas=1_000, layout="nn"),
-    Case(*RS, K=96, ctas=8, split_k_shards=1),
-    Case(*RS, K=64, ctas=5, transport="sm"),
+    Case(*RS, K=96, ctas=6),
+    Case(*RS, K=96),
+    Case(*RS, K=64, ctas=6, transport="sm"),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
     Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
     Case("ar", "hopper", 3, rows=(16, 48, 33), K=64, N=16, transport="sm", ctas=1_000),
@@ -83,15 +85,19 @@ def test_any_ctas_may_have_to_wait_for_an_sm(package, case):
         run(case, package, schedule)
 
 
-def test_the_cases_split_both_kinds_of_tiles(package):
+def test_the_cases_split_the_last_wave(package):
     """The machine's constants let small problems be split; else these cases would show nothing."""
-    split_k = package.split_k
+    split_k, tile = package.split_k, package.problem.Tile(16, 16, 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_k, "K_TILES_MIN", 2)
-        patch.setattr(split_k, "PART_K_TILES", 0)
-        early = split_k.split_k_of_gather(2, 2, 1, 6, 6)
-        last_wave = split_k.split_k_of_gather(3, 2, 0, 4, 5)
-        late = split_k.split_k_of_scatter(4, 2, 1, 6, 8)
-    assert (early.early, early.early_parts) == (2, 3)
-    assert last_wave.last_wave > 0
-    assert late.early > 0
+        patch.setattr(split_k, "LOW_PART_K_TILES", 0)
+        splits = [
+            split_k.split_last_wave(tiles, k_tiles, ctas, tile)
+            for tiles, k_tiles, ctas in (
+                (4, 6, 6), (8, 6, 6), (6, 4, 5), (6, 11, 5), (8, 6, 3), (8, 4, 6),
+            )
+        ]  # fmt: skip
+    assert [(split.split_tiles, split.parts) for split in splits] == [
+        (4, 3), (2, 3), (1, 2), (1, 4), (2, 3), (2, 2),
+    ]  # fmt: skip
+    assert splits[3].cuts(11) == (2, 5, 8)

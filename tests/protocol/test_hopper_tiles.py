@@ -11,20 +11,22 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from flux_megatron.kernels import (
+    hopper_ag_gemm,
     hopper_config,
     hopper_gathered_rows,
     hopper_gemm,
     hopper_split_k,
     hopper_tile_order,
+    launch,
 )
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.split_k import SplitK, split_k_of_gather, split_k_of_scatter
+from flux_megatron.kernels.split_k import PARTS_MAX, SplitK, split_last_wave
 from flux_megatron.symm.signals import SPLIT_TILES
-from flux_megatron.tuning import gather_tiles
 
 SMS = 132
 SHAPES = [  # tiles of a shard: rows, columns
@@ -39,10 +41,13 @@ def plain_functions(monkeypatch):
     """Jit functions that others call become the Python functions that they were."""
     for module in (hopper_tile_order, hopper_split_k, hopper_gathered_rows):
         monkeypatch.setattr(module, "gl", SimpleNamespace(cdiv=cdiv, static_range=range))
-        for name in ("tile_in_groups", "number_in_groups", "k_tiles_of_part"):
+        for name in ("tile_in_groups", "number_in_groups"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name).fn)
     monkeypatch.setattr(hopper_split_k, "WorkTile", lambda *fields: fields)
+    monkeypatch.setattr(hopper_split_k, "PARTS_MAX", PARTS_MAX)
+    for module in (hopper_split_k, hopper_gathered_rows):
+        monkeypatch.setattr(module, "uniform", lambda value: value)
 
 
 def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
@@ -52,9 +57,9 @@ def _grid(shape, world_size, group_m, rank) -> SimpleNamespace:
     )
 
 
-def _ag_tiles(shape, world_size, group_m, rank=1, early_last=0, ctas=SMS):
+def _ag_tiles(shape, world_size, group_m, rank=1, ctas=SMS):
     grid = _grid(shape, world_size, group_m, rank)
-    tiles = SimpleNamespace(early_last=early_last, NUM_CTAS=ctas)
+    tiles = SimpleNamespace(ctas=ctas)
     return [
         hopper_tile_order.ag_tile.fn(tile, grid, tiles)
         for tile in range(world_size * grid.rows * grid.columns)
@@ -123,7 +128,7 @@ def _waits_and_loads(source: int, rank: int, world_size: int, k_parts: int) -> l
     )
     rows = SimpleNamespace(
         sizes=sizes, K_PARTS=k_parts, comm_rows=32, signals=SimpleNamespace(await_once=await_once),
-        x_desc="own rows", gathered_desc="gathered rows", w_descs=(),
+        x_desc="own rows", gathered_desc="gathered rows", w_desc="w",
     )  # fmt: skip
     for name in ("_await_others", "_load_parts"):
         setattr(rows, name, partial(getattr(hopper_gathered_rows.GatheredRows, name).fn, rows))
@@ -145,14 +150,13 @@ def test_tiles_of_a_column_begin_together_where_rows_come_in_parts():
 
 
 def _splits() -> list[SplitK]:
-    """Of every pattern: many shapes, some with early tiles to split, a last wave, or both."""
+    """Of many shapes, and of none."""
     made = [
-        of_pattern(shard_tiles, world_size, shards, k_tiles, SMS)
-        for of_pattern in (split_k_of_gather, split_k_of_scatter)
+        split_last_wave(shard_tiles * world_size, k_tiles, SMS, tile)
         for shard_tiles in (1, 8, 12, 24, 40, 48, 64, 80, 96, 131, 132, 133, 144, 192)
-        for world_size in (2, 3, 4, 8)
-        for shards in (0, 1, world_size)
-        for k_tiles in (30, 192)
+        for world_size in (1, 2, 3, 4, 8)
+        for k_tiles in (30, 67, 192)
+        for tile in (hopper_config.DEEP, hopper_config.LOW[0])
     ]
     return [*dict.fromkeys(made), *(SplitK(tiles, SMS) for tiles in (1, 131, 132, 300))]
 
@@ -163,24 +167,20 @@ SPLITS = _splits()
 def _work_tiles(split: SplitK, k_tiles: int) -> list[tuple[int, ...]]:
     """Of every work tile: tile, first and last k-tile, part, parts, number of the split tile."""
     tiles = SimpleNamespace(
-        early_first=split.early_last - split.early,
-        early_last=split.early_last,
-        last_wave_first=split.last_wave_first,
-        EARLY_PARTS=split.early_parts,
-        LAST_PARTS=split.last_parts,
+        first_part=split.first_part, parts=split.parts, cuts=split.cuts(k_tiles), SPLITS=True
     )
     locate = hopper_split_k.WorkTiles.locate.fn
     return [locate(tiles, work, k_tiles) for work in range(split.work_tiles)]
 
 
 def test_splits_are_of_every_kind():
-    kinds = {(split.early > 0, split.last_wave > 0) for split in SPLITS}
-    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+    assert {split.parts for split in SPLITS} == {*range(1, PARTS_MAX + 1)}
+    assert {split.first_part > 0 for split in SPLITS if split.parts > 1} == {False, True}
     assert any(split.work_tiles < SMS for split in SPLITS)
-    assert any(split.last_wave * split.last_parts > SMS for split in SPLITS)  # several rounds
+    assert any(split.split_tiles * split.parts > SMS for split in SPLITS)  # several rounds
 
 
-@pytest.mark.parametrize("k_tiles", [64, 192])
+@pytest.mark.parametrize("k_tiles", [64, 67, 192])
 def test_parts_cover_every_k_tile_once(k_tiles):
     for split in SPLITS:
         works = _work_tiles(split, k_tiles)
@@ -189,13 +189,14 @@ def test_parts_cover_every_k_tile_once(k_tiles):
         assert all((part == 0) == (first == 0) for _, first, _, part, *_ in works)
         assert len(works) == split.work_tiles
         assert all(parts > 1 or last == k_tiles for _, _, last, _, parts, _ in works)
+        whole = [tile for tile, *_, parts, _ in works if parts == 1]
+        assert whole == [*range(split.first_part)]
 
 
 def test_every_partial_has_a_place_of_its_own():
     for split in SPLITS:
         works = _work_tiles(split, 64)
-        most = max(split.early_parts, split.last_parts)
-        places = [number * (most - 1) + part - 1 for *_, part, _, number in works if part]
+        places = [number * (parts - 1) + part - 1 for *_, part, parts, number in works if part]
         assert len({*places}) == len(places)
         assert all(0 <= place < split.partials for place in places)
         counters = {(tile, number) for tile, *_, parts, number in works if parts > 1}
@@ -220,26 +221,24 @@ def test_work_tiles_wait_only_for_parts_that_were_drawn_before():
     assert _waits_for_later_ones(swapped) == [0]
 
 
-def test_split_tiles_give_every_cta_local_rows_to_begin_with():
-    """The smallest local shard in which all CTAs find some."""
-    for local in (24, 48, 96):
-        split = split_k_of_gather(local, 4, 1, 192, SMS)
-        assert split.early == split.early_last == local
-        assert all(tile < local for tile, *_ in _work_tiles(split, 192)[:SMS])
-    assert split_k_of_gather(144, 4, 1, 192, SMS).early == 0
-
-
 def test_low_tiles_are_not_cut_into_two_rounds_of_parts():
     """80 tiles of 128 k-tiles, as of 128 x 5120 x 8192; 40 of them are one round of thirds."""
-    assert split_k_of_gather(80, 1, 0, 128, SMS).last_parts == 3
-    assert split_k_of_gather(80, 1, 0, 128, SMS, low=True).last_parts == 1
-    assert split_k_of_gather(40, 1, 0, 128, SMS, low=True).last_parts == 3
+    wide, low = hopper_config.DEEP, hopper_config.LOW[0]
+    assert split_last_wave(80, 128, SMS, wide).parts == 3
+    assert split_last_wave(80, 128, SMS, low).parts == 1
+    assert split_last_wave(40, 128, SMS, low).parts == 3
 
 
-def test_last_remote_tiles_are_made_before_the_last_wave_ends():
-    split = split_k_of_scatter(96, 4, 1, 192, SMS)
-    assert (split.early_last, split.early) == (288, 24)
-    assert split.waves(192, 16) <= split_k_of_scatter(96, 4, 0, 192, SMS).waves(192, 16)
+def test_tiles_that_make_the_same_rows_are_not_split(monkeypatch):
+    """Those that end a ragged shard, and those before: their sums must have one order."""
+    monkeypatch.setattr(launch, "sms", lambda device: SMS)
+    given = (1280, 2, torch.bfloat16, torch.device("cuda", 0), False, "nt", hopper_config.DEEP)
+    names = hopper_ag_gemm.hopper_ag_gemm_kernel.arg_names
+    for M_shard, row_limit, parts in ((256, hopper_ag_gemm.NO_LIMIT, 4), (200, 72, 1)):
+        run, sums, _ = hopper_ag_gemm._launcher(torch.Size((M_shard, 8192)), *given, False)
+        numbers = dict(zip(names[-len(run._fixed) :], run._fixed, strict=True))
+        assert (numbers["row_limit"], numbers["parts"]) == (row_limit, parts)
+        assert bool(sums) == (parts > 1)
 
 
 def test_local_tiles_lie_in_their_number_order():
@@ -251,34 +250,17 @@ def test_local_tiles_lie_in_their_number_order():
 @pytest.mark.parametrize("group_m", GROUPS)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_host_knows_when_a_communication_tile_is_complete(shape, world_size, group_m):
+def test_host_knows_when_each_tile_is_made(shape, world_size, group_m):
     tile = replace(hopper_config.TILE, group_m=group_m)
-    tiles_comm = cdiv(shape[0] * shape[1], 3)
-    expected: dict[tuple[int, int], int] = {}
-    for place, (_, _, _, number, hops) in enumerate(_rs_tiles(shape, world_size, group_m)):
-        if hops < world_size - 1:
-            expected[hops, number // tiles_comm] = place
     M_shard, N = shape[0] * tile.block_m, shape[1] * tile.block_n
-    assert hopper_gemm.last_made(M_shard, N, world_size, tiles_comm, tile) == expected
-
-
-@pytest.mark.parametrize(
-    ("block_n", "parts"),
-    [(256, (256, None)), (192, (128, 64)), (160, (128, 32)), (128, (128, None)), (24, (16, 8))],
-)
-def test_columns_are_powers_of_two(block_n, parts):
-    assert hopper_config.column_parts(block_n) == parts
-
-
-@pytest.mark.parametrize("group_m", GROUPS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shards", [0, 1])
-def test_the_cost_model_draws_the_same_tiles(shape, world_size, group_m, shards):
-    """Whose rows each tile of AG+GEMM waits for; test_scatter_tiles.py has GEMM+RS's."""
-    rows, columns = shape
-    split = split_k_of_gather(rows * columns, world_size, shards, 128, SMS)
-    made = _ag_tiles(shape, world_size, group_m, 1, split.early_last, split.ctas)
-    head = gather_tiles._head(rows, columns, world_size, split)
-    drawn = gather_tiles._order(rows, columns, group_m, world_size, head)
-    assert drawn == [(source - 1) % world_size * rows + m for source, m, _ in made]
+    made = {
+        (hops, number): place
+        for place, (_, _, _, number, hops) in enumerate(_rs_tiles(shape, world_size, group_m))
+        if hops < world_size - 1
+    }
+    told = {
+        (hops, number): hopper_gemm.made_at(hops, number, M_shard, N, world_size, tile)
+        for hops in range(world_size - 1)
+        for number in range(shape[0] * shape[1])
+    }
+    assert told == made

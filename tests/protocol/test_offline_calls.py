@@ -24,7 +24,6 @@ PUSH = ["copy", "write"]
 GATHER = [*FORK, *PUSH]
 CALLS = {
     "hopper ag_gemm": [*GATHER, "launch", *JOIN],
-    "hopper ag_gemm, split-K": [*GATHER, "launch", *JOIN],
     "hopper ag_gemm, rows in parts of K": [
         *FORK, *["copy rows", "copy rows", "write"] * 4, "launch", *JOIN,
     ],

@@ -66,12 +66,12 @@ def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
         space = machine.workspaces[rank]
         x, w = torch.ones(2, 4), torch.ones(40, 4)
         package.low_latency.start_gemm_ar(x, w, "nt", plan, space)
-        space._barrier()
+        space._barrier("the test sets words")
         channel = space.channels["words"]
         channel.epochs.fill_(last)
         for region in channel._regions[:2]:
             region.view(rank, (region.size_bytes // 8,), torch.int64).fill_(old << 32)
-        space._barrier()
+        space._barrier("the test sets words")
         calls = (package.low_latency.start_gemm_ar(x, w, "nt", plan, space) for _ in range(3))
         results.extend(call.finish() for call in calls)
 

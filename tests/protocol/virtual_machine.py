@@ -234,8 +234,11 @@ class Machine:
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.package
+
+        def barrier(space, reason: str) -> None:
+            self._barrier(space.group.rank())
+
         workspace = {
-            "dist": SimpleNamespace(barrier=lambda group: self._barrier(group.rank())),
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
             "CallLog": lambda group: None,
@@ -246,6 +249,7 @@ class Machine:
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
             mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.object(p.workspace.Workspace, "_barrier", barrier),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
@@ -256,9 +260,10 @@ class Machine:
             mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
             # so that tiles are summed in slices
             mock.patch.multiple(p.gemv_ar, WORDS_A_THREAD=1, LEAST_COLUMNS=4),
+            # so that small tiles are stored in slices, of which those of 16 x 32 have two of four
+            mock.patch.multiple(p.hopper_config, SLICE_COLUMNS=8, SHARED_BYTES=6200),
+            mock.patch.multiple(p.hopper_ag_gemm, SLICE_COLUMNS=8),
             # so that small problems have tiles to split
-            # which tiles of 16 x 24 leave two slices of three
-            mock.patch.multiple(p.hopper_config, SHARED_BYTES=5400),
             mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),
         ):

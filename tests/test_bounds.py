@@ -1,0 +1,237 @@
+"""What a process keeps does not grow with the number of different shapes: caches, symmetric memory
+and decisions. A growth of a channel is agreed on, and frees the memory before it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import DEVICE, here, on_device, run_ranks
+
+from flux_megatron import errors, ops
+from flux_megatron.dispatch import PLAIN
+from flux_megatron.kernels.signalled_gemm import Band
+from flux_megatron.overlap import signalled
+from flux_megatron.problem import Plan
+from flux_megatron.symm import call_log, recent
+from flux_megatron.symm.channel import Channel, Region, rounded
+from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.word_channel import WordChannel
+from flux_megatron.symm.workspace import workspace
+
+
+def test_the_entry_that_was_used_longest_ago_goes():
+    cache: Recent[str, int] = Recent(2)
+    cache["a"], cache["b"] = 1, 2
+    assert cache.get("a") == 1
+    cache["c"] = 3
+    assert cache == {"a": 1, "c": 3}
+    assert "a" in cache
+    assert cache["a"] == 1
+    cache["a"] = 4
+    cache["d"] = 5
+    assert cache == {"c": 3, "d": 5}, "neither `in` nor [] is a use"
+    assert cache.get("a") is None
+
+
+@given(st.integers(1, 2**40))
+def test_a_size_is_rounded_by_at_most_an_eighth(size):
+    assert size <= rounded(size) <= max(size + size // 8, -(-size // 4096) * 4096)
+    assert rounded(size) % 4096 == 0
+    assert rounded(rounded(size)) == rounded(size)
+
+
+def test_a_channel_grows_a_few_times():
+    assert len({rounded(size) for size in range(2**20, 2**21, 1000)}) == 9
+
+
+def slightly_more(rank: int) -> None:
+    space = workspace(dist.group.WORLD, here())
+    begins(rank, Channel, 10**6)
+    regions = space.channels["gather"]._regions
+    begins(rank, Channel, 10**6 + 40_000)
+    assert space.channels["gather"]._regions is regions
+
+
+def test_a_slightly_larger_call_needs_no_growth():
+    on_device(slightly_more, 1)
+
+
+def begins(rank: int, kind: type[Channel], *sizes: int) -> None:
+    space = workspace(dist.group.WORLD, here())
+    for size in sizes:
+        space.end(space.begin("gather", size, kind))
+
+
+def differing_sizes(rank: int) -> str:
+    begins(rank, Channel, 5000)
+    with pytest.raises(errors.ProblemMismatch) as raised:
+        begins(rank, Channel, (10**6, 10**6 + 1)[rank])
+    begins(rank, Channel, 10**6)  # nothing is lost
+    return str(raised.value)
+
+
+def test_ranks_that_disagree_about_a_growth_are_all_told():
+    for text in on_device(differing_sizes, 2, limit_s=60):
+        assert "rank 0: gather grows to 1000000 bytes" in text
+        assert "rank 1: gather grows to 1000001 bytes" in text
+
+
+def grows_alone(rank: int) -> str:
+    """Rank 1 makes a call that needs no more memory."""
+    space = workspace(dist.group.WORLD, here())
+    begins(rank, Channel, 5000)
+    time.sleep(0.5 * rank)
+    calls = (lambda: begins(rank, Channel, 10**6), lambda: space.note("a smaller call"))
+    with pytest.raises(errors.ProblemMismatch) as raised:
+        calls[rank]()
+    return str(raised.value)
+
+
+def test_a_rank_that_makes_another_call_ends_a_growth():
+    began = time.monotonic()
+    for text in run_ranks(grows_alone, 2, limit_s=60):
+        assert "a smaller call" in text
+    assert time.monotonic() - began < 15, "nobody waits for the deadline"
+
+
+def comes_late(rank: int) -> str:
+    begins(rank, Channel, 5000)
+    time.sleep(3 * rank)
+    with pytest.raises(errors.ProblemMismatch) as raised:
+        begins(rank, Channel, 10**6)
+    return str(raised.value)
+
+
+def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told():
+    early, late = run_ranks(comes_late, 2, limit_s=30, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+    assert "rank 1: no answer" in early
+    assert "rank 0: refused: no answer of rank 1 within 1 s" in late
+
+
+def frees(rank: int, kind: type[Channel]) -> list[bool]:
+    """Which regions live on when a channel has grown, though a recorded call knew them."""
+    space = workspace(dist.group.WORLD, here())
+    begins(rank, kind, 5000)
+    x, w = (torch.ones(*shape, device=DEVICE) for shape in ((6, 4), (5, 4)))
+    ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("pipelined"))
+    channel = space.channels["gather"]
+    (decision,) = space.decisions.values()
+    decision.steady[PLAIN]  # the first call of a kind keeps nothing
+    decision.steady[PLAIN]._regions = channel._regions  # as a recording of a GPU's calls does
+    region = channel._regions[0]
+    known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]
+    del channel, region, decision
+    begins(rank, kind, 10**6)
+    return [one() is not None for one in known]
+
+
+@pytest.mark.parametrize("kind", [Channel, WordChannel])
+def test_growth_frees_the_memory_before(kind):
+    for alive in on_device(frees, 2, kind):
+        assert not any(alive)
+
+
+def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
+    stage = signalled.Stage(torch.device("cpu"))
+    made = [(Band(0, rows, 1),) for rows in range(1, 2 * recent.LIMIT)]
+    first, *others = made
+    captured = stage.table(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(signalled, "capturing", lambda device: True)
+        assert stage.table(first) is captured
+    for bands in others:
+        stage.table(bands)
+    assert len(stage._tables) == recent.LIMIT
+    assert stage.table(first) is captured
+
+
+def describes_many(rank: int) -> int:
+    space = workspace(dist.group.WORLD, here())
+    for number in range(2 * call_log.ENTRIES):
+        space.note(f"call {number}")
+    return len(space.calls._digests)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of several nodes have no log")
+def test_descriptions_of_calls_are_bounded():
+    assert run_ranks(describes_many, 1) == [call_log.ENTRIES]
+
+
+def asks_many(rank: int) -> set[int]:
+    """How many keys the job's store has after each question."""
+    agreement = workspace(dist.group.WORLD, here()).agreement
+    store, counts = dist.distributed_c10d._get_default_store(), set()
+    for number in range(20):
+        agreement.confirm(f"question {number}")
+        dist.barrier()
+        counts.add(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_keys_of_questions_are_taken_back():
+    for counts in run_ranks(asks_many, 2):
+        assert len(counts) == 1, counts
+
+
+def drops_one(rank: int) -> list[bool]:
+    """Whether a call asks the other ranks: for the first time, again, and when it was dropped."""
+    space, w = workspace(dist.group.WORLD, here()), torch.ones(4, 2, device=DEVICE)
+    asked = []
+    for _ in range(3):
+        number = space.agreement._number
+        x = torch.ones(2, 2, device=DEVICE)
+        ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("sequential"))
+        asked.append(space.agreement._number > number)
+        if len(asked) == 2:
+            space.decisions.clear()
+            space.checked.clear()
+    return asked
+
+
+def test_a_decision_that_was_dropped_asks_nobody():
+    """Ranks need not drop the same: the table of the layer kind stays."""
+    assert on_device(drops_one, 2) == [[True, False, False]] * 2
+
+
+def made(region: Region, size: int) -> int:
+    return size
+
+
+def knows_many(rank: int) -> int:
+    begins(rank, Channel, 5000)
+    region = workspace(dist.group.WORLD, here()).channels["gather"]._regions[0]
+    for size in range(2000):
+        region.prepared(made, size)
+    return len(region._prepared)
+
+
+def test_what_a_region_knows_of_shapes_is_bounded():
+    assert on_device(knows_many, 1) == [recent.LIMIT]
+
+
+def many_rows(rank: int, count: int) -> dict[str, int]:
+    """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
+    space, plan = workspace(dist.group.WORLD, here()), Plan("pipelined")
+    order = [*range(1, count + 1), *random.Random(0).sample(range(1, count + 1), count)]
+    sizes, w = [], torch.ones(4, 2, device=DEVICE)
+    for rows in order:
+        x = torch.ones(2 * rows, 2, device=DEVICE)
+        ops.all_gather_gemm(x[:rows], w, dist.group.WORLD, plan=plan)
+        ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
+        sizes.append(space.size_bytes)
+    assert len({*sizes[count - 1 :]}) == 1, "memory follows the largest call and stays"
+    return {"decisions": len(space.decisions), "checked": len(space.checked)}
+
+
+def test_what_is_kept_does_not_grow_with_the_number_of_shapes():
+    for kept in on_device(many_rows, 2, 600):
+        assert {*kept.values()} == {recent.LIMIT}, kept
