@@ -138,7 +138,7 @@ def _launcher(
     partition = replace(tile, num_warps=tile.num_warps // groups)
     config = AgConfig(
         **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
-        Y_BUFFERS=slice_buffers(tile, dtype.itemsize, (out_dtype or dtype).itemsize),
+        Y_BUFFERS=slice_buffers(tile, out_dtype),
         HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
         SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
     )  # fmt: skip

@@ -39,10 +39,9 @@ def wide_tile(M: int, N: int, K: int) -> Tile:
     return LONG if 2 * M * N * K > LONG_FLOPS and K <= LONG_K else DEEP
 
 
-def slice_buffers(
-    tile: Tile, operand_bytes: int = ELEMENT_BYTES, out_bytes: int = ELEMENT_BYTES
-) -> int:
-    """How many slices of a tile shared memory holds beside the stages."""
+def slice_buffers(tile: Tile, out_dtype: torch.dtype | None) -> int:
+    """How many slices of a tile shared memory holds beside the stages. FP8 has an `out_dtype`."""
+    operand_bytes, out_bytes = (1, out_dtype.itemsize) if out_dtype else (ELEMENT_BYTES,) * 2
     stages_bytes = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * operand_bytes
     free = SHARED_BYTES - stages_bytes - BARRIERS_BYTES
     slice_bytes = tile.block_m * SLICE_COLUMNS * out_bytes

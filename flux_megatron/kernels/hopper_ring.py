@@ -27,19 +27,12 @@ DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile
 
 
 @gluon.constexpr_function
-def mma_layout(columns, num_warps):
-    """Of the sums of so many columns, which warps share by rows."""
+def mma_layout(columns, num_warps, k=16):
+    """Of the sums of so many columns, which warps share by rows. An MMA takes `k` elements of K,
+    which moves no register.
+    """
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16]
-    )
-
-
-@gluon.constexpr_function
-def fp8_layout(layout):
-    """The same registers, for MMAs that take 32 elements of K."""
-    rows, columns, _ = layout.instr_shape
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=layout.warps_per_cta, instr_shape=[rows, columns, 32]
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, k]
     )
 
 
@@ -159,9 +152,9 @@ class OperandRing:
         LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
         awaiting = max(first, last - self.LEAD)
         if self.SCALED:
-            LAYOUT: gl.constexpr = sums.type.layout
-            MADE: gl.constexpr = fp8_layout(LAYOUT)
-            sums = gl.convert_layout(sums, MADE)
+            WARPS: gl.constexpr = self.ROWS // 16
+            FP8: gl.constexpr = mma_layout(sums.shape[1], WARPS, 32)
+            sums = gl.convert_layout(sums, FP8)
         if not self.SPLIT_ACCUMULATOR:
             acc = warpgroup_mma_init(sums)
         for k_tile in range(first, last):
@@ -169,7 +162,7 @@ class OperandRing:
                 led = self.led.index(number & 1)
                 mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
             if self.SPLIT_ACCUMULATOR:
-                zeros = gl.zeros(sums.shape, gl.float32, MADE)
+                zeros = gl.zeros(sums.shape, gl.float32, FP8)
                 sums += self.product_of_k_tile(zeros, multiplied)
             else:
                 acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
@@ -180,7 +173,7 @@ class OperandRing:
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
         if self.SCALED:
-            sums = gl.convert_layout(sums, LAYOUT)
+            sums = gl.convert_layout(sums, mma_layout(sums.shape[1], WARPS))
         return sums, multiplied
 
     @gluon.jit
