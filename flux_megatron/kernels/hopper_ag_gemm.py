@@ -42,7 +42,7 @@ from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
@@ -191,7 +191,7 @@ def ag_gemm(
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(y, tile.block_m // warp_groups(tile), SLICE_COLUMNS),
             bias if bias is not None else x, *scales_or(x, scaling), x, local_rows,
-            empty(x, sums, dtype=torch.float32) if sums else x, pad, status,
+            partial_sums(x, sums), pad, status,
             partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, comm_rows, *sizes), (split.ctas,),

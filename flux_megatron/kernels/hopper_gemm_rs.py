@@ -47,7 +47,7 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
 
@@ -281,7 +281,7 @@ def gemm_rs(
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(y, *block),
             *scales_or(x, scaling),
-            empty(x, sums, dtype=torch.float32) if sums else x,
+            partial_sums(x, sums),
             received_pointers, pad_pointers,
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
             pad, status, counters, partial_counters, work_words,

@@ -14,7 +14,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +45,18 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
     if (recording := this_thread.recording) is not None:
         recording.take(made)
     return made
+
+
+@cache
+def _no_sums(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def partial_sums(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory for so many fp32 sums of a call; of the same dtype where there are none, because a
+    launcher's code is for the dtypes of its first call.
+    """
+    return empty(like, count, dtype=torch.float32) if count else _no_sums(like.device)
 
 
 @contextmanager
