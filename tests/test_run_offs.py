@@ -12,6 +12,8 @@ from flux_megatron.tuning import tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race
 
+RUN_OFF_ROUNDS = tuner.RUN_OFF * tuner.ROUNDS
+
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
 
 
@@ -73,9 +75,7 @@ def test_plans_that_are_as_fast_rarely_win_a_run_off():
         fastest = tuner._fastest(times)
         if fastest != tuner.settle(times, PLAIN)[0]:
             run_off += 1
-            won += (
-                tuner.settle(race_of([PLAIN, fastest], tuner.RUN_OFF_ROUNDS), PLAIN)[0] == fastest
-            )
+            won += tuner.settle(race_of([PLAIN, fastest], RUN_OFF_ROUNDS), PLAIN)[0] == fastest
     assert run_off > 1000
     assert won / run_off < 2 * tuner.CHANCE
 
@@ -95,7 +95,7 @@ class NoisyClock:
     def __call__(
         self, candidates, *, group, device, rounds, warmup=3, beside=False
     ) -> Race:  # fmt: skip
-        fast = self._later if rounds == tuner.RUN_OFF_ROUNDS else 96.0
+        fast = self._later if rounds == RUN_OFF_ROUNDS else 96.0
         times: dict[str, list[float]] = {}
         for text in candidates:
             shift = 2 * (text == tuner.AGAIN)
@@ -119,14 +119,14 @@ def noisy(rank: int, later: float, seconds: float) -> tuple[Entry, list[tuple[in
 
 def test_two_plans_that_noise_cannot_tell_apart_run_off():
     for entry, races in on_device(noisy, 2, 96.0, 1e9):
-        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
+        assert races == [(4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)]
         assert (entry.plan.strategy, entry.rounds) == ("fused", tuner.ROUNDS)
         assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
 
 
 def test_a_run_off_may_be_lost_and_takes_time():
     for entry, races in on_device(noisy, 2, 110.0, 1e9):
-        assert races == [(4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)]
+        assert races == [(4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)]
         assert entry.plan.strategy == "sequential"
     for entry, races in on_device(noisy, 2, 96.0, 3.0):
         assert races == [(4, tuner.FEWEST_ROUNDS)]
@@ -150,7 +150,7 @@ def noisy_on_one(rank: int, noisy_rank: int) -> tuple[Entry, list]:
 
 
 def test_the_leader_says_whether_there_is_a_run_off_and_who_wins():
-    race, run_off = (4, tuner.ROUNDS), (3, tuner.RUN_OFF_ROUNDS)
+    race, run_off = (4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)
     for noisy_rank, races, winner in [
         (0, [race, run_off], "fused"), (1, [race], "sequential")
     ]:  # fmt: skip

@@ -191,7 +191,7 @@ def ag_gemm(
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(y, tile.block_m // warp_groups(tile), SLICE_COLUMNS),
             bias if bias is not None else x, *scales_or(x, scaling), x, local_rows,
-            partial_sums(x, sums), pad, status,
+            partial_sums(x, sums, partial_counters), pad, status,
             partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, comm_rows, *sizes), (split.ctas,),

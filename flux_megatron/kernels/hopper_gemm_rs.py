@@ -281,7 +281,7 @@ def gemm_rs(
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(y, *block),
             *scales_or(x, scaling),
-            partial_sums(x, sums),
+            partial_sums(x, sums, partial_counters),
             received_pointers, pad_pointers,
             gathering and gathering.pointers, gathering and gathering.pad_pointers,
             pad, status, counters, partial_counters, work_words,

@@ -14,7 +14,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,16 +47,13 @@ def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> 
     return made
 
 
-@cache
-def _no_sums(device: torch.device) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.float32, device=device)
-
-
-def partial_sums(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Memory for so many fp32 sums of a call; of the same dtype where there are none, because a
-    launcher's code is for the dtypes of its first call.
+def partial_sums(like: torch.Tensor, count: int, counters: torch.Tensor) -> torch.Tensor:
+    """New memory for so many float32, or for none any address of such: another type would be
+    another kernel.
     """
-    return empty(like, count, dtype=torch.float32) if count else _no_sums(like.device)
+    if not count:
+        return counters.view(torch.float32)
+    return empty(like, count, dtype=torch.float32)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from flux_megatron.tuning.plan_cache import PlanCache
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
 
-RACE_SECONDS = 0.5  # of one range
+ROUNDS = 5  # of a race
 COMPILERS = 4  # threads of a rank
 
 _spent_s = 0.0  # in races, in this process
@@ -133,6 +133,8 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     with lasting():  # what is compiled and measured belongs to no caller
         _compile([(one, plan) for one in plans for plan in plans[one]], space)
         for one in plans:
+            if not tuner.leaders(space.group, _left_s() > 0):
+                break
             if entry := _measured(one, plans[one], space):
                 table.points[one.M] = entry.plan
 
@@ -160,13 +162,11 @@ def _left_s() -> float:
 def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | None:
     global _spent_s
     started = time.monotonic()
-    entry = tuner.measure(
-        problem, plans, space.group, space.device, seconds=min(RACE_SECONDS, _left_s())
-    )
+    entry = tuner.measure(problem, plans, space.group, space.device, rounds=ROUNDS)
     _spent_s += time.monotonic() - started
     if entry is None:
         return None
-    if space.group.rank() == 0 and entry.untried == 0:
+    if space.group.rank() == 0:
         keep(entry, settings.get().cache, space.device)
     if dist.get_rank() == 0:
         print(f"flux_megatron: {_described(entry, time.monotonic() - started)}", file=sys.stderr)
@@ -176,8 +176,7 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
 def _described(entry: Entry, seconds: float) -> str:
     medians = {one.plan: one.median_us for one in entry.measured}
     plain = medians[Plan("sequential")]
-    untried = f", {entry.untried} not tried for lack of time" if entry.untried else ""
     return (
         f"measured {entry.problem}: {entry.plan.strategy} {medians[entry.plan]:.0f} us, "
-        f"sequential {plain:.0f} us ({len(medians)} plans in {seconds:.1f} s{untried})"
+        f"sequential {plain:.0f} us ({len(medians)} plans in {seconds:.1f} s)"
     )

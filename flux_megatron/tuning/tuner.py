@@ -28,7 +28,7 @@ from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial
 
-ROUNDS, FEWEST_ROUNDS, RUN_OFF_ROUNDS = 12, 4, 48
+ROUNDS, FEWEST_ROUNDS, RUN_OFF = 12, 4, 4  # of a run-off so many times the rounds
 AGAIN = "sequential again"  # its second turn in every round
 CHANCE = 0.01  # of a plan that is just as fast to be taken for faster
 
@@ -48,9 +48,9 @@ def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
 
 def measure(
     problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, *,
-    seconds: float = math.inf, watch: Watch = lambda plan: None,
+    seconds: float = math.inf, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
 ) -> Entry | None:  # fmt: skip
-    """Time the plans, of which the first is `sequential`; the same entry on every rank.
+    """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
     After `seconds` on the leader's clock no further plan is tried, and fewer rounds are run. None
     if there is no memory for the operands, or `sequential` itself fails. `watch` is told each plan
@@ -58,25 +58,25 @@ def measure(
     """
     entry = None
     with suppress(NoRoom):  # on all ranks alike
-        entry = _measure(problem, plans, group, device, seconds, watch)
+        entry = _measure(problem, plans, group, device, seconds, rounds, watch)
     return entry
 
 
 def _measure(
     problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device,
-    seconds: float, watch: Watch,
+    seconds: float, most_rounds: int, watch: Watch,
 ) -> Entry | None:  # fmt: skip
     started = time.monotonic()
     trial = _trial(problem, group, device)
     if trial is None:
         return None
     with closing(trial):  # its symmetric memory is the run's
-        return _raced(trial, plans, group, device, seconds, started, watch)
+        return _raced(trial, plans, group, device, seconds, started, most_rounds, watch)
 
 
 def _raced(
     trial: Trial, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, seconds: float,
-    started: float, watch: Watch,
+    started: float, most_rounds: int, watch: Watch,
 ) -> Entry | None:  # fmt: skip
     problem = trial.problem
     tried: dict[Plan, float] = {}
@@ -100,7 +100,7 @@ def _raced(
             left /= STRETCH
         return int(leaders(group, _rounds(left, times_us, most)))
 
-    rounds = rounds_in_time(ROUNDS, tried.values())
+    rounds = rounds_in_time(most_rounds, tried.values())
     times_us = _final(trial, [*tried], failed, group, device, rounds)
     if not times_us:
         return None
@@ -108,7 +108,7 @@ def _raced(
     fastest, won = leaders(group, (_fastest(times_us), settled[0]))
     if fastest != won:
         pair = [plans[0], fastest]
-        more = rounds_in_time(RUN_OFF_ROUNDS, [tried[plan] for plan in pair])
+        more = rounds_in_time(RUN_OFF * most_rounds, [tried[plan] for plan in pair])
         again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
         settled = settle(again, plans[0]) if again else settled
     entry = _entry(problem, device, plans, failed, times_us, rounds, settled)

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from flux_megatron import ops, settings
 from flux_megatron.overlap import registry
-from flux_megatron.perf import hardware
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import workspace
-from flux_megatron.tuning import environment, tuner
+from flux_megatron.tuning import tuner
 from flux_megatron.tuning.timing import race
 
 CASES = (
@@ -85,9 +84,7 @@ class Layer:
     def plans(self, device: torch.device) -> list[Plan]:
         unavailable = workspace(self.group, device).unavailable
         names, _ = registry.overlapping(self.problem, "auto", unavailable)
-        where = environment.of(device)
-        facts = hardware.find(where.gpu, where.link)
-        return tuner.candidates(self.problem, names, facts)
+        return tuner.candidates(self.problem, names)
 
 
 def measure(run: Run, case: str, rounds: int, beside: bool) -> bool:
