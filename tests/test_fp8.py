@@ -114,6 +114,17 @@ def test_all_values_of_fp8_are_multiplied():
     on_device(close_calls, 2)
 
 
+def every_result(rank: int) -> None:
+    for pattern, plan, out_dtype in itertools.product(PATTERNS, PLANS, OUT):
+        layer = Layer(pattern, (16, 16, 16), E4M3, out_dtype, 2)
+        assert_exact(layer.call(plan), layer.expected()[rank], f"{pattern} {plan} {out_dtype}")
+
+
+def test_one_shape_has_results_of_every_dtype():
+    """What is kept for a shape, such as a launch, is not that of another result."""
+    on_device(every_result, 2)
+
+
 def gathered_bytes(rank: int) -> None:
     layer = Layer("ag_gemm", (16, 16, 16), E5M2, torch.bfloat16, 2)
     for plan in PLANS:
@@ -189,6 +200,8 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
 
 
 def all_are_bad(rank: int) -> None:
+    for pattern in PATTERNS:  # the shapes of most bad calls: what was checked is known by now
+        Layer(pattern, (16 if pattern == "ag_gemm" else 8, 16, 32), E4M3, OUT[0], 2).call(None)
     for name, (bad, words) in bad_calls().items():
         with pytest.raises(ValueError, match=r"given|cannot run") as caught:
             bad()
