@@ -6,9 +6,10 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
+from flux_megatron.overlap.operands import refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.overlap.transfer import GATHER, SCATTER
@@ -25,7 +27,9 @@ from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
+S = TypeVar("S")
 LAYOUTS = ("nt", "nn")
+SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
 PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of calls
 
 
@@ -53,9 +57,11 @@ class Kinds(dict[int, Steady]):
 
 
 @dataclass(frozen=True)
-class Decision:
-    problem: Problem
-    strategy: registry.Strategy
+class Choice(Generic[S]):
+    """What runs a kind of call, and why it does not overlap, if it was meant to."""
+
+    operation: str
+    strategy: S
     plan: Plan
     workspace: Workspace
     fallback: str | None
@@ -69,16 +75,17 @@ class Decision:
     def report_fallback(self) -> None:
         """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
         if self.fallback is not None:
-            note_fallback(self._pattern, self.fallback)
+            note_fallback(self.operation, self.fallback)
 
     def count(self) -> None:
         """Behind a call: it has been enqueued."""
         if self.fallback is None:
-            note_call(self._pattern, self.plan.strategy)
+            note_call(self.operation, self.plan.strategy)
 
-    @cached_property
-    def _pattern(self) -> str:
-        return str(self.problem.pattern)
+
+@dataclass(frozen=True)
+class Decision(Choice[registry.Strategy]):
+    problem: Problem
 
     @cached_property
     def steady(self) -> Kinds:
@@ -133,8 +140,7 @@ def _decide(
         pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings, scaling and scaling[2:],
     )  # fmt: skip
     if key not in space.decisions:
-        decision = _new_decision(pattern, x, w, space.world_size, layout, plan, space, scaling)
-        space.decisions[key] = decision
+        space.decisions[key] = _new_decision(pattern, x, w, layout, plan, space, scaling)
     return space.decisions[key]
 
 
@@ -142,6 +148,15 @@ def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
     """Raise `ValueError`, and report the reason to the other ranks."""
     workspace(group, device).agreement.refuse(error)
     raise ValueError(error)
+
+
+def refuse_wrappers(operation: str, group: ProcessGroup, **operands: Tensor) -> None:
+    """Refuse tensors that stand for others."""
+    for name, tensor in operands.items():
+        try:
+            refuse_wrapper(name, tensor)
+        except ValueError as error:  # noqa: PERF203, the tensor has the group's device
+            refuse(f"{operation}: {error}", group, tensor.device)
 
 
 def guard(group: ProcessGroup, device: torch.device) -> Guard:
@@ -152,13 +167,13 @@ def guard(group: ProcessGroup, device: torch.device) -> Guard:
 
 
 def _new_decision(
-    pattern: Pattern, x: Tensor, w: Tensor, world_size: int, layout: str, plan: Plan | None,
-    space: Workspace, scaling: Scaling | None,
+    pattern: Pattern, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace,
+    scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
     N_local = w.shape[0] if layout == "nt" else w.shape[1]
     dtype = str(x.dtype).removeprefix("torch.")
     problem = Problem.of_operands(
-        pattern, x.shape[0], N_local, x.shape[1], dtype, world_size, layout, x.device.type,
+        pattern, x.shape[0], N_local, x.shape[1], dtype, space.world_size, layout, x.device.type,
         beside=settings.get().beside == "1",
         out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
         split_accumulator=scaling is not None and scaling.split_accumulator,
@@ -171,7 +186,37 @@ def _new_decision(
         plan, fallback = choice.choose(problem, table, space)
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
-    return Decision(problem, strategy, plan, space, fallback, description)
+    return Decision(str(pattern), strategy, plan, space, fallback, description, problem)
+
+
+def operands_error(
+    x: Tensor, w: Tensor, w_dims: int, layout: str, plan: Plan | None, strategies: Collection[str],
+    space: Workspace, scaling: Scaling | None = None,
+) -> str | None:  # fmt: skip
+    """The error in what all operations have, with the given and the expected value, or None: a plan
+    for one of `strategies`, x [rows, K], and w [N, K], or [K, N] for "nn", one or one an expert.
+    """
+    if layout not in LAYOUTS:
+        return f"layout {layout!r} given, one of {LAYOUTS} expected"
+    if plan is not None and plan.strategy not in strategies:
+        return f"strategy {plan.strategy!r} given, one of {[*strategies]} expected"
+    if x.dim() != 2 or w.dim() != w_dims:
+        wrong = f"{SHAPES[w_dims]} expected"
+    elif error := fp8.error(x, w, scaling, layout):
+        return error
+    elif scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
+        wrong = "one floating-point dtype expected"
+    elif w.device != x.device:
+        wrong = "one device expected"
+    elif x.device != space.device:
+        return f"x {_described(x)} given, {space.device} expected, where the group's first call was"
+    elif x.shape[1] != w.shape[-1 if layout == "nt" else -2]:
+        wrong = f"equal K expected for layout {layout!r}"
+    elif 0 in w.shape:
+        wrong = "no empty dimension expected"
+    else:
+        return None
+    return f"x {_described(x)} and w {_described(w)} given, {wrong}"
 
 
 def _error(
@@ -179,33 +224,15 @@ def _error(
     layout: str, plan: Plan | None, scaling: Scaling | None,
 ) -> str | None:  # fmt: skip
     """The error in this rank's arguments, with the given and the expected value, or None."""
-    world_size = space.group.size()
-    if layout not in LAYOUTS:
-        return f"layout {layout!r} given, one of {LAYOUTS} expected"
-    if plan is not None and plan.strategy not in registry.STRATEGIES[pattern]:
-        return (
-            f"strategy {plan.strategy!r} given, one of {[*registry.STRATEGIES[pattern]]} expected"
-        )
-    if x.dim() != 2 or w.dim() != 2:
-        return f"x {_described(x)} and w {_described(w)} given, two matrices expected"
-    if error := fp8.error(x, w, scaling, layout):
+    if error := operands_error(x, w, 2, layout, plan, registry.STRATEGIES[pattern], space, scaling):
         return error
-    if scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
-        return f"x {_described(x)} and w {_described(w)} given, one floating-point dtype expected"
-    if w.device != x.device:
-        return f"x {_described(x)} and w {_described(w)} given, one device expected"
-    if x.device != space.device:
-        return f"x {_described(x)} given, {space.device} expected, where the group's first call was"
-    inner, outer = (w.shape[1], w.shape[0]) if layout == "nt" else (w.shape[0], w.shape[1])
-    if inner != x.shape[1]:
-        return (
-            f"x {_described(x)} and w {_described(w)} given, equal K expected for layout {layout!r}"
-        )
-    if 0 in (*x.shape, *w.shape):
-        return f"x {_described(x)} and w {_described(w)} given, no empty dimension expected"
-    if pattern.spec.scatters and x.shape[0] % world_size:
-        return f"x {_described(x)} given, rows divisible by the group's {world_size} ranks expected"
+    if not len(x):
+        return f"x {_described(x)} given, no empty dimension expected"
+    if pattern.spec.scatters and len(x) % space.world_size:
+        ranks = f"the group's {space.world_size} ranks"
+        return f"x {_described(x)} given, rows divisible by {ranks} expected"
     dtype = fp8.result_dtype(x, scaling)
+    outer = w.shape[0 if layout == "nt" else 1]
     if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
         return f"bias {_described(bias)} given, [{outer}] {dtype} expected"
     if bias is not None and bias.device != x.device:

@@ -17,7 +17,7 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse
+from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse, refuse_wrappers
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
@@ -45,7 +45,10 @@ __all__ = [
     "note_fallback",
     "note_layers",
     "phase",
+    "plan_of",
+    "plan_text",
     "refuse",
+    "refuse_wrappers",
     "run_ag_gemm",
     "run_gemm_ar",
     "run_gemm_rs",
@@ -95,7 +98,7 @@ def all_gather_gemm(
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
         return _run_ag_gemm(x, w, bias, group, layout, plan, None, scaling)
-    R, text = group.size(), _text(plan)
+    R, text = group.size(), plan_text(plan)
     return _all_gather_gemm(x, w, bias, name_of(group), R, layout, text, *scaled)
 
 
@@ -123,7 +126,7 @@ def gemm_reduce_scatter(
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
     if _eager(x, w):
         return _run_gemm_rs(x, w, group, layout, plan, _scaling(*scaled))
-    R, text = group.size(), _text(plan)
+    R, text = group.size(), plan_text(plan)
     return _gemm_reduce_scatter(x, w, name_of(group), R, layout, text, *scaled)
 
 
@@ -146,7 +149,7 @@ def gemm_all_reduce(
     x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
-    return _gemm_all_reduce(x, w, name_of(group), layout, _text(plan))
+    return _gemm_all_reduce(x, w, name_of(group), layout, plan_text(plan))
 
 
 def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
@@ -240,7 +243,7 @@ def _all_gather_gemm(
     out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_ag_gemm(x, w, bias, group_named(group), layout, _plan(plan), None, scaling)
+    return _run_ag_gemm(x, w, bias, group_named(group), layout, plan_of(plan), None, scaling)
 
 
 @_all_gather_gemm.register_fake
@@ -256,7 +259,7 @@ def _gemm_reduce_scatter(
     out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_gemm_rs(x, w, group_named(group), layout, _plan(plan), scaling)
+    return _run_gemm_rs(x, w, group_named(group), layout, plan_of(plan), scaling)
 
 
 @_gemm_reduce_scatter.register_fake
@@ -271,7 +274,7 @@ def _made_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
 def _gemm_all_reduce(x: Tensor, w: Tensor, group: str, layout: str, plan: str) -> Tensor:
-    return run_gemm_ar(x, w, group_named(group), layout=layout, plan=_plan(plan))
+    return run_gemm_ar(x, w, group_named(group), layout=layout, plan=plan_of(plan))
 
 
 @_gemm_all_reduce.register_fake
@@ -308,17 +311,17 @@ def _local_gradients(ctx, dy: Tensor):
 _gemv_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
 
 
-def _text(plan: Plan | None) -> str:
+def plan_text(plan: Plan | None) -> str:
     return plan.dumps() if plan else ""
 
 
 # Dynamo cannot trace the JSON encoder. This line does what `assume_constant_result` of
 # torch.compiler does, without importing Dynamo: 2 of the 7 s that a rank's imports take.
-_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+plan_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
-def _plan(text: str) -> Plan | None:
+def plan_of(text: str) -> Plan | None:
     return Plan.loads(text) if text else None
 
 

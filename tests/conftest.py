@@ -71,7 +71,7 @@ WHOLE = {
     "test_slurm_faults": ("slurm/", "launch/"),
     "test_faults": ("faults/", "symm/", "lab/train/"),
     "test_train_runs": ("lab/train/", "symm/"),
-    "test_in_small": ("gpu/", "lab/bench/"),
+    "test_in_small": ("lab/measure/", "lab/bench/"),
     "test_differential": ("differential/",),
 }
 # the files that have changed and the mutants that are new, one a line; unset: nobody asked, so

@@ -24,7 +24,7 @@ from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, Region, rounded
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import SHAPES, workspace
 
 
 def test_the_entry_that_was_used_longest_ago_goes():
@@ -233,5 +233,5 @@ def many_rows(rank: int, count: int) -> dict[str, int]:
 
 
 def test_what_is_kept_does_not_grow_with_the_number_of_shapes():
-    for kept in on_device(many_rows, 2, 600):
-        assert {*kept.values()} == {recent.LIMIT}, kept
+    for kept in on_device(many_rows, 2, SHAPES):
+        assert {*kept.values()} == {SHAPES}, kept

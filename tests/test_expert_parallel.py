@@ -295,7 +295,7 @@ def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        decision = call._choose("a2a_gemm", x, w, "nt", None, mock.Mock())
+        decision = call._choose("a2a_gemm", x, w, "nt", None, mock.Mock(), "a call")
     assert (decision.plan.strategy, decision.fallback) == ("fused", None)
     whys = ["flux_megatron: a2a_gemm runs the portable kernels: K 12 is odd"]
     assert [str(one.message) for one in said] == whys * on_hopper

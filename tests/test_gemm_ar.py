@@ -15,9 +15,9 @@ from flux_megatron import ops, reference
 from flux_megatron.kernels import launch
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.perf.hardware import H200
+from flux_megatron.lab.perf.operator_cost import exposed_us, predict_us
 from flux_megatron.patterns import Pattern
-from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.operator_cost import exposed_us, predict_us
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import tuner

@@ -56,10 +56,9 @@ TABLE = {
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
-    "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "config_files errors option_values problem perf version versions.python "
+        "config_files errors option_values problem version versions.python "
         "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
@@ -78,21 +77,22 @@ TABLE = {
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
-        "errors patterns problem settings perf symm kernels.sizes kernels.split_k overlap wgrad",
+        "errors patterns problem settings symm kernels.sizes kernels.split_k overlap wgrad",
         "torch",
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem scaling settings perf symm.groups symm.workspace overlap.registry"
+        "errors problem scaling settings symm.groups symm.workspace overlap.operands"
+        " overlap.registry"
         " overlap.report overlap.steady overlap.transfer"
         " tuning.choice tuning.environment",
         "torch",
     ),
-    # for rows that are counted on the device: what `dispatch` and `overlap` do for the others
-    "expert_parallel": room(
-        "errors problem settings symm kernels overlap tuning versions", "torch"
-    ),
     "ops": room("errors problem scaling overlap dispatch symm.groups", "torch"),
+    # for rows that are counted on the device: what `ops` and `overlap` do for the others
+    "expert_parallel": room(
+        "errors problem settings dispatch symm kernels overlap tuning versions ops", "torch"
+    ),
     # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
     "embedding": room("errors settings symm kernels overlap ops", "torch"),
     # what users build kernels of their own from: names for `kernels` and `overlap.transfer`
@@ -105,6 +105,12 @@ TABLE = {
         "versions",
         "torch megatron",
         lazily="fused_weight_gradient_mlp_cuda",
+    ),
+    # measures ahead of a run, on ranks that it starts; the names of Megatron's options
+    "tune_command": room(
+        "command_errors errors machine option_values patterns problem settings expert_parallel "
+        "launch.parser_signature overlap.registry symm.workspace tuning",
+        "torch typer rich",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
 }
@@ -123,10 +129,14 @@ LABORATORY = {
         "torch megatron pydantic rich typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
-    "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
-    # beside other libraries; plans for the models of `train`
-    "lab.bench": Room(BELOW | {"lab.train"}, ANY),
+    "lab.results": room(
+        "errors launch option_values lab.perf", "scipy typer", lazily="matplotlib rich"
+    ),
+    "lab.perf": room("errors launch.memory launch.stages launch.workload patterns problem"),
+    "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
+    # beside other libraries
+    "lab.bench": Room(BELOW, ANY),
+    "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {
@@ -144,7 +154,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
+        frozenset({"config_files", "version", "errors", "option_values", "problem"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
@@ -153,7 +163,7 @@ AT_IMPORT = {
     "cli": Room(
         BASE
         | {"command_errors", "command_group", "doctor", "launch.commands", "option_values"}
-        | {"patching", "versions"},
+        | {"patching", "tune_command.commands", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }
@@ -276,7 +286,7 @@ BAD = {
     "the package itself, from above": ("lab/train/loop.py", "import flux_megatron"),
     "measuring from a strategy": ("overlap/fused.py", "from flux_megatron.tuning import timing"),
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
-    "torch in perf": ("perf/cost.py", "import torch.distributed"),
+    "torch in perf": ("lab/perf/cost.py", "import torch.distributed"),
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
     "megatron when launch loads": (
         "launch/sbatch.py",
@@ -342,7 +352,7 @@ def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
     for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "lab/train/loop", "lab/bench/suite", "perf/cost",
+                 "integration/layers", "lab/train/loop", "lab/bench/suite", "lab/perf/cost",
                  "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

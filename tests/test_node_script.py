@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import runpy
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +41,9 @@ def commands(run: str, folder: Path) -> list[list[str]]:
 def known(words: list[str]) -> set[str]:
     """The options of the program that `words` begin with."""
     if words[0].endswith(".py"):
-        return options_of(words[0])
+        return options_of(runpy.run_path(str(ROOT / words[0]), run_name="not main"))
+    if words[0].startswith("flux_megatron.lab.measure."):
+        return options_of(vars(import_module(words[0])))
     assert words[0] == "flux_megatron", words
     if words[1] == "doctor":
         return options_in(parser())
@@ -54,8 +59,8 @@ def options_in(parser: argparse.ArgumentParser) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def options_of(script: str) -> set[str]:
-    names = runpy.run_path(str(ROOT / script), run_name="not main")
+def options_of(names: dict[str, Any]) -> set[str]:
+    """Of a script, by what it defines."""
     if "argparse" in names:
         return options_in(names["parser"]())
     main, found = names["main"], set()
@@ -69,7 +74,7 @@ def options_of(script: str) -> set[str]:
 
 def program(words: list[str]) -> list[str]:
     """Without the launcher: from the script or the package on."""
-    return words[next(i for i, w in enumerate(words) if w == "flux_megatron" or w[-3:] == ".py") :]
+    return words[next(i for i, w in enumerate(words) if re.match(r"flux_megatron|.*\.py$", w)) :]
 
 
 @pytest.mark.parametrize("run", RUNS)

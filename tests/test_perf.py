@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron.perf.hardware import A100, GPUS, H100, H200, find
-from flux_megatron.perf.operator_cost import (
+from flux_megatron.lab.perf.hardware import A100, GPUS, H100, H200, find
+from flux_megatron.lab.perf.operator_cost import (
     collective_us,
     exposed_us,
     gemm_us,

@@ -23,7 +23,7 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         folder = tmp_path / file.stem / "h200"
         folder.mkdir(parents=True)
         (folder / file.name).write_bytes(file.read_bytes())
-        entries, left_out = plan_cache.read_folder(folder)
+        entries, left_out = plan_cache.read_folder(plan_entry.Entry, folder)
         assert left_out == []
         alone, beside = entries
         assert (alone.problem.beside, beside.problem.beside) == (False, True)
@@ -31,7 +31,7 @@ def test_every_format_has_a_file_that_is_still_read(tmp_path):
         assert len(alone.measured) == len(beside.measured) == 7
         assert alone.environment.sources == "format 1: 4a91cd5128db6a1c"
         plan_cache.write_file(folder / file.name, entries)
-        assert plan_cache.read_folder(folder) == (entries, [])
+        assert plan_cache.read_folder(plan_entry.Entry, folder) == (entries, [])
 
 
 @pytest.mark.parametrize(("written_in", "name"), [(1, "cut_shards"), (3, "split_k_shards")])
@@ -50,7 +50,7 @@ def test_plans_with_what_is_gone_give_way_to_the_fastest_of_the_others(tmp_path,
 
 def test_a_file_of_the_present_format_is_what_is_written():
     """Else the format has changed: then raise `FORMAT`, and keep a file of the one before."""
-    entries, _ = plan_cache.read_folder(FORMATS)
+    entries, _ = plan_cache.read_folder(plan_entry.Entry, FORMATS)
     (text,) = (file.read_text() for file in FORMATS.glob(f"*_{plan_entry.FORMAT}.json"))
     for entry in entries[-2:]:
         assert entry.dumps() in text

@@ -30,6 +30,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_NVTX": "1",
         "FLUX_MEGATRON_NATIVE": "0",
         "FLUX_MEGATRON_ALLOW": "sft  train_step",
+        "FLUX_MEGATRON_ENABLE": "1",
     }
     assert environment.keys() == {
         f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
@@ -37,7 +38,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, native=False, allow=("sft", "train_step"),
+        nvtx=True, native=False, allow=("sft", "train_step"), enable=True,
     )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def test_lists_and_functions_do_what_the_strategy_does(space, biased):
 )
 def test_every_kind_of_call_of_a_recordable_strategy_may_be_listed(space, strategy, listed):
     problem = Problem(COLUMN, 512, 512, 512, "bfloat16", 2)
-    decision = Decision(problem, strategy, Plan("hopper"), space, None, "a call")
+    decision = Decision("gemm", strategy, Plan("hopper"), space, None, "a call", problem)
     for _ in range(2):  # the first call of a kind is never listed
         kinds = [decision.steady[kind] for kind in range(6)]
     assert [bool(kind._attempts) for kind in kinds] == listed

@@ -76,6 +76,7 @@ def test_the_wheel_has_what_the_commands_read(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert sorted(names) == sorted(set(names))
+    assert not [name for name in names if name.startswith("flux_megatron/lab/")]
     for folder in ("configs", "patches"):
         files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
         assert {f"flux_megatron/{file.relative_to(ROOT)}" for file in files} <= {*names}
@@ -104,8 +105,8 @@ def test_the_core_alone_has_doctor(core, tmp_path):
     assert ran(tmp_path, core / "flux-megatron", "--version") == f"{__version__}\n"
     assert "torch" in ran(tmp_path, core / "flux-megatron", "doctor", "--gpus", "0", code=1)
     assert "doctor" in ran(tmp_path, core / "python", "-m", "flux_megatron", "--help")
-    line = "flux-megatron train: typer is not installed: pip install 'flux-megatron[train]'\n"
-    assert ran(tmp_path, core / "flux-megatron", "train", "--help", code=2) == line
+    line = "flux-megatron tune: typer is not installed: pip install 'flux-megatron[launch]'\n"
+    assert ran(tmp_path, core / "flux-megatron", "tune", "--help", code=2) == line
 
 
 @pytest.mark.parametrize("asked", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted"])
@@ -123,13 +124,14 @@ def test_the_core_alone_computes_on_the_cpu(core, tmp_path, asked):
     ("words", "text"),
     [
         ("--help", "Tensor-parallel layers for Megatron"),
-        ("train --help", "Pretrain a GPT"),
         ("launch cpu/tiny --dry-run", "torch.distributed.run"),
-        ("simulate node/small_h200", "small_h200"),
+        ("tune --device cpu --hidden 16 --ffn 16 --heads 2 --M 16", "6 plans kept"),
     ],
 )
 def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
-    assert text in ran(tmp_path, core / "flux-megatron", *words.split(), path=extra)
+    cache = str(tmp_path / "cache")
+    command = [core / "flux-megatron", *words.split()]
+    assert text in ran(tmp_path, *command, path=extra, FLUX_MEGATRON_CACHE=cache)
 
 
 def test_strategies_are_named_outside_a_checkout(core, extra, tmp_path):
@@ -137,11 +139,10 @@ def test_strategies_are_named_outside_a_checkout(core, extra, tmp_path):
     assert "ag_gemm" in ran(tmp_path, *command, path=extra)
 
 
-def test_train_names_all_that_it_lacks(core, extra, tmp_path):
-    line = "flux-megatron train: megatron.core, psutil not installed: pip install "
-    line += "'flux-megatron[train]'\n"
-    command = [core / "flux-megatron", "train", "--config", "demo"]
-    assert ran(tmp_path, *command, path=extra, code=2) == line
+def test_the_laboratory_needs_a_checkout(core, extra, tmp_path):
+    line = "flux-megatron train: flux_megatron.lab, which has this command, is not installed: in a "
+    line += "checkout of flux_megatron, pip install -e '.[train]'\n"
+    assert ran(tmp_path, core / "flux-megatron", "train", "--help", path=extra, code=2) == line
 
 
 def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):

@@ -58,7 +58,7 @@ def test_an_operation_has_its_help(folder):
     assert "gemm_reduce_scatter(" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "launch", "doctor", "patch"])
+@pytest.mark.parametrize("command", ["run", "launch", "doctor", "patch", "tune"])
 def test_commands_of_the_product_work(folder, command):
     done = ran(folder, "-m", "flux_megatron", command, "--help")
     assert done.returncode == 0, done.stderr
@@ -69,14 +69,14 @@ def test_help_lists_what_is_installed(folder):
     done = ran(folder, "-m", "flux_megatron", "--help")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
-    assert {"run", "launch", "doctor", "patch"} <= {*words}
+    assert {"run", "launch", "doctor", "patch", "tune"} <= {*words}
     assert not {*lab_commands.PLACES} & {*words}
 
 
-@pytest.mark.parametrize("command", ["train", "bench"])
+@pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("bench", "lab")])
 @pytest.mark.parametrize("typer", [True, False], ids=["", "no typer"])
 def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
-    folder, tmp_path, command, typer
+    folder, tmp_path, command, extra, typer
 ):
     if not typer:
         error = "raise ModuleNotFoundError('No module named typer', name='typer')"
@@ -85,7 +85,7 @@ def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"flux-megatron {command}: flux_megatron.lab, which has this command, is not installed: "
-        f"in a checkout of flux_megatron, pip install -e '.[{command}]'\n"
+        f"in a checkout of flux_megatron, pip install -e '.[{extra}]'\n"
     )
 
 

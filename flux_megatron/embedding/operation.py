@@ -19,8 +19,8 @@ from flux_megatron import errors, settings
 from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
-from flux_megatron.ops import group_named, refuse
-from flux_megatron.overlap.operands import memory, refuse_wrapper
+from flux_megatron.ops import group_named, refuse, refuse_wrappers
+from flux_megatron.overlap.operands import memory
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
 from flux_megatron.symm.groups import name_of
@@ -61,11 +61,7 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     Without it shapes alone are checked, and an index outside its table adds nothing under "fused".
     """
     name = name_of(group)
-    try:
-        for what, given in (("weight", weight), ("indices", indices), ("offsets", offsets)):
-            refuse_wrapper(what, given)
-    except ValueError as error:
-        refuse(f"{NAME}: {error}", group, weight.device)
+    refuse_wrappers(NAME, group, weight=weight, indices=indices, offsets=offsets)
     if tables is None:
         tables = [weight.shape[0]] * group.size()
     return _embedding_all_to_all(

@@ -6,15 +6,14 @@ Ranks hold E experts each. A rank has rows for experts of all ranks, sorted by (
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.ops import group_named, plan_of, plan_text, refuse_wrappers
 from flux_megatron.overlap.operands import memory
 from flux_megatron.problem import Plan
 from flux_megatron.symm.groups import name_of
@@ -42,10 +41,10 @@ def a2a_gemm(
     check on GPUs, because only the device knows. `ValueError`, `ProblemMismatch` and
     `SignalTimeout` as for `all_gather_gemm`. Differentiable in x and w.
     """
-    call.refuse_wrappers("a2a_gemm", group, x=x, w=w, counts=counts)
+    refuse_wrappers("a2a_gemm", group, x=x, w=w, counts=counts)
     keep = torch.is_grad_enabled() and w.requires_grad
     y, received, _ = _a2a_gemm(
-        x, w, counts, capacity, name_of(group), layout, _words(plan), keep, reverse
+        x, w, counts, capacity, name_of(group), layout, plan_text(plan), keep, reverse
     )
     return y, received
 
@@ -68,8 +67,8 @@ def gemm_a2a(
 
     `reverse` and errors as for `a2a_gemm`. Differentiable in x and w.
     """
-    call.refuse_wrappers("gemm_a2a", group, x=x, w=w, counts=counts)
-    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, _words(plan), reverse)
+    refuse_wrappers("gemm_a2a", group, x=x, w=w, counts=counts)
+    return _gemm_a2a(x, w, counts, tokens, name_of(group), layout, plan_text(plan), reverse)
 
 
 @torch.library.custom_op("flux_megatron::a2a_gemm", mutates_args=())
@@ -79,13 +78,13 @@ def _a2a_gemm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x, w = memory("x", x), memory("w", w, contiguous=False)
     decision = call.decide(
-        "a2a_gemm", x, w, counts, _group(group), len(x), capacity, layout, _plan(plan)
+        "a2a_gemm", x, w, counts, group_named(group), len(x), capacity, layout, plan_of(plan)
     )
     decision.report_fallback()
-    with decision.space.guard():
+    with decision.workspace.guard():
         made = decision.strategy.a2a_gemm(
             x, ExpertWeights(w, reverse), counts, capacity, layout, keep, decision.plan,
-            decision.space,
+            decision.workspace,
         )  # fmt: skip
     decision.count()
     return made
@@ -104,12 +103,12 @@ def _gemm_a2a(
 ) -> Tensor:  # fmt: skip
     x, w = memory("x", x), memory("w", w, contiguous=False)
     decision = call.decide(
-        "gemm_a2a", x, w, counts, _group(group), tokens, len(x), layout, _plan(plan)
+        "gemm_a2a", x, w, counts, group_named(group), tokens, len(x), layout, plan_of(plan)
     )
     decision.report_fallback()
-    with decision.space.guard():
+    with decision.workspace.guard():
         y = decision.strategy.gemm_a2a(
-            x, ExpertWeights(w, reverse), counts, tokens, layout, decision.plan, decision.space
+            x, ExpertWeights(w, reverse), counts, tokens, layout, decision.plan, decision.workspace
         )
     decision.count()
     return y
@@ -179,20 +178,3 @@ def _gemm_a2a_backward(ctx, dy: Tensor):
 
 _a2a_gemm.register_autograd(_a2a_gemm_backward, setup_context=_save_a2a_gemm)
 _gemm_a2a.register_autograd(_gemm_a2a_backward, setup_context=_save_gemm_a2a)
-
-
-def _group(name: str) -> ProcessGroup:
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
-
-
-def _words(plan: Plan | None) -> str:
-    return plan.dumps() if plan else ""
-
-
-# the JSON encoder is nothing that Dynamo can trace: see `flux_megatron.ops`
-_words._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=1024)
-def _plan(text: str) -> Plan | None:
-    return Plan.loads(text) if text else None

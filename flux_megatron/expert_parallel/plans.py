@@ -1,17 +1,13 @@
-"""Measured plans of experts: one file a problem, in the user's cache and in that of what we ship.
+"""Measured plans of experts: entries of `tuning.plan_cache`, in a folder of their own.
 
-They are kept as `tuning.plan_cache` keeps those of linear layers, and count for exactly their
-problem and environment. A `Problem` has no experts and no capacity, so these have a type and a
-folder of their own. Nothing is estimated: without an entry the first strategy that can run is
-taken.
+They count for exactly their problem and environment. Nothing is estimated: without an entry the
+first strategy that can run is taken.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,11 +17,12 @@ from flux_megatron import settings
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import environment, plan_cache
+from flux_megatron.tuning.choice import user_folder
 from flux_megatron.tuning.environment import Environment
-from flux_megatron.tuning.plan_entry import Failed, Measured, decode
+from flux_megatron.tuning.plan_cache import Entries
+from flux_megatron.tuning.plan_entry import AnyEntry
 
 ROOM = "expert_parallel"
-FOLDER = "experts"  # of a GPU's folder, whose own files are of linear layers
 
 
 @dataclass(frozen=True)
@@ -54,26 +51,15 @@ class ExpertProblem:
 
 
 @dataclass(frozen=True)
-class ExpertEntry:
-    """The best plan of a problem in an environment: as `tuning.plan_entry.Entry`."""
+class ExpertEntry(AnyEntry):
+    """That of experts. Older ones do not say that no plan was `untried`."""
+
+    FOLDER = "experts"
+    _SIZES = "{0.capacity}x{0.experts}x{0.N}x{0.K}_{0.layout}_{0.dtype}_ep{0.world_size}"
+    FILE = "{0.operation}_" + _SIZES
 
     problem: ExpertProblem
-    environment: Environment
-    plan: Plan
-    measured: tuple[Measured, ...]
-    failed: tuple[Failed, ...]
-    noise_us: float
-    rounds: int
-    date: str
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: str) -> ExpertEntry:
-        """`ValueError` says what is not an entry of this version."""
-        entry: ExpertEntry = decode(ExpertEntry, json.loads(text), "entry", [])
-        return entry
+    untried: int = field(default=0, kw_only=True)
 
 
 def here(device: torch.device, plan: Plan) -> Environment:
@@ -83,24 +69,14 @@ def here(device: torch.device, plan: Plan) -> Environment:
 
 def kept(problem: ExpertProblem, device: torch.device) -> ExpertEntry | None:
     """The entry of exactly this problem, measured in this environment."""
-    entries = _read(settings.get().cache, device)
-    return next(
-        (e for e in entries if e.problem == problem and e.environment == here(device, e.plan)), None
-    )
+    return _opened(settings.get().cache, device).find(problem)
 
 
 def keep(entry: ExpertEntry, device: torch.device) -> Path:
     """Use the entry from now on, here and in later runs. `OSError` where it cannot be written."""
     folder = settings.get().cache
-    _read(folder, device).insert(0, entry)
-    p, where = entry.problem, replace(entry.environment, sources="")
-    key = json.dumps([asdict(p), asdict(where)])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    sizes = f"{p.capacity}x{p.experts}x{p.N}x{p.K}_{p.layout}_{p.dtype}_ep{p.world_size}"
-    folder = folder / "plans" / plan_cache.slug(where.gpu) / FOLDER
-    file = folder / f"{p.operation}_{sizes}_{digest}.json"
-    plan_cache.write_file(file, [entry])
-    return file
+    _opened(folder, device).entries.insert(0, entry)
+    return plan_cache.store(user_folder(folder), entry)
 
 
 def agreed(problem: ExpertProblem, space: Workspace) -> Plan | None:
@@ -111,22 +87,13 @@ def agreed(problem: ExpertProblem, space: Workspace) -> Plan | None:
 
 
 @lru_cache(maxsize=8)
-def _read(folder: Path, device: torch.device) -> list[ExpertEntry]:
+def _opened(folder: Path, device: torch.device) -> Entries[ExpertEntry]:
     """The user's entries, then those we ship; what cannot be read is left out with a warning."""
-    slug = plan_cache.slug(environment.of(device).gpu)
-    files = [
-        file
-        for root in (folder / "plans", plan_cache.shipped())
-        for file in sorted((root / slug / FOLDER).glob("*.json"))
-    ]
-    return [entry for file in files for entry in _read_file(file)]
-
-
-def _read_file(file: Path) -> list[ExpertEntry]:
-    try:
-        entries = json.loads(file.read_text())["entries"]
-        return [ExpertEntry.loads(json.dumps(entry)) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"flux_megatron: measured plans of experts are left out: {file}: {error!r}"
+    found = Entries(
+        ExpertEntry, [user_folder(folder), plan_cache.shipped()],
+        lambda strategy: environment.of(device, strategy, ROOM),
+    )  # fmt: skip
+    for reason in found.left_out:
+        text = f"flux_megatron: measured plans of experts are left out, or read in part: {reason}"
         warnings.warn(text, stacklevel=2)
-        return []
+    return found

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timezone
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import tuner
-from flux_megatron.tuning.plan_entry import Failed, Measured
+from flux_megatron.tuning.plan_entry import Failed
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import TOLERANCE
 
@@ -119,7 +117,8 @@ def measure(
     expected = trial.call(PLAIN)()
     running: list[Plan] = []
     failed: list[Failed] = []
-    for plan in trial.candidates():
+    candidates = trial.candidates()
+    for plan in candidates:
         tried = race(
             {"": trial.verified(plan, expected)}, group=group, device=device, rounds=1, warmup=1
         )
@@ -135,12 +134,9 @@ def measure(
         return None
     failed += [Failed(Plan.loads(text), why) for text, why in found.failures.items()]
     winner, noise_us = tuner.settle(found.times_us, PLAIN)
-    times = {text: median(us) for text, us in found.times_us.items() if text != tuner.AGAIN}
-    measured = [Measured(Plan.loads(text), us) for text, us in times.items()]
-    entry = ExpertEntry(
-        problem, plans.here(device, winner), winner,
-        tuple(sorted(measured, key=lambda one: one.median_us)), tuple(failed), noise_us, rounds,
-        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    entry = tuner.entry_of(
+        ExpertEntry, problem, plans.here(device, winner), candidates, failed, found.times_us,
+        rounds, (winner, noise_us),
     )  # fmt: skip
     return ExpertEntry.loads(tuner.leaders(group, entry.dumps()))
 

@@ -16,6 +16,7 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
 from flux_megatron.integration import (
+    autoload,
     beside,
     checkpoint_arguments,
     experts,
@@ -77,6 +78,7 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
     local one. `spec` is the module that `--spec` names.
     """
+    autoload.disarm()
     warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
     os.environ.update(options.environment())
     settings.reload()
@@ -95,7 +97,7 @@ def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) 
     _output_layer.close()
     if not options.layers or "head" in options.layers:
         _output_layer.enter_context(use_flux_output_layer())
-    _log_at_exit()
+    log_at_exit()
 
 
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
@@ -149,7 +151,7 @@ def _log_once(about: str, text: str) -> None:
 
 
 @functools.cache
-def _log_at_exit() -> None:
+def log_at_exit() -> None:
     atexit.register(_log_calls)
 
 

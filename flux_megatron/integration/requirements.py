@@ -76,7 +76,7 @@ def check(args: Any, known: Mapping[str, Argument] | None = None, parsed: Any = 
     if refused:
         raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {r}" for r in refused))
     if waived:
-        _log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
+        log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
 
 
 def refusals(args: Any, known: Mapping[str, Argument], parsed: Any = None) -> list[Refusal]:
@@ -201,6 +201,6 @@ def _of_modelopt(args: Any) -> Iterator[Refusal]:
 
 
 @functools.cache
-def _log_once(text: str) -> None:
+def log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)

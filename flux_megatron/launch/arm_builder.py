@@ -11,7 +11,7 @@ from flux_megatron.launch import rules, schema
 from flux_megatron.launch.errors import ErrorDetail
 from flux_megatron.launch.inheritance import Value, covers
 from flux_megatron.launch.schema import Head
-from flux_megatron.perf.workload import Arm, Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 NAMES = ("model.name", "cluster.name")  # need no source
 # Where a file leaves these out there is nothing to explain.

@@ -18,7 +18,7 @@ from flux_megatron.launch import (
 )
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.site import Site
-from flux_megatron.perf.workload import Arm, Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 PREFLIGHT_S = 300  # after which a node that is silent is unfit
 

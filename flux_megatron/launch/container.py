@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 # of Slurm, which command.sh needs: `enroot start` clears the environment, pyxis keeps it
 PASSED = (

@@ -19,7 +19,7 @@ from flux_megatron.launch.arm_builder import ArmBuilder
 from flux_megatron.launch.errors import ErrorDetail, ExperimentError
 from flux_megatron.launch.inheritance import Merged, Source, Value, covers
 from flux_megatron.launch.schema import Program
-from flux_megatron.perf.workload import Arm, Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 STUDY_PROGRAM = "dlrm"  # of a study, which `flux-megatron simulate` reads
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.perf.workload import Model, Parallel, Training, Workload
+from flux_megatron.launch.workload import Model, Parallel, Training, Workload
 
 POSITION = {"learned": "learned_absolute", "rope": "rope"}
 DTYPE = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}

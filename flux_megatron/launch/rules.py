@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flux_megatron.launch import parser_signature
 from flux_megatron.launch.schema import Head
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 Rule = tuple[str, str]  # dotted key, what is wrong
 
@@ -30,7 +30,7 @@ def broken(workload: Workload, head: Head) -> list[Rule]:
 
 def too_large(workload: Workload) -> list[Rule]:
     """Whether the arm, which breaks no rule, needs more memory than its GPUs have."""
-    from flux_megatron.perf import memory
+    from flux_megatron.launch import memory
 
     needed = memory.estimate(workload)
     if needed.fits(workload.cluster):

@@ -11,7 +11,7 @@ from pathlib import Path
 from flux_megatron.launch.command_line import PREFLIGHT_S, Command, render
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.site import Site
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit

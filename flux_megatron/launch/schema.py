@@ -1,4 +1,4 @@
-"""From values to `perf.workload`: keys and types, with the nearest name for a typo."""
+"""From values to `launch.workload`: keys and types, with the nearest name for a typo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from flux_megatron.config_files import nested
 from flux_megatron.launch.errors import ErrorDetail
 from flux_megatron.launch.inheritance import Value, covers
-from flux_megatron.perf.workload import (
+from flux_megatron.launch.workload import (
     Arm,
     Cluster,
     Health,

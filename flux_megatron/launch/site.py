@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flux_megatron import config_files
 from flux_megatron.launch.container import Container
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 Options = dict[str, str | int | None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flux_megatron.launch.megatron_arguments import POSITION
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 LAYERS = {"megatron": "stock", "flux": "flux"}
 

@@ -35,6 +35,7 @@ from flux_megatron.versions.torch import TORCH
 from flux_megatron.versions.triton import TRITON
 
 _log = logging.getLogger(__name__)
+SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all layers of a model
 
 
 def capturing(device: torch.device) -> bool:
@@ -58,8 +59,8 @@ class Workspace:
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
         self.tables: dict[Hashable, Any] = {}  # of plans, by layer kind, that all ranks share
-        self.decisions: Recent[Hashable, Any] = Recent()  # by what all ranks have alike
-        self.checked: Recent[Hashable, Any] = Recent()  # by all that a rank checks of its call
+        self.decisions: Recent[Hashable, Any] = Recent(SHAPES)  # by what all ranks have alike
+        self.checked: Recent[Hashable, Any] = Recent(SHAPES)  # by all that a rank checks of a call
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid

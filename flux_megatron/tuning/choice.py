@@ -11,7 +11,6 @@ import json
 import sys
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from triton import AsyncCompileMode
 
 from flux_megatron import settings
+from flux_megatron.kernels.triton_launch import compiling_together
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.lasting import lasting
@@ -32,7 +31,6 @@ from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
 
 ROUNDS = 5  # of a race
-COMPILERS = 4  # threads of a rank
 
 _spent_s = 0.0  # in races, in this process
 
@@ -144,7 +142,7 @@ def _compile(plans: list[tuple[Problem, Plan]], space: Workspace) -> None:
     machine, as Triton keeps them.
     """
     started, mine = time.monotonic(), plans[space.group.rank() :: space.world_size]
-    with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with compiling_together():
         for problem, plan in mine:
             module = registry.strategy(problem, plan.strategy)
             if compile_plan := getattr(module, "compile_plan", None):

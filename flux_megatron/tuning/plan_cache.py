@@ -16,36 +16,45 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic
 
 from flux_megatron.problem import Problem
 from flux_megatron.tuning.environment import PACKAGE, Environment
-from flux_megatron.tuning.plan_entry import FORMAT, Entry, read_entry
+from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, Entry, read_entry
 
 
-class PlanCache:
-    """The entries of some folders, for one machine; earlier folders come first.
+class Entries(Generic[E]):
+    """The entries of a kind in some folders, for one machine; earlier folders come first.
 
     `where` is the environment of this process for calls of a strategy.
     """
 
-    def __init__(self, folders: Iterable[Path], where: Callable[[str], Environment]) -> None:
+    def __init__(
+        self, kind: type[E], folders: Iterable[Path], where: Callable[[str], Environment]
+    ) -> None:
         self.where = where
         self.environment = where("sequential")
-        self.entries: list[Entry] = []
+        self.entries: list[E] = []
         self.left_out: list[str] = []
         for folder in folders:
-            entries, left_out = read_folder(folder / slug(self.environment.gpu))
+            entries, left_out = read_folder(kind, folder / slug(self.environment.gpu) / kind.FOLDER)
             self.entries += entries
             self.left_out += left_out
 
-    def find(self, problem: Problem) -> Entry | None:
+    def find(self, problem: object) -> E | None:
         """The entry whose problem and environment are equal in every field."""
         return next((e for e in self.entries if e.problem == problem and self.is_here(e)), None)
 
-    def is_here(self, entry: Entry) -> bool:
+    def is_here(self, entry: E) -> bool:
         """Whether it was measured in this environment, with what its plan would run today."""
         return entry.environment == self.where(entry.plan.strategy)
+
+
+class PlanCache(Entries[Entry]):
+    """The entries of linear layers."""
+
+    def __init__(self, folders: Iterable[Path], where: Callable[[str], Environment]) -> None:
+        super().__init__(Entry, folders, where)
 
     def of_kind(self, kind: Problem, here: bool) -> list[Entry]:
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
@@ -75,18 +84,18 @@ def shipped() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs" / "tuned"
 
 
-def read_folder(folder: Path) -> tuple[list[Entry], list[str]]:
+def read_folder(kind: type[E], folder: Path) -> tuple[list[E], list[str]]:
     """All entries of the folder's JSON files, and what was left out or ignored."""
-    entries: list[Entry] = []
+    entries: list[E] = []
     left_out: list[str] = []
     for file in sorted(folder.glob("*.json")):
-        found, reasons = read_file(file)
+        found, reasons = read_file(kind, file)
         entries += found
         left_out += [f"{file}{reason}" for reason in reasons]
     return entries, left_out
 
 
-def read_file(file: Path) -> tuple[list[Entry], list[str]]:
+def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
     """Its entries, and what of it was left out or ignored."""
     try:
         content = json.loads(file.read_text())
@@ -101,12 +110,12 @@ def read_file(file: Path) -> tuple[list[Entry], list[str]]:
         return [], [": left out, a format and a list of entries expected"]
     if written_in > FORMAT:
         return [], [f": left out, format {written_in}; this version reads 1 to {FORMAT}"]
-    entries: list[Entry] = []
+    entries: list[E] = []
     left_out: list[str] = []
     notes: dict[str, None] = {}  # once a file
     for number, raw in enumerate(content["entries"]):
         try:
-            entry, ignored = read_entry(raw, written_in)
+            entry, ignored = read_entry(kind, raw, written_in)
         except ValueError as error:  # noqa: PERF203, the others of the file may be good
             left_out.append(f", entry {number}: left out, {error}")
         else:
@@ -115,13 +124,7 @@ def read_file(file: Path) -> tuple[list[Entry], list[str]]:
     return entries, [*left_out, *notes]
 
 
-class Dumped(Protocol):
-    """An entry, of whatever kind."""
-
-    def dumps(self) -> str: ...
-
-
-def write_file(file: Path, entries: Iterable[Dumped]) -> None:
+def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
     """Replace `file` by the entries, one a line; readers see the old file or the new one."""
     lines = ",\n".join(entry.dumps() for entry in entries)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +136,13 @@ def write_file(file: Path, entries: Iterable[Dumped]) -> None:
     os.replace(partial.name, file)
 
 
-def store(folder: Path, entry: Entry) -> Path:
+def store(folder: Path, entry: AnyEntry) -> Path:
     """Write the entry to the file of its key in the user's cache. The sources are no part of the
     file's name: they depend on the plan, and what is measured again takes the place of what was.
     """
-    p, where = entry.problem, replace(entry.environment, sources="")
-    key = json.dumps([dataclasses.asdict(p), dataclasses.asdict(where)])
+    name, where = entry.FILE.format(entry.problem), replace(entry.environment, sources="")
+    key = json.dumps([dataclasses.asdict(entry.problem), dataclasses.asdict(where)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    name = f"{p.pattern}_{p.M}x{p.N}x{p.K}_{p.layout}_{p.dtype}_tp{p.world_size}_{digest}.json"
-    file = folder / slug(where.gpu) / name
+    file = folder / slug(where.gpu) / entry.FOLDER / f"{name}_{digest}.json"
     write_file(file, [entry])
     return file

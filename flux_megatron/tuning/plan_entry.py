@@ -14,13 +14,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.environment import Environment
 
 FORMAT = 4
+E = TypeVar("E", bound="AnyEntry")
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,20 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AnyEntry:
     """The best plan of a problem in an environment, and how it was found.
+
+    `FOLDER`, in that of a GPU, has its files; `FILE` is how they are called after the problem.
 
     `environment.sources` is the digest of what calls of the best plan's strategy run. `untried`
     counts the plans for which there was no time. `noise_us` is how much `sequential` differs from
     itself between two calls of one round.
     """
 
-    problem: Problem
+    FOLDER: ClassVar[str] = ""
+    FILE: ClassVar[str]
+
+    problem: Any
     environment: Environment
     plan: Plan
     measured: tuple[Measured, ...]
@@ -58,16 +64,25 @@ class Entry:
         """The entry as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
-    @staticmethod
-    def loads(text: str) -> Entry:
+    @classmethod
+    def loads(cls: type[E], text: str) -> E:
         """`ValueError` says what is not an entry of this version."""
-        entry, notes = read_entry(json.loads(text), FORMAT)
+        entry, notes = read_entry(cls, json.loads(text), FORMAT)
         if notes:
             raise ValueError("; ".join(notes))
         return entry
 
 
-def read_entry(raw: Any, written_in: int) -> tuple[Entry, list[str]]:
+@dataclass(frozen=True)
+class Entry(AnyEntry):
+    """That of linear layers."""
+
+    FILE = "{0.pattern}_{0.M}x{0.N}x{0.K}_{0.layout}_{0.dtype}_tp{0.world_size}"
+
+    problem: Problem
+
+
+def read_entry(kind: type[E], raw: Any, written_in: int) -> tuple[E, list[str]]:
     """An entry of a file of the format `written_in`, and what of it was ignored or left out.
 
     `ValueError` says why nothing of it can be used.
@@ -78,7 +93,7 @@ def read_entry(raw: Any, written_in: int) -> tuple[Entry, list[str]]:
         raw = migrate(raw)
     notes: list[str] = []
     raw = _readable_plans(raw, notes)
-    entry: Entry = decode(Entry, raw, "entry", notes)
+    entry: E = decode(kind, raw, "entry", notes)
     return entry, [*dict.fromkeys(notes)]
 
 
@@ -206,7 +221,8 @@ def _decode_fields(kind: Any, raw: dict[str, Any], where: str, notes: list[str])
     if missing := needed - raw.keys():
         raise ValueError(f"{where}: fields {sorted(missing)} expected")
     for name in sorted(raw.keys() - hints.keys()):
-        told = kind in (Entry, Measured, Failed)  # more about a measurement, nothing else to run
+        # more about a measurement is nothing else to run
+        told = issubclass(kind, (AnyEntry, Measured, Failed))
         if raw[name] and not told:
             raise _MoreAsked(f"{where}.{name} = {raw[name]!r}, which this version does not know")
         notes.append(f"field {where}.{name} is ignored: this version does not know it")

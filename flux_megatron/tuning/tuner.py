@@ -24,7 +24,7 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
-from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
+from flux_megatron.tuning.plan_entry import E, Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial
 
@@ -111,7 +111,8 @@ def _raced(
         more = rounds_in_time(RUN_OFF * most_rounds, [tried[plan] for plan in pair])
         again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
         settled = settle(again, plans[0]) if again else settled
-    entry = _entry(problem, device, plans, failed, times_us, rounds, settled)
+    where = environment.of(device, settled[0].strategy)
+    entry = entry_of(Entry, problem, where, plans, failed, times_us, rounds, settled)
     return Entry.loads(leaders(group, entry.dumps()))
 
 
@@ -195,10 +196,11 @@ def _rounds(seconds: float, times_us: Iterable[float], most: int) -> int:
     return int(max(FEWEST_ROUNDS, min(most, seconds / one)))
 
 
-def _entry(
-    problem: Problem, device: torch.device, plans: Sequence[Plan], failed: Sequence[Failed],
-    times_us: Mapping[str, Sequence[float]], rounds: int, settled: tuple[Plan, float],
-) -> Entry:  # fmt: skip
+def entry_of(
+    kind: type[E], problem: object, where: environment.Environment, plans: Sequence[Plan],
+    failed: Sequence[Failed], times_us: Mapping[str, Sequence[float]], rounds: int,
+    settled: tuple[Plan, float],
+) -> E:  # fmt: skip
     winner, noise_us = settled
     lost = [one.plan for one in failed]
     measured = [
@@ -206,9 +208,9 @@ def _entry(
         for plan in plans
         if plan.dumps() in times_us and plan not in lost
     ]
-    return Entry(
+    return kind(
         problem=problem,
-        environment=environment.of(device, winner.strategy),
+        environment=where,
         plan=winner,
         measured=tuple(sorted(measured, key=lambda one: one.median_us)),
         failed=tuple(failed),

@@ -10,11 +10,12 @@ import comparison
 import drawing
 import pytest
 import server
+import te_launches
 import torch
 import training_space
 import trial
 
-from flux_megatron.launch.parser_signature import check, releases
+from flux_megatron.launch.parser_signature import check, recorded, releases
 
 NUMBERS = range(40)
 
@@ -203,3 +204,11 @@ def test_ranks_are_forked_and_ended(what, codes, hung, tmp_path, monkeypatch):
     assert (end.codes, end.hung, end.good) == (codes, hung, codes == [0, 0])
     assert (tmp_path / "1.said").read_text() == "1 2\n"
     assert (tmp_path / "0.log").read_text() == "a word\n"
+
+
+def test_megatron_knows_the_options_of_every_launch():
+    known = {*recorded()["core_v0.16.1"], "--flux-overlap", "--flux-layers"}
+    for case in te_launches.CASES:
+        for arm in te_launches.ARMS:
+            words = te_launches.arguments(case, arm)
+            assert {word for word in words if word.startswith("--")} <= known

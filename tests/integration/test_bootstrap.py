@@ -62,7 +62,7 @@ def _restored(monkeypatch):
     for owner, name in SUBSTITUTED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(install, "_log_at_exit", lambda: None)
+    monkeypatch.setattr(install, "log_at_exit", lambda: None)
     install._logged.clear()
     yield
     withdraw_wgrad_kernels()

@@ -40,7 +40,7 @@ def check(*options: str, script=lambda parser: parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    requirements._log_once.cache_clear()
+    requirements.log_once.cache_clear()
     monkeypatch.delenv("FLUX_MEGATRON_ALLOW", raising=False)
 
 

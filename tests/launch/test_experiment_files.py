@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch import arm_builder, inheritance, rules
+from flux_megatron.launch import arm_builder, inheritance, memory, rules
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import load, names, parse_override
-from flux_megatron.perf import memory
 
 ROOT = Path(__file__).parents[2]
 CPU = str(ROOT / "configs/experiments/cpu/tiny.yaml")

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
+from flux_megatron.lab.perf import accuracy, published_runs
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.experiment import load, names
-from flux_megatron.perf import accuracy, published_runs
 
 ROWS = Path(__file__).parents[2] / "docs/results/h200x2/iterations.jsonl"
 

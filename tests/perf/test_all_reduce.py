@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flux_megatron.lab.perf import operator_cost
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.hardware import H200
 from flux_megatron.patterns import Pattern
-from flux_megatron.perf import operator_cost
-from flux_megatron.perf.all_reduce import all_reduce_us
-from flux_megatron.perf.hardware import H200
 from flux_megatron.problem import Plan, Problem
 
 

@@ -15,12 +15,12 @@ pytest.importorskip("pydantic", reason="needs the extra `launch`")
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.lab.perf import dlrm_step
+from flux_megatron.lab.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
+from flux_megatron.lab.perf.scale_out import Network, all_reduce_us, all_to_all_us
 from flux_megatron.lab.simulate import dlrm_tables, study
 from flux_megatron.launch import experiment
 from flux_megatron.launch.errors import ExperimentError
-from flux_megatron.perf import dlrm_step
-from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
-from flux_megatron.perf.scale_out import Network, all_reduce_us, all_to_all_us
 
 ROOT = Path(__file__).parents[2]
 NAME = "study/dlrm-128-nodes"

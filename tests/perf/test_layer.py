@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron.perf import layer, userbuffers
-from flux_megatron.perf.all_reduce import all_reduce_us
-from flux_megatron.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
-from flux_megatron.perf.workload import Cluster, Link, Model, Parallel, Training, Workload
+from flux_megatron.lab.perf import layer, userbuffers
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
+from flux_megatron.launch.workload import Cluster, Link, Model, Parallel, Training, Workload
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200x4"
 MODELS = {
@@ -156,7 +156,7 @@ def test_the_head_is_ours_in_our_arm_alone_and_grows_with_the_vocabulary():
     assert ours.forward_us < stock.forward_us
     assert ours.backward_us < stock.backward_us
     assert layer.head(workload("te")) == stock
-    assert layer.padded_vocab(workload()) == 51200  # of 50257, for 8 ranks
+    assert workload().padded_vocab == 51200  # of 50257, for 8 ranks
     small = workload()
     small = replace(small, model=replace(small.model, vocab=25000))
     assert layer.head(workload()).forward_us > 1.5 * layer.head(small).forward_us

@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.launch import megatron_arguments
+from flux_megatron.lab.perf import flops, layer, moe_layer, network, step
+from flux_megatron.lab.perf.expert_cost import part_us
+from flux_megatron.lab.perf.hardware import in_training
+from flux_megatron.launch import megatron_arguments, memory, stages
 from flux_megatron.launch.errors import ExperimentError, LaunchError
 from flux_megatron.launch.experiment import load
-from flux_megatron.perf import flops, layer, memory, moe_layer, network, stages, step
-from flux_megatron.perf.expert_cost import part_us
-from flux_megatron.perf.hardware import in_training
-from flux_megatron.perf.workload import Moe, Parallel
+from flux_megatron.launch.workload import Moe, Parallel
 
 STUDY = "study/mixtral-8x7b_h200"
 STOCK, OURS = (load(STUDY).arms[arm] for arm in ("megatron", "flux"))
@@ -53,7 +53,7 @@ def test_pieces_of_both_arms():
 
 
 def _moe(**changes):
-    return replace(STOCK, model=replace(STOCK.model, moe=replace(moe_layer.of(STOCK), **changes)))
+    return replace(STOCK, model=replace(STOCK.model, moe=replace(STOCK.moe, **changes)))
 
 
 def test_busy_experts_take_longer():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flux_megatron.perf.hardware import H100
-from flux_megatron.perf.operator_cost import gemms_us, predict_us
+from flux_megatron.lab.perf.hardware import H100
+from flux_megatron.lab.perf.operator_cost import gemms_us, predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
 
 ROWS = Path(__file__).parents[2] / "docs/results/h100x2"

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from flux_megatron.perf import flops, layer, published_runs, step
-from flux_megatron.perf.published_runs import RUNS, seconds, workload
+from flux_megatron.lab.perf import flops, layer, published_runs, step
+from flux_megatron.lab.perf.published_runs import RUNS, seconds, workload
 
 
 def errors() -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from step_costs import uniform
 
-from flux_megatron.perf.schedule import closed_form
+from flux_megatron.lab.perf.schedule import closed_form
 
 
 def test_the_bubble_is_p_minus_1_of_m():

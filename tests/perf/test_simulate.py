@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.lab.perf import flops
+from flux_megatron.lab.perf.step import Step
 from flux_megatron.lab.simulate import given, predictions, tables
-from flux_megatron.perf import flops
-from flux_megatron.perf.memory import Memory
-from flux_megatron.perf.step import Step
+from flux_megatron.launch.memory import Memory
 
 PCIE = "paper/gpt3-175b_a100-pcie"
 BLOCKED = """

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from step_costs import A100, LLAMA, WORKLOAD, with_
 
-from flux_megatron.perf import flops, layer, stages, step
-from flux_megatron.perf.layer import Piece
-from flux_megatron.perf.workload import Cluster, Link, Nics, Parallel, Workload
+from flux_megatron.lab.perf import flops, layer, step
+from flux_megatron.lab.perf.layer import Piece
+from flux_megatron.launch import stages
+from flux_megatron.launch.workload import Cluster, Link, Nics, Parallel, Workload
 
 PCIE = Cluster(
     "pcie", "A100-PCIE-80GB", nodes=16, gpus_per_node=8, numa_nodes=2, memory_gib=80.0,

@@ -13,9 +13,9 @@ import torch
 
 from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
-from flux_megatron.perf.hardware import A100, H200
-from flux_megatron.perf.signalled_kernels import HOPPER, PORTABLE, Terms, terms_of
-from flux_megatron.perf.wave_groups import COMM_SMS, Curve, WaveModel, model_of
+from flux_megatron.lab.perf.hardware import A100, H200
+from flux_megatron.lab.perf.signalled_kernels import HOPPER, PORTABLE, Terms, terms_of
+from flux_megatron.lab.perf.wave_groups import COMM_SMS, Curve, WaveModel, model_of
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "h200x2"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.perf import operator_cost
-from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.operator_cost import predict_us
+from flux_megatron.lab.perf import operator_cost
+from flux_megatron.lab.perf.hardware import H200
+from flux_megatron.lab.perf.operator_cost import predict_us
 from flux_megatron.problem import Pattern, Plan, Problem
 
 ROWS = Path(__file__).parents[2] / "docs/results/h200x2/gemv_ar.jsonl"

@@ -15,13 +15,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.lab.perf import dlrm_step
+from flux_megatron.lab.perf.dlrm import Dlrm, Gpu, Step, Study, broken
+from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
+from flux_megatron.lab.perf.scale_out import Network
 from flux_megatron.launch import experiment, inheritance, schema
 from flux_megatron.launch.errors import ErrorDetail, ExperimentError
 from flux_megatron.launch.inheritance import Value
-from flux_megatron.perf import dlrm_step
-from flux_megatron.perf.dlrm import Dlrm, Gpu, Step, Study, broken
-from flux_megatron.perf.dlrm_step import ARMS, Arm, Prediction
-from flux_megatron.perf.scale_out import Network
 
 SECTIONS = {"model": Dlrm, "gpu": Gpu, "network": Network, "step": Step}
 # What the range is of: all combinations of their values in `sweep`.

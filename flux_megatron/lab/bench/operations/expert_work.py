@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flux_megatron.dispatch import LAYOUTS
 from flux_megatron.expert_parallel import call, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.lab.bench.operations.expert_baseline import Baseline, grouped, wgrad
@@ -60,7 +61,7 @@ def plans(run: Run, x: Tensor, N: int) -> dict[str, Plan]:
     return {
         name: strategy.default_plan(x, N)
         for name, strategy in call.STRATEGIES.items()
-        if all(strategy.supports(x, N, layout, space) is None for layout in call.LAYOUTS)
+        if all(strategy.supports(x, N, layout, space) is None for layout in LAYOUTS)
     }
 
 
