@@ -39,7 +39,7 @@ def backward_of_a_plan(rank: int) -> None:
         space.decisions.clear()
         space.checked.clear()
         names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
-        choice.choose = lambda problem, space, names=names: (
+        choice.choose = lambda problem, table, space, names=names: (
             registry.strategy(problem, names[problem.pattern]).default_plan(problem), None
         )  # fmt: skip
         made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)

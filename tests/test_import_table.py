@@ -77,7 +77,7 @@ TABLE = {
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
-        "errors patterns problem settings symm kernels.sizes kernels.split_k overlap wgrad",
+        "errors patterns problem settings symm kernels.sizes kernels.triton_launch overlap wgrad",
         "torch",
         lazily="cuda triton",
     ),

@@ -44,8 +44,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     """
     kind = replace(problem, M=0)
     key = (kind, plan, settings.get())
-    if key in space.tables:
-        return space.tables[key]
+    if key in space.agreed:
+        return space.agreed[key]
     answer: dict[str, Any] = {"races": False, "points": []}
     if space.group.rank() == 0 and plan is None and settings.get().strategy == "auto":
         races = answer["races"] = _may_race(space)
@@ -56,7 +56,7 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     table = PlanTable({M: Plan.loads(text) for M, text in reversed(said["points"])})
     if not said["races"]:
         table.settled |= {*RANGES}
-    space.tables[key] = table
+    space.agreed[key] = table
     return table
 
 

@@ -236,12 +236,14 @@ def _chosen(rank: int) -> None:
     for _ in range(2):
         _step(model)
     assert flux_megatron.report().layers.ours == 2
+    flux_megatron.disable()
+    assert settings.get() == settings.read(os.environ)
+    flux_megatron.enable(layers=["fc2"])
     flux_megatron.enable(layers=["fc1"])
     assert ours(build(True)) == {"linear_fc1"}
     assert not FluxColumnParallelLinear.save_gathered
     flux_megatron.disable()
     assert flux_variables() == before
-    assert settings.get() == settings.read(os.environ)
     assert ours(with_our_norms(True)) == set()
     model = with_our_norms(True)
     flux_megatron.replace(model, layers=["qkv", "head"])

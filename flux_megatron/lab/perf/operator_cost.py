@@ -99,11 +99,6 @@ def beside_us(collective: float, gemms: Sequence[float], share: float) -> float:
     return sum(max(share * collective, collective - gemm) for gemm in gemms)
 
 
-def exposed_us(problem: Problem, plan: Plan, hardware: Hardware) -> float:
-    """How much the communication adds to the GEMMs' time under `plan`, in microseconds."""
-    return max(0.0, predict_us(problem, plan, hardware) - sum(gemms_us(problem, hardware)))
-
-
 def left_by_others(problem: Problem, hardware: Hardware) -> Hardware:
     """The GPU without the SMs that other kernels hold beside the call, for every strategy alike."""
     if not problem.beside:
