@@ -149,25 +149,20 @@ class OperandRing:
         two barriers are enough.
         """
         STAGES: gl.constexpr = self.x.shape[0]
-        LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
         awaiting = max(first, last - self.LEAD)
         if self.SCALED:
             WARPS: gl.constexpr = self.ROWS // 16
             FP8: gl.constexpr = mma_layout(sums.shape[1], WARPS, 32)
             sums = gl.convert_layout(sums, FP8)
-        if not self.SPLIT_ACCUMULATOR:
+        if self.SPLIT_ACCUMULATOR:
+            sums, multiplied = self._add_products(sums, first, last, awaiting, multiplied, number)
+        else:
             acc = warpgroup_mma_init(sums)
-        for k_tile in range(first, last):
-            if LEADS and self.GROUP == 1:
-                led = self.led.index(number & 1)
-                mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
-            if self.SPLIT_ACCUMULATOR:
-                zeros = gl.zeros(sums.shape, gl.float32, FP8)
-                sums += self.product_of_k_tile(zeros, multiplied)
-            else:
+            for k_tile in range(first, last):
+                self._follow_lead(k_tile == awaiting, number)
                 acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
-            multiplied += 1
-        if LEADS and self.GROUP == 0:
+                multiplied += 1
+        if self.GROUPS == 2 and self.LEAD > 0 and self.GROUP == 0:
             mbarrier.arrive(self.led.index(number & 1), count=1)
         if not self.SPLIT_ACCUMULATOR:
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -177,13 +172,55 @@ class OperandRing:
         return sums, multiplied
 
     @gluon.jit
-    def product_of_k_tile(self, zeros, multiplied):
-        """The product of the next k-tile alone, done, and its stage given back."""
+    def _follow_lead(self, wanted, number):
+        """Wait, if `wanted`, until the other partition has issued its tile's MMAs."""
+        if self.GROUPS == 2 and self.LEAD > 0 and self.GROUP == 1:
+            mbarrier.wait(self.led.index(number & 1), number >> 1 & 1, pred=wanted)
+
+    @gluon.jit
+    def _add_products(self, sums, first, last, awaiting, multiplied, number):
+        """`multiply` with a split accumulator: the product of each k-tile is one of its own, which
+        the registers add to the sums while tensor cores make the next. Two products take turns.
+        """
+        FP8: gl.constexpr = mma_layout(sums.shape[1], self.ROWS // 16, 32)
+        even = gl.zeros(sums.shape, gl.float32, FP8)
+        odd = gl.zeros(sums.shape, gl.float32, FP8)
+        self._follow_lead(first == awaiting, number)
+        issued = self._issue_product(even, multiplied)
+        k_tile = first + 1
+        while k_tile + 1 < last:
+            self._follow_lead(k_tile == awaiting, number)
+            other = self._issue_product(odd, multiplied + 1)
+            even, sums = self._add_product(issued, sums, multiplied, 1)
+            self._follow_lead(k_tile + 1 == awaiting, number)
+            issued = self._issue_product(even, multiplied + 2)
+            odd, sums = self._add_product(other, sums, multiplied + 1, 1)
+            multiplied += 2
+            k_tile += 2
+        if k_tile < last:
+            self._follow_lead(k_tile == awaiting, number)
+            other = self._issue_product(odd, multiplied + 1)
+            even, sums = self._add_product(issued, sums, multiplied, 1)
+            odd, sums = self._add_product(other, sums, multiplied + 1, 0)
+            multiplied += 2
+        else:
+            even, sums = self._add_product(issued, sums, multiplied, 0)
+            multiplied += 1
+        return sums, multiplied
+
+    @gluon.jit
+    def _issue_product(self, product, multiplied):
+        """The product of a k-tile, issued into the registers of one that has been added."""
         x_buf, w_buf = self._full_stage(multiplied)
-        issued = warpgroup_mma(x_buf, w_buf, warpgroup_mma_init(zeros), is_async=True)
-        product = warpgroup_mma_wait(num_outstanding=0, deps=(issued,))
+        acc = warpgroup_mma_init(product)
+        return warpgroup_mma(x_buf, w_buf, acc, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def _add_product(self, issued, sums, multiplied, OUTSTANDING: gl.constexpr):
+        """The product of a k-tile, done, its stage given back; and the sums with it."""
+        product = warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=(issued,))
         mbarrier.arrive(self.empty.index(multiplied % self.x.shape[0]), count=1)
-        return product
+        return product, sums + product
 
     @gluon.jit
     def _full_stage(self, multiplied):
