@@ -395,17 +395,16 @@ def _run_ag_gemm(
     bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
-    space = decision.workspace
-    if scaling is not None:  # never recorded: a list would take the scales' addresses for constants
-        scaled = decision.scaled_strategy
-        with space.guard():
-            result = scaled.ag_gemm(x, w, bias, layout, decision.plan, space, consume, scaling)
-        decision.count()
-        return result
+    plan, space = decision.plan, decision.workspace
     steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
-    if (y := steady.run(x, w, bias, consume)) is None:
-        with space.guard(), steady.recorded(x, w, bias) as made:
-            y = made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
+    scales = scaling[:2] if scaling else ()
+    if (y := steady.run(x, w, bias, consume, scales)) is None:
+        with space.guard(), steady.recorded(x, w, bias, scales) as made:
+            if scaling:
+                run = decision.scaled_strategy.ag_gemm
+                y = made(run(x, w, bias, layout, plan, space, consume, scaling))
+            else:
+                y = made(decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume))
     decision.count()
     return y
 
@@ -429,18 +428,15 @@ def _run_gemm_rs(
         return _product(x, w, layout)
     decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
-    space = decision.workspace
-    if scaling is not None:  # never recorded, as above
-        scaled = decision.scaled_strategy
-        with space.guard():
-            result = scaled.start_gemm_rs(x, w, layout, decision.plan, space, scaling).finish()
-        decision.count()
-        return result
-    steady = decision.steady[PLAIN]
-    if (y := steady.run(x, w, None)) is None:
-        with space.guard(), steady.recorded(x, w, None) as made:
-            start = decision.strategy.start_gemm_rs
-            y = made(start(x, w, layout, decision.plan, space).finish())
+    plan, space, steady = decision.plan, decision.workspace, decision.steady[PLAIN]
+    scales = scaling[:2] if scaling else ()
+    if (y := steady.run(x, w, None, None, scales)) is None:
+        with space.guard(), steady.recorded(x, w, None, scales) as made:
+            if scaling:
+                scatter = decision.scaled_strategy.start_gemm_rs(x, w, layout, plan, space, scaling)
+            else:
+                scatter = decision.strategy.start_gemm_rs(x, w, layout, plan, space)
+            y = made(scatter.finish())
     decision.count()
     return y
 

@@ -178,7 +178,7 @@ def verified(run: Run, case: str, kind: Kind, layer: Layer) -> bool:
     layer.draw_integers()
     calls = layer.candidates()
     expected = calls["serial"]().clone()
-    wrong = torch.tensor([float((calls["ours"]() != expected).sum()) for _ in range(3)])
+    wrong = torch.tensor([float((calls["ours"]() != expected).sum()) for _ in range(6)])
     layer.draw_random()
     calls = layer.candidates()
     rows, exact = layer.sampled()
