@@ -101,9 +101,9 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step "
-        "versions",
-        "torch megatron",
+        "errors settings ops nn wgrad scaling expert_parallel patching.installed overlap.report "
+        "symm.step versions",
+        "torch megatron transformer_engine transformer_engine_torch",
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     # measures ahead of a run, on ranks that it starts; the names of Megatron's options
