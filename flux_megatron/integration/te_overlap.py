@@ -25,6 +25,7 @@ from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_
 
 from flux_megatron import ops
 from flux_megatron.integration import arm
+from flux_megatron.integration.selection import layer_of
 from flux_megatron.scaling import E4M3, E5M2
 
 # Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
@@ -181,24 +182,30 @@ class _Flag:
         self._name, self._layers = name, layers
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return self if module is None else self._asked(module) and _overlaps()
+        return self if module is None else self._asked(module) and _in_force()
 
     def __set__(self, module: Any, value: bool) -> None:
         module.__dict__[self._name] = value
 
     def _asked(self, module: Any) -> bool:
-        chosen = self._layers is None or module.__dict__.get("ub_name", None) in self._layers
-        return chosen and bool(module.__dict__.get(self._name))
+        named = module.__dict__
+        chosen = not self._layers or layer_of(named.get("ub_name")) in self._layers
+        return chosen and bool(named.get(self._name))
 
 
-def _overlaps() -> bool:
+def _in_force() -> bool:
+    """Not in the stock arm of a comparison, nor with recipes of several scales a tensor."""
     manager = base.FP8GlobalStateManager
-    if arm.stock_now():
-        return False
-    if not manager.is_fp8_enabled():
-        return True
+    if arm.stock_now() or not manager.is_fp8_enabled():
+        return not arm.stock_now()
     recipe = manager.get_fp8_recipe()
     return bool(recipe.delayed() or recipe.float8_current_scaling())
+
+
+def overlaps(layer: Any) -> bool:
+    """Whether this is a layer of TE's that asks for overlap and gets it from us."""
+    flags = (getattr(type(layer), name, None) for name in _FLAGS)
+    return any(isinstance(flag, _Flag) and flag._asked(layer) for flag in flags)
 
 
 def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None) -> None:

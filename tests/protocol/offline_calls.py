@@ -148,9 +148,7 @@ for _layer in ("column layer", "row layer", "column layer, evaluated", "row laye
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
 FP8_TILE = replace(hopper_config.NARROW, block_k=128)
 PLANS["hopper ag_gemm, FP8"] = Plan("hopper", tile=FP8_TILE)
-PLANS["hopper gemm_rs, FP8"] = Plan(
-    "hopper", comm_rows=512, tile=FP8_TILE, transport="copy_engine"
-)
+PLANS["hopper gemm_rs, FP8"] = Plan("hopper", comm_rows=512, tile=FP8_TILE, transport="copy_engine")
 WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm", "low_latency ag_gemm, TMA")
 
 
@@ -227,9 +225,7 @@ class Call:
         )
 
     def gemm_rs(self) -> torch.Tensor:
-        return ops.gemm_reduce_scatter(
-            self.rows, self.w, self.group, plan=self.plan, **self.scales
-        )
+        return ops.gemm_reduce_scatter(self.rows, self.w, self.group, plan=self.plan, **self.scales)
 
     def gemm_ar(self) -> torch.Tensor:
         return ops.gemm_all_reduce(self.rows, self.w, self.group, plan=self.plan)
