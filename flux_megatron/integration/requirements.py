@@ -168,7 +168,7 @@ def overlaps_nothing(args: Any) -> bool:
 
 def _of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
     """TransformerEngine's layers have FP8, and the seam for an operation that overlaps one."""
-    name = f"--fp8-format {args.fp8}"
+    name = "--fp8-format"
     if not of_te:
         yield Refusal(name, "it needs --transformer-impl transformer_engine, and it installed")
         return

@@ -107,7 +107,9 @@ def arms(
     return calls
 
 
-def measure(run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool) -> bool:
+def measure(
+    run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool
+) -> bool:
     name, hidden, ffn = case.split()
     sizes = int(hidden), int(ffn), M, RECIPES[recipe]()
     userbuffers = {}
@@ -125,13 +127,13 @@ def measure(run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool
     wrong = not max(found["ours"]) <= CLOSE
     run.say(f"{'WRONG' if wrong else 'right'} {case} M {M} {recipe}: y dx dw1 dw2 {found}")
     del results
-    result = race(calls, group=run.group, device=run.device, rounds=rounds)
+    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
     us = {one: result.median_us(one) for one in result.times_us}
     for one, time in us.items():
         E = round((us["te"] - time) / (us["te"] - us["alone"]), 3)
         run.row(
             "fp8_layers", case=name, M=M, hidden=int(hidden), ffn=int(ffn), recipe=recipe,
-            candidate=one, median_us=round(time, 1), E=E, differences=found.get(one),
+            beside=beside, candidate=one, median_us=round(time, 1), E=E, differences=found.get(one),
             times_us=[round(each, 1) for each in result.times_us[one]],
         )  # fmt: skip
         run.say(f"  {name} M {M} {recipe} {one:12} {time:.0f} us E {E} {us['te'] / time:.3f} x")
@@ -146,7 +148,7 @@ _REAL = base.initialize_ub
 def main(
     out: Path, commit: str = "", cases: str = CASES, rows: str = "8192,2048",
     recipe: str = "current,delayed", rounds: int = 10, seconds: float = 85,
-    userbuffers: bool = True,
+    userbuffers: bool = True, beside: bool = False,
 ) -> None:  # fmt: skip
     """Be one of the ranks. One case after the other, until `seconds` are over."""
     run = gpu_run.start_on("cuda", out, commit, seconds)
@@ -156,7 +158,7 @@ def main(
         for M in map(int, rows.split(",")):
             for case in cases.split(","):
                 if run.time_left():
-                    right = measure(run, case, M, name, rounds, userbuffers) and right
+                    right = measure(run, case, M, name, rounds, userbuffers, beside) and right
     gpu_run.finish(run, 0 if right else 1)
 
 

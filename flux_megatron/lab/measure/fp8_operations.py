@@ -206,7 +206,7 @@ def other_tiles(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     return {one.dumps(): partial(layer.call, one) for one in others}
 
 
-def measure(run: Run, case: str, rounds: int, tiles: bool) -> bool:
+def measure(run: Run, case: str, rounds: int, tiles: bool, beside: bool) -> bool:
     """Whether all is right; only then it is timed."""
     layer, split = Layer(run, case, Kind()), Layer(run, case, Kind(split=True))
     for one in (layer, split):
@@ -219,7 +219,7 @@ def measure(run: Run, case: str, rounds: int, tiles: bool) -> bool:
         calls["hopper_gemm_split"] = split.hopper_gemm()
     if tiles:
         calls |= other_tiles(layer)
-    result = race(calls, group=run.group, device=run.device, rounds=rounds)
+    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
     us = {name: result.median_us(name) for name in result.times_us}
     for name in us:
         kind = "_split" * name.endswith("_split")
@@ -229,7 +229,7 @@ def measure(run: Run, case: str, rounds: int, tiles: bool) -> bool:
         plan = {"ours": layer.plan, "ours_split": split.plan}.get(name)
         run.row(
             "fp8_operations", case=case, candidate=name, median_us=round(us[name], 1), E=E,
-            plan=plan.dumps() if plan else "",
+            plan=plan.dumps() if plan else "", beside=beside,
             times_us=[round(one, 1) for one in result.times_us[name]],
         )  # fmt: skip
         run.say(f"  {case:28} {name:20} {us[name]:.1f} E {E}")
@@ -247,6 +247,7 @@ def with_rows(cases: str, rows: str) -> list[str]:
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = CASES,
     rows: str = "8192,4096,2048", rounds: int = 10, seconds: float = 85, tiles: bool = False,
+    beside: bool = False,
 ) -> None:  # fmt: skip
     """Be one of the ranks. One case after the other, until `seconds` are over."""
     run = gpu_run.start_on(device, out, commit, seconds)
@@ -256,7 +257,7 @@ def main(
         if not run.time_left():
             run.say("no time for the others")
             break
-        right = measure(run, case, 1 if small else rounds, tiles and not small) and right
+        right = measure(run, case, 1 if small else rounds, tiles and not small, beside) and right
     for case, kind in [] if small else OTHERS:
         if run.time_left():
             right = verified(run, case, kind, Layer(run, case, kind)) and right
