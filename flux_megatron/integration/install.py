@@ -101,7 +101,8 @@ def install(
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
-    FluxColumnParallelLinear.beside = ("fp8", "fp8_param") if fp8 else ()  # the head's 16 bits
+    # the LM head has 16 bits beside layers of FP8
+    FluxColumnParallelLinear.beside = ("fp8", "fp8_param", "tp_comm_overlap") if fp8 else ()
     base: type = FluxTEProvider if of_te else FluxSpecProvider
     provider = provider_of(options.layers, base) if options.layers else base
     if options.experts:
