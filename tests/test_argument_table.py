@@ -33,7 +33,7 @@ def test_rows_are_in_order():
 # whoever changes a verdict changes it here too, with a test of what is right
 REFUSED = """
     batch-invariant-mode delay-wgrad-compute experimental-attention-variant external-cuda-graph
-    fake-process-group fp4-format fp4-param-gather fp8-format fp8-output-proj fp8-param-gather
+    fake-process-group fp4-format fp4-param-gather fp8-output-proj
     heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
     init-model-with-meta-device kitchen-config-file kitchen-recipe-number load-model-opt-format
     mla-down-proj-fusion retro-add-retriever symmetric-ar-type te-precision-config-file
@@ -44,8 +44,8 @@ REFUSED = """
 UNTRIED = """
     dataloader-inter-document-masking enable-mhc-connections
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
-    fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel hybrid-layer-pattern
-    hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
+    fp8-param-gather fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel
+    hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
     log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
     moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph

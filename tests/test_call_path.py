@@ -61,7 +61,7 @@ if ON_HOPPER:
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "overlap/operands", "overlap/phase", "overlap/report", "overlap/steady",
+    "overlap/operands", "overlap/phase", "overlap/report", "overlap/steady", "scaling",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from flux_megatron.kernels.hopper_config import LOW, NARROW, TILE, wide_tile
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Plan, Problem, Tile
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 # GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
@@ -31,21 +31,35 @@ def default_plan(problem: Problem) -> Plan:
     if problem.spec.gathers:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
-        return Plan("hopper", tile=LOW[0] if low else wide)
+        return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
     small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
     comm_tiles = COMM_TILES_MAX if small else 2
     return Plan(
         "hopper",
         comm_rows=cdiv(problem.M_shard, comm_tiles),
-        tile=replace(TILE, group_m=16),
+        tile=_tile_of(problem, replace(TILE, group_m=16)),
         transport="sm" if small else "copy_engine",
     )
+
+
+def _tile_of(problem: Problem, tile: Tile) -> Tile:
+    """`tile`, or what FP8 has in its place: k-tiles of as many bytes. A split accumulator has its
+    sums in registers twice, and GEMM+RS to fp32 has them in shared memory too: they take NARROW.
+    """
+    if not problem.scaled:
+        return tile
+    wide_sums = problem.spec.scatters and problem.out_dtype == "float32"
+    if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
+        tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
+    return replace(tile, block_k=2 * tile.block_k)
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
+    if problem.scaled:
+        return _of_fp8(problem, default)
     narrow = replace(default, tile=NARROW)
     if problem.spec.gathers:
         if problem.M_shard < TILE.block_m:
@@ -63,6 +77,20 @@ def candidates(problem: Problem) -> list[Plan]:
         for transport, comm_tiles in _other_pushes(problem)
         for plan in (default, narrow, wide)
     ]
+    return [*dict.fromkeys(plans)]
+
+
+def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
+    """GEMMs are half as long beside results of 16 bits: who pushes them matters more than tiles."""
+    plans = [default]
+    if problem.spec.scatters:
+        pushes = (("sm", COMM_TILES_MAX), ("copy_engine", 2), ("copy_engine", 4))
+        plans += [
+            replace(default, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
+            for transport, comm_tiles in pushes
+        ]
+    if problem.M_shard >= TILE.block_m:
+        plans += [replace(plan, tile=_tile_of(problem, NARROW)) for plan in plans]
     return [*dict.fromkeys(plans)]
 
 

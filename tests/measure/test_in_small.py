@@ -22,6 +22,7 @@ from flux_megatron.lab.measure import (
     breakdown,
     dynamic_layers,
     dynamic_rows,
+    fp8_operations,
     gpu_run,
     held_out,
     hold,
@@ -86,6 +87,32 @@ def wrong_plans(rank: int, case: str) -> bool:
 @pytest.mark.parametrize("case", held_out.SMALL.split(","))
 def test_a_wrong_plan_is_not_timed(case):
     assert run_ranks(wrong_plans, 2, case) == [False, False]
+
+
+def fp8_calls(rank: int, out: Path) -> None:
+    for case in fp8_operations.SMALL.split(","):
+        assert fp8_operations.measure(_run(out), case, 2, False)
+
+
+def test_fp8_is_verified_and_has_a_row_a_candidate(tmp_path):
+    run_ranks(fp8_calls, 2, tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    errors = [row for row in rows if row["table"] == "fp8_errors"]
+    assert [row["wrong"] for row in errors] == [False] * 4
+    named = [row["candidate"] for row in rows if row["table"] == "fp8_operations"]
+    assert named == ["gemm", "serial", "ours", "gemm_split", "serial_split", "ours_split"] * 2
+
+
+def wrong_scale(rank: int, case: str) -> bool:
+    right = fp8_operations.Layer.call
+    if rank == 1:
+        fp8_operations.Layer.call = lambda self, plan: right(self, plan) * 1.01
+    return fp8_operations.measure(_run(None), case, 1, False)
+
+
+@pytest.mark.parametrize("case", fp8_operations.SMALL.split(","))
+def test_a_wrong_scale_is_not_timed(case):
+    assert run_ranks(wrong_scale, 2, case) == [False, False]
 
 
 def new_rows(rank: int, out: Path) -> None:
