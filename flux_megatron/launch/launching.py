@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -70,10 +69,12 @@ class Prepared:
     def shown(self) -> str:
         """All of it in print."""
         whole = self.experiment
-        lines = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
+        parts = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
         for command in self.started:
-            lines += ["", *_shown(command)]
-        return "\n".join([*lines, "", "## job.sbatch", self.job])
+            texts = command.files | {"command.sh": command.script()}
+            parts.append(f"## arm {command.name}")
+            parts += [f"# {command.folder / name}\n{text}" for name, text in texts.items()]
+        return "\n".join([*parts, "## job.sbatch", self.job])
 
     def write(self) -> Path:
         """Write the run folder, and return its job.sbatch. No run is overwritten."""
@@ -135,23 +136,6 @@ def prepare(request: Request) -> Prepared:
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
     started = tuple(command for command in commands if command.arm in wanted)
     return Prepared(request, kept, options, commands, started)
-
-
-def _shown(command: Command) -> Iterator[str]:
-    yield f"## arm {command.name}"
-    yield "# environment"
-    yield from (f"{name}={shlex.quote(text)}" for name, text in command.environment.items())
-    yield "# torchrun"
-    yield command.torchrun()
-    yield "# arguments"
-    yield from command_line.option_lines(command.arguments)
-    if command.on_resume:
-        yield f"# after a requeue also: {shlex.join(command.on_resume)}"
-    else:
-        yield "# no checkpoints: after a requeue the arm starts anew (--save-interval)"
-    for name, text in command.files.items():
-        yield f"# {command.folder / name}"
-        yield text.rstrip()
 
 
 def _check_arguments(experiment: Experiment, commands: Sequence[Command]) -> None:

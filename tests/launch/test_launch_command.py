@@ -63,7 +63,7 @@ def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
                   "#SBATCH --open-mode=append", "after a requeue"):  # fmt: skip
         assert shown in done.stdout
     if name == GPT:
-        assert "\n--tensor-model-parallel-size 8\n" in done.stdout
+        assert "\n    --tensor-model-parallel-size 8\n" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
