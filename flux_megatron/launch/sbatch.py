@@ -33,8 +33,7 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
         arms=[command.name for command in commands],
         mode=mode,
         progress=first.progress,
-        srun=[_option(*one, quote=False) for one in site.srun.items()],
-        containers={command.arm: _container(command) for command in commands},
+        reached={command.arm: _reached(command) for command in commands},
         preflight=site.preflight and not cpu,
         why_no_preflight="no GPUs" if cpu else "as the site says",
         preflight_s=PREFLIGHT_S,
@@ -67,25 +66,26 @@ def _options(name: str, run: Path, commands: Sequence[Command]) -> Options:
     return options | site.sbatch
 
 
-def _option(name: str, value: str | int | None, quote: bool = True) -> str:
+def _option(name: str, value: str | int | None) -> str:
     if value is None:
         return f"--{name}"
     text = str(value)
-    if quote and not re.fullmatch(r"[\w%+,./:@=\[\]-]+", text):
+    if not re.fullmatch(r"[\w%+,./:@=\[\]-]+", text):
         text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return f"--{name}={text}"
 
 
-def _container(command: Command) -> tuple[str, str]:
+def _reached(command: Command) -> str:
     """Options of srun, and what precedes the command of a node, as words of bash."""
-    container = command.site.container
+    srun, container = command.site.srun, command.site.container
+    words = [f"--{key}" if value is None else f"--{key}={value}" for key, value in srun.items()]
     if container is None:
-        return "", ""
-    options = quoted(container.srun_options(command.arm, command.folders))
+        return quoted(words)
+    text = quoted([*words, *container.srun_options(command.arm, command.folders)])
     if name := container.name(command.arm):
         # so that doctor, preflight and ranks share one container, whose image is imported once
-        options += f' --container-name={name}-"$SLURM_JOB_ID"'
-    return options, quoted(container.prefix(command.arm, command.folders))
+        text += f' --container-name={name}-"$SLURM_JOB_ID"'
+    return f"{text} {quoted(container.prefix(command.arm, command.folders))}".strip()
 
 
 def check_options(site: Site, workload: Workload) -> None:

@@ -90,7 +90,7 @@ def test_data_and_checkout_are_mounted_and_srun_gets_the_sites_options(tmp_path)
     job = launching.prepare(request).job
     for folder in ("run", "Megatron-LM", "texts"):
         assert f"{tmp_path / folder}:{tmp_path / folder}" in job
-    assert "--network=x --quiet\n" in job
+    assert "(--network=x --quiet --container-" in job
 
 
 def test_variables_of_the_clusters_network_come_before_the_sites(tmp_path):
