@@ -24,40 +24,27 @@ PASSED = (
     "SLURM_RESTART_COUNT",
     "SLURMD_NODENAME",
 )
-_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?")
-
-
 SQUASHED = (".sqsh", ".squashfs")
 
 
-def _mount(text: str) -> str:
-    if not _MOUNT.fullmatch(text):
-        raise ValueError(
-            f"{text!r} given, /HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
-        )
-    return text
+def _like(pattern: str, expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} given, {expected}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _image(text: str) -> str:
-    """A squashfs file is looked for on the nodes, from whatever folder they start in."""
-    if not text or any(character.isspace() for character in text):
-        raise ValueError(
-            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:26.03-py3 expected"
-        )
-    if text.endswith(SQUASHED) and not text.startswith("/"):
-        raise ValueError(f"{text!r} given, an absolute path expected")
-    return text
-
-
-def _folder(text: str) -> str:
-    if not text.startswith("/"):
-        raise ValueError(f"{text!r} given, an absolute path expected")
-    return text
-
-
-Image = Annotated[str, AfterValidator(_image)]
-Mount = Annotated[str, AfterValidator(_mount)]
-Folder = Annotated[str, AfterValidator(_folder)]
+MOUNT = "/HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
+Mount = Annotated[str, _like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
+Folder = Annotated[str, _like("/.*", "an absolute path expected")]
+# A squashfs file is looked for on the nodes, from whatever folder they start in.
+Image = Annotated[
+    str,
+    _like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3 expected"),
+    _like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path expected"),
+]
 
 
 class Container(BaseModel):
@@ -97,11 +84,8 @@ class Container(BaseModel):
         """Options of srun, where pyxis takes them."""
         if self.runtime != "pyxis":
             return []
-        mounts = [_whole(mount) for mount in self._mounts(folders)]
-        options = [
-            f"--container-image={self.image_of(arm)}",
-            f"--container-mounts={','.join(mounts)}",
-        ]
+        mounts = ",".join(map(_whole, self._mounts(folders)))
+        options = [f"--container-image={self.image_of(arm)}", f"--container-mounts={mounts}"]
         return options + ([f"--container-workdir={self.workdir}"] if self.workdir else [])
 
     def prefix(self, arm: Arm, folders: Iterable[Path]) -> list[str]:

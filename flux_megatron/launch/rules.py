@@ -44,8 +44,11 @@ def too_large(workload: Workload) -> Iterator[Rule]:
 def _release(file: File, arguments: list[str]) -> Iterator[Rule]:
     """It must be one whose parser is recorded, and must know the arguments."""
     if file.megatron_lm not in (known := parser_signature.releases()):
-        rule = f"{file.megatron_lm!r} given, one of {known} expected"
-        yield "megatron_lm", f"{rule}: the arguments of no other are known"
+        rule = (
+            f"{file.megatron_lm!r} given, one of {known} expected: "
+            "the arguments of no other are known"
+        )
+        yield "megatron_lm", rule
     elif file.program == "pretrain_gpt":
         for error in parser_signature.check(arguments, file.megatron_lm):
             yield "arguments", error

@@ -75,6 +75,19 @@ def build(
             _drop(tree, *item["loc"])
 
 
+def said(error: ValidationError) -> str:
+    """All of it in one line."""
+    items = ((".".join(map(str, item["loc"])), _rule(item)) for item in error.errors())
+    return "; ".join(": ".join(filter(None, item)) for item in items)
+
+
+def _rule(item: Any) -> str:
+    text = item["msg"].replace("an object", "a mapping")  # as YAML calls it
+    if isinstance(item["input"], dict) or item["type"] in ("json_invalid", "value_error"):
+        return str(text)
+    return f"{text}, {item['input']!r} given"
+
+
 @lru_cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(with_config(STRICT)(kind))
@@ -93,11 +106,7 @@ def _error(item: Any, kind: Any, values: Mapping[str, Value], file: str) -> Erro
         section = name.partition(".")[0]
         files = {value.file for key, value in values.items() if covers(section, key)}
         return ErrorDetail(files.pop() if len(files) == 1 else file, name, "missing")
-    rule = item["msg"].replace("an object", "a mapping")  # as YAML calls it
-    if item["type"] == UNKNOWN:
-        rule = _unknown(kind, *item["loc"])
-    elif not isinstance(item["input"], dict):
-        rule += f", {item['input']!r} given"
+    rule = _unknown(kind, *item["loc"]) if item["type"] == UNKNOWN else _rule(item)
     near = [given for given in values if covers(given, name) or covers(name, given)]
     if not near:
         return ErrorDetail(file, name, rule)
