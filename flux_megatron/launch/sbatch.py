@@ -79,13 +79,8 @@ def _reached(command: Command) -> str:
     """Options of srun, and what precedes the command of a node, as words of bash."""
     srun, container = command.site.srun, command.site.container
     words = [f"--{key}" if value is None else f"--{key}={value}" for key, value in srun.items()]
-    if container is None:
-        return quoted(words)
-    text = quoted([*words, *container.srun_options(command.arm, command.folders)])
-    if name := container.name(command.arm):
-        # so that doctor, preflight and ranks share one container, whose image is imported once
-        text += f' --container-name={name}-"$SLURM_JOB_ID"'
-    return f"{text} {quoted(container.prefix(command.arm, command.folders))}".strip()
+    more = container.words(command.arm, command.folders) if container else ""
+    return f"{quoted(words)} {more}".strip()
 
 
 def check_options(site: Site, workload: Workload) -> None:
