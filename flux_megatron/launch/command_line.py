@@ -27,9 +27,8 @@ PREFLIGHT_S = 300  # after which a node that is silent is unfit
 class RunOptions:
     """What a launch adds to an experiment.
 
-    `run` is the run's folder, `round` the name of one below it where arms alternate, `checkout`
-    that of Megatron-LM. `data` is a folder of text for program train, else prefixes of indexed data
-    sets. `save_interval` 0: no checkpoints.
+    `run` is the run's folder, `checkout` that of Megatron-LM. `data` is a folder of text for
+    program train, else prefixes of indexed data sets. `save_interval` 0: no checkpoints.
     """
 
     run: Path
@@ -37,14 +36,6 @@ class RunOptions:
     checkout: Path | None = None
     data: tuple[str, ...] = ()
     save_interval: int = 0
-    round: str = ""
-
-    def name(self, arm: Arm) -> str:
-        """Of an arm's folder in the run's."""
-        return str(Path(self.round, arm))
-
-    def folder(self, arm: Arm) -> Path:
-        return self.run / self.name(arm)
 
     def folders(self) -> list[Path]:
         """What a rank reads and writes, whatever container it is in."""
@@ -85,25 +76,26 @@ class Command:
         return render("command.sh.j2", command=self, preflight_s=PREFLIGHT_S)
 
 
-def of(experiment: Experiment, arm: Arm, options: RunOptions) -> Command:
-    """The command of one arm."""
-    workload = experiment.arms[arm]
+def of(experiment: Experiment, arm: Arm, options: RunOptions, in_round: str = "") -> Command:
+    """The command of one arm, in a round of that name where arms alternate."""
+    workload, name = experiment.arms[arm], str(Path(in_round, arm))
     make = _train if experiment.program == "train" else _pretrain_gpt
     return Command(
         arm=arm,
-        name=options.name(arm),
+        name=name,
         workload=workload,
-        folder=options.folder(arm),
+        folder=options.run / name,
         site=options.site,
         environment=environment.variables(workload, options.run) | options.site.environment,
         preflight=_preflight(workload.cluster),
         folders=options.folders(),
-        **make(experiment, workload, options),
+        **make(experiment, workload, options, options.run / name),
     )
 
 
-def _train(experiment: Experiment, workload: Workload, options: RunOptions) -> dict[str, Any]:
-    folder = options.folder(workload.arm)
+def _train(
+    experiment: Experiment, workload: Workload, options: RunOptions, folder: Path
+) -> dict[str, Any]:
     data = Path(options.data[0]) if options.data else None
     config = train_arguments.render(workload, data=data, save_interval=options.save_interval)
     return {
@@ -119,9 +111,8 @@ def _train(experiment: Experiment, workload: Workload, options: RunOptions) -> d
 
 
 def _pretrain_gpt(
-    experiment: Experiment, workload: Workload, options: RunOptions
+    experiment: Experiment, workload: Workload, options: RunOptions, folder: Path
 ) -> dict[str, Any]:
-    folder = options.folder(workload.arm)
     checkout = options.checkout or Path("Megatron-LM")
     arguments = megatron_arguments.render(
         workload,

@@ -53,15 +53,19 @@ class Experiment:
 
 
 def names() -> list[str]:
-    """The experiments we ship, by their paths below configs/experiments; `base*` are only bases."""
-    folder = configs() / "experiments"
-    files = (file for file in folder.rglob("*.yaml") if not file.stem.startswith("base"))
-    return sorted(str(file.relative_to(folder).with_suffix("")) for file in files)
+    """The experiments we ship."""
+    return sorted(name for name in _shipped() if not name.startswith("study/"))
 
 
-def studies() -> list[str]:
-    """What is simulated alone, as study/dlrm-128-nodes: files of configs/studies."""
-    return sorted(f"study/{file.stem}" for file in (configs() / "studies").glob("*.yaml"))
+def _shipped() -> dict[str, Path]:
+    """Files by their paths below configs/experiments, where `base*` are only bases, and what is
+    simulated alone, as study/dlrm-128-nodes.
+    """
+    root = configs() / "experiments"
+    files = [file for file in root.rglob("*.yaml") if not file.stem.startswith("base")]
+    found = {str(file.relative_to(root).with_suffix("")): file for file in files}
+    studies = (configs() / "studies").glob("*.yaml")
+    return found | {f"study/{file.stem}": file for file in studies}
 
 
 def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Experiment:
@@ -96,14 +100,12 @@ def find(name_or_path: str) -> tuple[str, Path]:
     """(name, file). `ExperimentError` for a name of none that we ship."""
     if name_or_path.endswith((".yaml", ".yml")):
         return Path(name_or_path).stem, Path(name_or_path)
-    known = [*names(), *studies()]
+    known = _shipped()
     if name_or_path not in known:
         near = difflib.get_close_matches(name_or_path, known, n=1)
-        rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {known}"
+        rule = f"no such experiment; did you mean {near[0]}?" if near else f"known: {sorted(known)}"
         raise ExperimentError([ErrorDetail(name_or_path, "", rule)])
-    if name_or_path.startswith("study/"):
-        return name_or_path, configs() / "studies" / f"{Path(name_or_path).name}.yaml"
-    return name_or_path, configs() / "experiments" / f"{name_or_path}.yaml"
+    return name_or_path, known[name_or_path]
 
 
 def _checked(name: str, file: Path, merged: Merged) -> Experiment:

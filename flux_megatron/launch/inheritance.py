@@ -98,7 +98,7 @@ class Merged:
         self._apply(dict(overrides), "--set", Path())
         for value in [*self.values.values()]:
             if value.order == self._order:
-                self._explain(value.key, value.key, "assumed", BY_CALLER, "--set")
+                self._explain(value.key, "assumed", BY_CALLER, "--set")
 
     def _apply(self, raw: dict[str, Any], file: str, folder: Path, section: str = "") -> None:
         if not section:
@@ -110,7 +110,7 @@ class Merged:
         for kind in ("stated", "assumed"):
             for keys, text in self._mapping(raw, kind, file).items():
                 for key in str(keys).split():
-                    self._explain(prefix + key, key, kind, text, file)
+                    self._explain(prefix + key, kind, text, file)
         for key, alternatives in self._mapping(raw, "sweep", file).items():
             self.sweep[prefix + key] = Value(prefix + key, alternatives, file)
         self.paper |= self._mapping(raw, "paper", file)
@@ -140,14 +140,14 @@ class Merged:
         self._error(file, key, f"a mapping expected, {found!r} given")
         return {}
 
-    def _explain(self, key: str, written: str, kind: Any, text: Any, file: str) -> None:
+    def _explain(self, key: str, kind: Any, text: Any, file: str) -> None:
         if not isinstance(text, str) or not text.strip():
             rule = "expected where the value is from, or why it is"
-            self._error(file, f"{kind}.{written}", rule)
+            self._error(file, f"{kind}.{key}", rule)
             return
         known = self.sources.get(key)
         if known and known.order == self._order and known.kind != kind:
-            self._error(file, written, "both stated and assumed")
+            self._error(file, key, "both stated and assumed")
         self.sources[key] = Source(key, kind, text.strip(), file, self._order)
 
     def _error(self, file: str, key: str, rule: str) -> None:
