@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 from flux_megatron.integration import arguments
-from flux_megatron.launch import argument_page, experiment, megatron_arguments
+from flux_megatron.launch import experiment, megatron_arguments
 
 TESTS = Path(__file__).parent
+sys.path.append(str(TESTS.parent / "scripts"))
+
+import argument_page  # noqa: E402
+
 FEATURES = (TESTS / "integration" / "training_cases.py").read_text()
 RELEASES = argument_page.options_by_release()
 SUPPORTED = sorted({r.because for r in arguments.table().values() if r.kind == "supported"})
@@ -114,7 +119,7 @@ def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
 
 def test_the_page_is_that_of_the_table():
     assert argument_page.PAGE.read_text() == argument_page.page(), (
-        "docs/arguments.md is old: python -m flux_megatron.launch.argument_page"
+        "docs/arguments.md is old: python scripts/argument_page.py"
     )
 
 

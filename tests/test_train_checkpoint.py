@@ -1,4 +1,6 @@
-"""What a checkpoint holds besides tensors, and in which order it becomes the newest one."""
+"""What a checkpoint holds besides tensors, in which order it becomes the newest one, and on which
+ranks a run goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,21 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from ranks import run_ranks
 
 from flux_megatron.integration.cpu_device import pretend_cuda
-from flux_megatron.lab.train import checkpoint, run_folder
+from flux_megatron.lab.train import checkpoint, config, data, loop, run_folder, worker
+from flux_megatron.lab.train.model import Trainee, layer_context
+
+DEMO = Path(__file__).parent.parent / "configs" / "train" / "demo.yaml"
+TINY = {
+    "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.ffn": 64,
+    "model.seq_length": 32, "train.micro_batch": 1, "train.global_batch": 2,
+    "train.warmup_steps": 1, "train.save_every": None, "train.log_every": 1,
+    "parallel.device": "cpu", "layers": "stock",
+}  # fmt: skip
 
 
 class Nothing:
@@ -95,3 +108,54 @@ def dies_before_the_rename(rank: int, out: Path) -> None:
 
 def test_latest_never_names_what_is_not_there(tmp_path):
     run_ranks(dies_before_the_rename, 1, tmp_path)
+
+
+class Numbers:
+    """Samples of 32 tokens, always the same."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(33) * (index + 3)) % 250
+        return {
+            "tokens": tokens[:-1], "labels": tokens[1:], "position_ids": torch.arange(32),
+            "loss_mask": torch.ones(32),
+        }  # fmt: skip
+
+
+def trained(rank: int, out: Path, overrides: dict, steps: int, resume: bool) -> list[float]:
+    """The losses of `steps` steps; a checkpoint of the second one is written, or read before."""
+    pretend_cuda()
+    wanted = config.load(DEMO, TINY | overrides | {"parallel.tp": dist.get_world_size()})
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    cpu = torch.device("cpu")
+    worker._seed(wanted.train.seed)
+    with layer_context(wanted):
+        training = loop.Loop(wanted, out, Trainee(wanted, cpu), Numbers(), cpu)
+        if resume:
+            found = run_folder.latest(out)
+            training.step, training.consumed = checkpoint.load(found, training.trainee)
+        batches = data.microbatches(Numbers(), wanted, 0, 1, training.consumed, cpu)
+        losses = []
+        for _ in range(steps):
+            losses.append(training._one_step(batches)["loss"])
+            if training.step == 2 and not resume:
+                checkpoint.save(out, training.trainee, 2, training.consumed)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ({}, (1, 4)),
+        ({"model.swiglu": True, "model.bias": True, "model.tied_embeddings": False}, (1,)),
+    ],
+    ids=["plain", "swiglu"],
+)
+def test_a_checkpoint_of_two_ranks_resumes_on_others(tmp_path, overrides, sizes):
+    straight, _ = run_ranks(trained, 2, tmp_path, overrides, 4, False)
+    assert len({*straight}) == 4
+    for ranks in sizes:
+        for losses in run_ranks(trained, ranks, tmp_path, overrides, 2, True):
+            assert losses == pytest.approx(straight[2:], abs=1e-5, rel=0)
