@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.expert_parallel import call, fused, ops
 from flux_megatron.lab.bench import provenance
@@ -53,7 +53,8 @@ def test_rows_of_all_candidates():
             assert not row["failures"]
 
 
-def _same(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_the_baseline_computes_the_same(rank):
     """The baseline computes what is timed beside it, backward too."""
     run = _run()
     work = Work(replace(SMALL[0], tokens=8), run)
@@ -77,19 +78,12 @@ def _same(rank: int) -> None:
         torch.testing.assert_close(ours, right, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_baseline_computes_the_same():
-    run_ranks(_same, 2)
-
-
-def _backward_is_wrong(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_a_wrong_gradient_is_not_measured(rank):
     made = ops.weight_gradient
     ops.weight_gradient = lambda *rows: made(*rows) + 1
-    return expert_all_to_all.verify(_run())
-
-
-def test_a_wrong_gradient_is_not_measured():
-    for text in run_ranks(_backward_is_wrong, 2):
-        assert "elements of dw are wrong" in text
+    text = expert_all_to_all.verify(_run())
+    assert "elements of dw are wrong" in text
 
 
 def _wrong(rank: int, out: Path) -> str:

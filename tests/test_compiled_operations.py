@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -75,7 +75,8 @@ def results(call: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def as_eager(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_compiled_operations_do_what_eager_ones_do(rank):
     for name, (call, given) in operations().items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -85,11 +86,8 @@ def as_eager(rank: int) -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, name
 
 
-def test_compiled_operations_do_what_eager_ones_do():
-    on_device(as_eager, 2, environment=PLAIN)
-
-
-def without_gradients(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_operations_without_gradients_compile(rank):
     """Operations whose backward `nn.functions` has."""
     group, R = dist.group.WORLD, dist.get_world_size()
     x, w = integers(TOKENS * R, K), integers(N, K)
@@ -107,11 +105,8 @@ def without_gradients(rank: int) -> None:
         assert_exact(made, right)
 
 
-def test_operations_without_gradients_compile():
-    on_device(without_gradients, 2, environment=PLAIN)
-
-
-def sound(rank: int) -> None:
+@on_device_ranks(1)
+def test_opcheck(rank):
     name = dist.group.WORLD.group_name
     check = partial(torch.library.opcheck, test_utils=WITHOUT_TRACING)
     x, w = integers(TOKENS, K), integers(N, K)
@@ -128,7 +123,3 @@ def sound(rank: int) -> None:
     check(embedding._embedding_all_to_all, (weight, *bags(), [TABLES], name, "sum", "auto", True))
     dy = integers(2, TABLES, 4)
     check(embedding._backward, (dy, *bags(), ROWS, [TABLES], name, "sum", "auto"))
-
-
-def test_opcheck():
-    on_device(sound, 1)

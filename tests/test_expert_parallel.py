@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -243,7 +243,8 @@ BAD = [
 ]
 
 
-def all_wrong(rank: int) -> None:
+@on_device_ranks(2)
+def test_wrong_arguments_are_refused(rank):
     z, v = torch.ones(5, 8, device=DEVICE), torch.ones(3, 4, 8, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="6 rows and capacity 5 given"):
@@ -252,23 +253,16 @@ def all_wrong(rank: int) -> None:
         wrong(rank, change, message)
 
 
-def test_wrong_arguments_are_refused():
-    on_device(all_wrong, 2)
-
-
-def other_capacity(rank: int, plan: Plan | None) -> str:
+@pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
+@on_device_ranks(2)
+def test_disagreement_of_ranks_is_reported(rank, plan):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(errors.ProblemMismatch) as caught:
         ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank, plan=plan)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
-def test_disagreement_of_ranks_is_reported(plan):
-    for reported in on_device(other_capacity, 2, plan):
-        assert "capacity 16" in reported
-        assert "capacity 17" in reported
+    reported = str(caught.value)
+    assert "capacity 16" in reported
+    assert "capacity 17" in reported
 
 
 def fallen_back(rank: int) -> list[str]:

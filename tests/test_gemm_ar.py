@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, FUSED, here, on_device, run_ranks
+from ranks import DEVICE, FUSED, here, on_device, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import ops, reference
@@ -69,17 +69,14 @@ def test_exact(world_size, plan):
         assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
 
 
-def every_plan(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [4, 8])
+@on_device_ranks("world_size")
+def test_exact_of_many_ranks(rank):
     group = dist.group.WORLD
     for plan in PLANS.values():
         xs, ws, expected = operands(3 * group.size(), 5, 8, group.size(), torch.bfloat16, "nt")
         y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
         assert_exact(y, expected[rank], str(plan))
-
-
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_exact_of_many_ranks(world_size):
-    on_device(every_plan, world_size)
 
 
 def sum_of_unequal(rank: int, plans: list[Plan]) -> None:
@@ -116,19 +113,17 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap():
         assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
-def compiled(rank: int) -> dict[tuple[str, str], int]:
+@on_device_ranks(2, environment=FUSED)
+def test_the_operator_of_torch_runs_the_strategy_that_is_wanted(rank):
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((6, 4), (3, 4)))
     operation = torch.compile(ops.gemm_all_reduce, backend="eager", fullgraph=True)
     assert_exact(operation(x, w, dist.group.WORLD), torch.full((6, 3), 8.0))
-    return flux_megatron.report().calls
+    calls = flux_megatron.report().calls
+    assert calls == {("gemm_ar", "fused"): 1}
 
 
-def test_the_operator_of_torch_runs_the_strategy_that_is_wanted():
-    for calls in on_device(compiled, 2, environment=FUSED):
-        assert calls == {("gemm_ar", "fused"): 1}
-
-
-def in_flight(rank: int) -> None:
+@on_device_ranks(2)
+def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     """Between start and finish the sums are under way, and another layer's calls may run."""
     group = dist.group.WORLD
     xs, ws, expected = operands(6, 5, 8, group.size(), torch.float32, "nn")
@@ -145,10 +140,6 @@ def in_flight(rank: int) -> None:
     reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
     assert isinstance(reduction.work, dist.Work)
     assert_exact(reduction.finish(), expected[rank])
-
-
-def test_the_sums_are_on_their_way_between_start_and_finish():
-    on_device(in_flight, 2)
 
 
 def measured(rank: int, layout: str):

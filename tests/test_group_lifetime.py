@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, here, on_device, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
@@ -26,7 +26,8 @@ from flux_megatron.symm.workspace import workspace, workspaces
 PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
 
 
-def come_and_go(rank: int) -> list[tuple[int, int]]:
+@on_device_ranks(2, environment=PIPELINED)
+def test_a_destroyed_group_keeps_no_symmetric_memory(rank):
     held = []
     for _ in range(4):
         group = dist.new_group([0, 1])
@@ -34,16 +35,13 @@ def come_and_go(rank: int) -> list[tuple[int, int]]:
         check(Case("gemm_rs", 5, 7, 3), group)
         held.append((len(workspaces()), sum(space.size_bytes for space in workspaces())))
         dist.destroy_process_group(group)
-    return held
+    assert held[0][0] == 1
+    assert held == held[:1] * 4
 
 
-def test_a_destroyed_group_keeps_no_symmetric_memory():
-    for first, *later in on_device(come_and_go, 2, environment=PIPELINED):
-        assert first[0] == 1
-        assert later == [first] * 3
-
-
-def given_back(rank: int) -> None:
+@pytest.mark.parametrize("strategy", ["pipelined", "signalled"])
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_memory_is_released_on_request_and_taken_again(rank):
     group, other = dist.group.WORLD, dist.new_group([0, 1])
     case = Case("ag_gemm", 6, 8, 4)
     for one in (group, other):
@@ -60,12 +58,8 @@ def given_back(rank: int) -> None:
     check(case, other)
 
 
-@pytest.mark.parametrize("strategy", ["pipelined", "signalled"])
-def test_memory_is_released_on_request_and_taken_again(strategy):
-    on_device(given_back, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
-def released_after_a_late_rank(rank: int) -> None:
+@on_device_ranks(2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
+def test_a_group_that_is_broken_works_again_when_its_memory_is_released(rank):
     check(Case("gemm_rs", 5, 7, 3))
 
     def alone() -> None:
@@ -79,12 +73,6 @@ def released_after_a_late_rank(rank: int) -> None:
     dist.barrier()
     flux_megatron.release()
     check(Case("gemm_rs", 5, 7, 3))
-
-
-def test_a_group_that_is_broken_works_again_when_its_memory_is_released():
-    on_device(
-        released_after_a_late_rank, 2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"}
-    )
 
 
 def bounds(rank: int) -> tuple[float, float, float]:
@@ -225,7 +213,8 @@ def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined_them(str
     assert run_ranks(held, 2, strategy) == [wanted] * 2
 
 
-def fails_between(rank: int) -> bool:
+@on_cpu_ranks(2)
+def test_a_failed_call_of_signalled_joins_its_stream(rank):
     """The collective of a band fails: the communication stream has its kernel's counts to await."""
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=Tile(16, 16, 16))
@@ -235,11 +224,7 @@ def fails_between(rank: int) -> bool:
         pytest.raises(RuntimeError, match="no network"),
     ):
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
-    return joined.called
-
-
-def test_a_failed_call_of_signalled_joins_its_stream():
-    assert run_ranks(fails_between, 2) == [True, True]
+    assert joined.called
 
 
 FAKE = """

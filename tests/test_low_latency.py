@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, be_late, here, on_device
+from ranks import DEVICE, be_late, here, on_device, on_device_ranks
 from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
@@ -86,17 +86,14 @@ def test_rows_that_have_come_are_loaded_by_every_plan(plan):
     on_device(divided, 2, PLANS[plan])
 
 
-def every_plan(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [4, 8])
+@on_device_ranks("world_size")
+def test_exact_of_many_ranks(rank):
     group = dist.group.WORLD
     for plan in PLANS.values():
         xs, ws, truth = operands(3, 16, 7, group.size(), torch.bfloat16, "nt")
         y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
         assert_exact(y, truth[rank], str(plan))
-
-
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_exact_of_many_ranks(world_size):
-    on_device(every_plan, world_size)
 
 
 def sums(rank: int, plan: Plan) -> torch.Tensor:
@@ -122,7 +119,8 @@ def test_sums_are_rounded_once():
     on_device(sum_of_unequal, 4, [*PLANS.values()])
 
 
-def parts_of_unequal(rank: int) -> None:
+@on_device_ranks(2)
+def test_parts_of_k_are_not_rounded(rank):
     """Parts of K that are 257 and 1: their sum is 258 if neither is rounded to bf16."""
     group, plan = dist.group.WORLD, PLANS["parts of K"]
     x = torch.zeros(2, 32, dtype=torch.bfloat16, device=DEVICE)
@@ -133,10 +131,6 @@ def parts_of_unequal(rank: int) -> None:
     assert_exact(y.float(), torch.full((2, 16), 258.0), "y")
     gathered = ops.all_gather_gemm(x, w, group, plan=plan)[:2]
     assert_exact(gathered.float(), torch.full((2, 16), 258.0), "rows of rank 0")
-
-
-def test_parts_of_k_are_not_rounded():
-    on_device(parts_of_unequal, 2)
 
 
 def alone(rank: int, pattern: str) -> str:
@@ -180,7 +174,9 @@ def test_more_rows_are_refused_or_fall_back_with_the_reason():
         assert reasons == ["129 rows given, 128 at most expected"]
 
 
-def differentiated(rank: int, layout: str) -> dict[str, int]:
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@on_device_ranks(2)
+def test_the_public_operation_is_differentiable(rank, layout):
     """Gradients beside those of one process that has all of K; then compiled."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
@@ -196,13 +192,8 @@ def differentiated(rank: int, layout: str) -> dict[str, int]:
     assert_exact(w.grad, whole_w.grad, "dw")
     compiled = torch.compile(ops.gemv_all_reduce, backend="eager", fullgraph=True)
     assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth[rank], "compiled")
-    return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_the_public_operation_is_differentiable(layout):
-    for counted in on_device(differentiated, 2, layout):
-        assert counted == {"low_latency": 2}
+    counted = {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
+    assert counted == {"low_latency": 2}
 
 
 def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
@@ -279,7 +270,9 @@ def test_the_tuner_measures_it():
     assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
 
 
-def long_waits(rank: int) -> None:
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")
+@on_device_ranks(2, limit_s=40)
+def test_warps_do_not_part_while_they_wait(rank):
     """Sums of 4 rows: fewer words than a CTA has threads, which hundreds of CTAs wait for."""
     group, made = dist.group.WORLD, torch.Generator().manual_seed(8)
     plan = Plan("low_latency", tile=Tile(16, 32, 64, num_warps=4, num_stages=3))
@@ -292,11 +285,6 @@ def long_waits(rank: int) -> None:
         y = ops.gemm_reduce_scatter(x, w, group, plan=plan)
         assert_exact(y, reference.gemm_reduce_scatter(xs, ws, "nt")[rank], f"turn {turn}")
     flux_megatron.synchronize()
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")
-def test_warps_do_not_part_while_they_wait():
-    on_device(long_waits, 2, limit_s=40)
 
 
 def replayed(rank: int, plan: Plan) -> None:

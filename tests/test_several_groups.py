@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, be_late, on_device
+from ranks import DEVICE, FUSED, be_late, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -20,7 +20,8 @@ from flux_megatron.symm.workspace import release, workspaces
 PATTERNS = ("ag_gemm", "gemm_rs")
 
 
-def two_by_two(rank: int) -> list[int]:
+@on_device_ranks(4, environment=FUSED)
+def test_subgroups_at_the_same_time(rank):
     """TP 2 x DP 2: both pairs call at the same time with data of their own; then pairs across."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -35,11 +36,7 @@ def two_by_two(rank: int) -> list[int]:
     epochs = [space.channels["gather"].epoch for space in workspaces()]
     release()
     assert workspaces() == []
-    return epochs
-
-
-def test_subgroups_at_the_same_time():
-    assert on_device(two_by_two, 4, environment=FUSED) == [[3, 3, 1]] * 4
+    assert epochs == [3, 3, 1]
 
 
 def unordered(rank: int) -> int:
@@ -59,7 +56,8 @@ def test_a_group_in_another_order():
     assert on_device(unordered, 3, environment=FUSED) == [1, 2, 0]
 
 
-def part_of_the_world(rank: int) -> None:
+@on_device_ranks(4, environment=FUSED)
+def test_a_group_that_is_part_of_the_world(rank):
     """A group without rank 0, and with ranks that are not their numbers."""
     group = dist.new_group([1, 3])
     if rank in (1, 3):
@@ -68,11 +66,8 @@ def part_of_the_world(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_group_that_is_part_of_the_world():
-    on_device(part_of_the_world, 4, environment=FUSED)
-
-
-def shared_ranks(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_two_groups_over_the_same_ranks(rank):
     """Two groups over the same ranks have memory of their own, also with calls of both open."""
     first, second = dist.group.WORLD, dist.new_group([0, 1])
     x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
@@ -82,18 +77,11 @@ def shared_ranks(rank: int) -> None:
     assert len(workspaces()) == 2
 
 
-def test_two_groups_over_the_same_ranks():
-    on_device(shared_ranks, 2, environment=FUSED)
-
-
-def comes_back(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_release_and_start_again(rank):
     """Memory released and asked for again: the old answers and epochs are not those of the new."""
     for seed in range(3):
         check(Case("ag_gemm", 5, 4, 3, seed=seed))
         check(Case("gemm_rs", 5, 4, 3, seed=seed))
         release()
     assert flux_megatron.report().workspace_bytes == 0
-
-
-def test_release_and_start_again():
-    on_device(comes_back, 2, environment=FUSED)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.kernels.triton_launch import Launcher
@@ -80,21 +80,6 @@ class Recorder:
         return stack
 
 
-def on_streams(rank: int, scenario: str) -> list[tuple[str, str]]:
-    """The pairs of kernels that nothing orders."""
-    record = Recorder()
-    groups = dist.group.WORLD, dist.new_group([0, 1])
-    with record.recording():
-        SCENARIOS[scenario](record, groups)
-    kernels = [item for item in record.items if item.name != "push"]
-    assert len({item.stream for item in kernels}) > 1, "the scenario uses one stream only"
-    return [
-        (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
-        for a, b in itertools.combinations(kernels, 2)
-        if not a.before(b)
-    ]
-
-
 def _x_and_w() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(16, 16), torch.ones(16, 16)
 
@@ -146,8 +131,20 @@ SCENARIOS = {f.__name__: f for f in (two_groups, two_directions, backward)}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_two_kernels_are_ordered(scenario):
-    assert run_ranks(on_streams, 2, scenario) == [[], []]
+@on_cpu_ranks(2)
+def test_every_two_kernels_are_ordered(rank, scenario):
+    """The pairs of kernels that nothing orders."""
+    record = Recorder()
+    groups = dist.group.WORLD, dist.new_group([0, 1])
+    with record.recording():
+        SCENARIOS[scenario](record, groups)
+    kernels = [item for item in record.items if item.name != "push"]
+    assert len({item.stream for item in kernels}) > 1, "the scenario uses one stream only"
+    assert [
+        (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
+        for a, b in itertools.combinations(kernels, 2)
+        if not a.before(b)
+    ] == []
 
 
 class Streams(CpuCopyEngine):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import GPU_RANKS, be_late, run_ranks
+from ranks import GPU_RANKS, be_late, on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -106,7 +106,8 @@ def test_a_gather_beside_an_open_scatter_of_another_group(plans):
     run_ranks(open_scatter, 2, PLANS[plans], device="cuda", environment=SHORT)
 
 
-def backward_in_a_thread(rank: int) -> None:
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_backward_on_autograd_s_thread(rank):
     """Autograd's thread enqueues on the forward's stream what the main thread goes on behind."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     forward, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -139,11 +140,8 @@ def backward_in_a_thread(rank: int) -> None:
     assert_exact(w.grad, torch.full_like(w, 2 * 1024))
 
 
-def test_backward_on_autograd_s_thread():
-    run_ranks(backward_in_a_thread, 2, device="cuda", environment=SHORT)
-
-
-def captured_on_two(rank: int) -> None:
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_a_capture_on_two_streams(rank):
     """A capture that goes to another stream and back, replayed between eager calls."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     cases = _cases((Plan("fused", tile=TILE), Plan("fused", tile=TILE)))
@@ -176,7 +174,3 @@ def captured_on_two(rank: int) -> None:
         for made in filter(None, (results, eager)):
             for result, which in zip(made, (0, 1, 0), strict=True):
                 assert_exact(result, given[which].expected[rank], f"replay {number}")
-
-
-def test_a_capture_on_two_streams():
-    run_ranks(captured_on_two, 2, device="cuda", environment=SHORT)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import be_late, here, on_device, run_ranks
+from ranks import be_late, here, on_cpu_ranks, on_device, run_ranks
 
 from flux_megatron.tuning import beside, timing
 from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
@@ -16,15 +16,12 @@ from flux_megatron.tuning.timing import host_time_us, race
 CPU = torch.device("cpu")
 
 
-def _order(rank):
+@on_cpu_ranks(2)
+def test_every_round_runs_every_candidate_once(rank):
     calls = []
     candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
     race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1)
-    return "".join(calls)
-
-
-def test_every_round_runs_every_candidate_once():
-    assert run_ranks(_order, 2) == ["abc" + "abc" * 2] * 2
+    assert "".join(calls) == "abc" + "abc" * 2
 
 
 def _late(rank):
@@ -96,22 +93,19 @@ class Recorded(AllReduces):
         super().wait()
 
 
-def _order_beside(rank):
+@on_cpu_ranks(2)
+def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(rank):
     timing.AllReduces, Recorded.log = Recorded, []
     candidates = {name: lambda name=name: Recorded.log.append(name) for name in "ab"}
     race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1, beside=True)
-    return Recorded.log
-
-
-def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next():
-    for log in run_ranks(_order_beside, 2):
-        one = ["start", "1 blocks", "wait"]
-        warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
-        assert log[: warmup + alone] == [*"abab"]
-        assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
-        rest = log[warmup + alone + trials :]
-        many = rest[1]
-        assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
+    log = Recorded.log
+    one = ["start", "1 blocks", "wait"]
+    warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
+    assert log[: warmup + alone] == [*"abab"]
+    assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
+    rest = log[warmup + alone + trials :]
+    many = rest[1]
+    assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
 
 
 def _uneven_beside(rank):
@@ -151,12 +145,9 @@ def test_a_candidate_that_outlives_the_all_reduces_is_counted():
     assert first.outlived["stays"] < 3
 
 
-def _alone(rank):
-    return race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived
-
-
-def test_nothing_is_outlived_alone():
-    assert run_ranks(_alone, 2) == [{}, {}]
+@on_cpu_ranks(2)
+def test_nothing_is_outlived_alone(rank):
+    assert race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived == {}
 
 
 def _second(rank):
@@ -177,7 +168,8 @@ def test_the_second_communicator_is_made_once_and_asks_nobody_else():
     assert run_ranks(_second, 3, limit_s=30) == [6.0, 3.0, 6.0]
 
 
-def _no_room(rank):
+@on_cpu_ranks(2, limit_s=30)
+def test_no_room_on_one_rank_is_known_to_all(rank):
     zeros = torch.zeros
 
     def full(*shape, **options):
@@ -188,7 +180,3 @@ def _no_room(rank):
     torch.zeros = full
     with pytest.raises(NoRoom, match=r"beside: rank 1: full$"):
         AllReduces(dist.group.WORLD, CPU, 1.0)
-
-
-def test_no_room_on_one_rank_is_known_to_all():
-    run_ranks(_no_room, 2, limit_s=30)

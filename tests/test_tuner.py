@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from races import FakeRace, defaults, measured, some_problem
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron.overlap import fused, registry
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -100,7 +100,8 @@ def test_a_plan_with_wrong_results_has_no_time():
             assert f"ArithmeticError: {name} differs by up to" in reason
 
 
-def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
+@on_device_ranks(2)
+def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
     problem = replace(some_problem("ag_gemm"), beside=True)
     plans = defaults(problem, "sequential", "pipelined")
     tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
@@ -108,15 +109,10 @@ def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
     flags = tuner.race.beside
     tuner.race = FakeRace(lambda name: 1.0)
     measured(replace(problem, beside=False), plans)
-    return flags, tuner.race.beside, entry
-
-
-def test_a_problem_beside_others_is_verified_alone_and_raced_beside():
-    for flags, alone, entry in on_device(asked_for_beside, 2):
-        assert flags == [False, False, True]
-        assert not any(alone)
-        assert entry.problem.beside
-        assert entry.plan.strategy == "pipelined"
+    assert flags == [False, False, True]
+    assert not any(tuner.race.beside)
+    assert entry.problem.beside
+    assert entry.plan.strategy == "pipelined"
 
 
 def really_beside(rank: int) -> list[Entry]:
@@ -135,17 +131,14 @@ def test_plans_are_measured_beside_others():
         assert {one.plan.strategy for one in entry.measured} == {"sequential", "pipelined"}
 
 
-def no_room_for_blocks(rank: int) -> Entry | None:
+@on_device_ranks(2)
+def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
     def full(*given: object) -> torch.Tensor:
         raise NoRoom("no bytes for an all-reduce beside")
 
     beside._block = full
     problem = replace(some_problem("ag_gemm"), beside=True)
-    return measured(problem, defaults(problem, "sequential", "pipelined"))
-
-
-def test_no_room_for_the_blocks_beside_is_no_measurement():
-    assert on_device(no_room_for_blocks, 2) == [None, None]
+    assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
 
 
 def all_kinds(rank: int) -> list[Entry]:
@@ -186,19 +179,16 @@ def test_measuring_ends_in_time_with_what_was_tried():
     assert first.rounds == tuner.FEWEST_ROUNDS
 
 
-def no_room(rank: int) -> Entry | None:
-    if rank == 1:
-        tuner.Trial = out_of_memory
-    problem = some_problem("ag_gemm")
-    return measured(problem, defaults(problem, "sequential", "fused"))
-
-
 def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_no_room_for_operands_on_one_rank_is_known_to_all():
-    assert on_device(no_room, 2) == [None, None]
+@on_device_ranks(2)
+def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
+    if rank == 1:
+        tuner.Trial = out_of_memory
+    problem = some_problem("ag_gemm")
+    assert measured(problem, defaults(problem, "sequential", "fused")) is None
 
 
 def later_failure(rank: int) -> Entry:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check
 from races import FakeRace
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.overlap.report import report
@@ -116,18 +116,15 @@ def test_ranks_that_differ_in_the_setting_are_reported(tmp_path):
     on_device(one_is_beside, 2, environment={"FLUX_MEGATRON_CACHE": str(tmp_path)})
 
 
-def caches_differ(rank: int, folder: Path) -> dict:
-    os.environ["FLUX_MEGATRON_CACHE"] = str(folder / str(rank))
-    settings.reload()
-    store(folder / str(rank), 12, ("pipelined", "sequential")[rank])
-    check(SMALL)
-    return report().calls
-
-
-def test_only_the_leaders_cache_counts(tmp_path):
+@on_device_ranks(2)
+def test_only_the_leaders_cache_counts(rank, tmp_path):
     """Other ranks may not even see its files."""
-    for calls in on_device(caches_differ, 2, tmp_path):
-        assert calls == {("ag_gemm", "pipelined"): 1}
+    os.environ["FLUX_MEGATRON_CACHE"] = str(tmp_path / str(rank))
+    settings.reload()
+    store(tmp_path / str(rank), 12, ("pipelined", "sequential")[rank])
+    check(SMALL)
+    calls = report().calls
+    assert calls == {("ag_gemm", "pipelined"): 1}
 
 
 def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:

@@ -12,7 +12,7 @@ import torch
 from closeness import assert_as_close_as, largest_error
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 from spec_shapes import skip_before
 from torch import Tensor
 
@@ -85,11 +85,8 @@ MASKS = {
 }
 
 
-def test_as_close_to_the_reference_as_stock():
-    run_ranks(_beside_stock, 1)
-
-
-def _beside_stock(rank) -> None:
+@on_cpu_ranks(1)
+def test_as_close_to_the_reference_as_stock(rank):
     sbs.start(1)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for name, groups, dtype in itertools.product(MASKS, (HEADS, 2, 1), dtypes):
@@ -108,11 +105,8 @@ def _beside_stock(rank) -> None:
                 assert_as_close_as(*three, f"{name}, {groups} groups, {dtype}: {what}")
 
 
-def test_scales_and_masks():
-    run_ranks(_scales_and_masks, 1)
-
-
-def _scales_and_masks(rank) -> None:
+@on_cpu_ranks(1)
+def test_scales_and_masks(rank):
     sbs.start(1)
     given = operands()
 
@@ -138,11 +132,8 @@ def _scales_and_masks(rank) -> None:
         assert result.isfinite().all()
 
 
-def test_a_given_mask_replaces_the_causal_one():
-    run_ranks(_given_mask, 1)
-
-
-def _given_mask(rank) -> None:
+@on_cpu_ranks(1)
+def test_a_given_mask_replaces_the_causal_one(rank):
     sbs.start(1)
     plain, masked = (
         run(build("ours"), operands(), mask, torch.float32)[0] for mask in (None, two_documents())
@@ -155,11 +146,8 @@ def _given_mask(rank) -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_no_scores_are_kept(mask):
-    run_ranks(_saved, 1, mask)
-
-
-def _saved(rank, mask) -> None:
+@on_cpu_ranks(1)
+def test_no_scores_are_kept(rank, mask):
     sbs.start(1)
     mask_type, given_mask, *_ = MASKS[mask]
     largest = {}
@@ -173,11 +161,8 @@ def _saved(rank, mask) -> None:
     assert largest["ours"] < B * HEADS * S * S
 
 
-def test_dropout():
-    run_ranks(_dropout, 1)
-
-
-def _dropout(rank) -> None:
+@on_cpu_ranks(1)
+def test_dropout(rank):
     """Weights that are kept grow, so that the sum over many stays; heads of ranks differ."""
     sbs.start(1)
     forks = []

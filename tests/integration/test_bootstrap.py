@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 from spec_shapes import module_of, submodules_of
 
 from flux_megatron import settings
@@ -251,11 +251,8 @@ def _ours_in_a_model(rank, layers) -> list[str]:
     return sorted(found["ours"])
 
 
-def test_stock_layer_fuses_its_weight_gradient_without_apex():
-    run_ranks(_fused_stock_wgrad, 1)
-
-
-def _fused_stock_wgrad(rank) -> None:
+@on_cpu_ranks(1)
+def test_stock_layer_fuses_its_weight_gradient_without_apex(rank):
     sbs.start(1)
     install.install(FluxOptions(layers=("qkv",)))
     config = sbs.settings(1, False, torch.bfloat16, gradient_accumulation_fusion=True)

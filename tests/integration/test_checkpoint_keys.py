@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 from spec_shapes import skip_where_mtp_needs_te
 
 MODELS = {
@@ -85,11 +84,8 @@ def _keys_of_local(rank: int, name: str, installed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["RMSNorm, qk", "experts"])
-def test_both_load_both(name, tmp_path):
-    run_ranks(_both_ways, 1, name, tmp_path)
-
-
-def _both_ways(rank: int, name: str, folder: Any) -> None:
+@on_cpu_ranks(1)
+def test_both_load_both(rank, name, tmp_path):
     sbs.start(1)
     te.pretend_te()
     theirs = model(True, MODELS[name])
@@ -100,7 +96,7 @@ def _both_ways(rank: int, name: str, folder: Any) -> None:
             with torch.no_grad():
                 for parameter in source.parameters():
                     parameter.add_(1)
-            place = folder / str(step)
+            place = tmp_path / str(step)
             place.mkdir()
             dist_checkpointing.save(source.sharded_state_dict(), str(place))
             state = dist_checkpointing.load(target.sharded_state_dict(), str(place))

@@ -23,7 +23,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe import experts as megatron_experts
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 from test_experts import CASES, VOCAB, build, ours, stock
 
 import flux_megatron
@@ -144,7 +144,8 @@ def test_training_copies_nothing(kind, case, ddp, more, world_size, strategy):
         assert gradients == ["reverse"] * 4
 
 
-def grown(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_parameters_are_placed_again_and_saved_as_before(rank):
     """A layer that is moved has one storage again, and is loaded and saved as stock's."""
     sbs.start(1, expert_model_parallel_size=2)
     with stock():
@@ -169,10 +170,6 @@ def grown(rank: int) -> None:
     assert lies(model, lambda one: one.data) == ["in order"] * 4
     assert all(one is named[name] for name, one in model.named_parameters())
     sbs.stop()
-
-
-def test_parameters_are_placed_again_and_saved_as_before():
-    run_ranks(grown, 2)
 
 
 @pytest.mark.parametrize("held", [0, 2])  # the others are frozen
@@ -204,7 +201,8 @@ def test_a_weight_without_main_grad_is_named():
         expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
 
 
-def buffers(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_no_buffer_between_dispatcher_and_experts(rank):
     """Rows go from the tokens to the experts' GEMM and back without a buffer in between."""
     sbs.start(1, expert_model_parallel_size=2)
     with ours():
@@ -216,18 +214,11 @@ def buffers(rank: int) -> None:
     sbs.stop()
 
 
-def test_no_buffer_between_dispatcher_and_experts():
-    run_ranks(buffers, 2)
-
-
 @pytest.mark.skipif(
     "GroupedMLP" not in expert_layers.OURS, reason="this Megatron has no GroupedMLP"
 )
-def test_legacy_grouped_experts():
-    run_ranks(legacy, 2)
-
-
-def legacy(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_legacy_grouped_experts(rank):
     """Its constructor and forward, which need a package that is not here, are left out."""
     sbs.start(1, expert_model_parallel_size=2)
     with ours():

@@ -18,7 +18,7 @@ from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron.integration import expert_layers, experts, gpt_block_spec, install, requirements
@@ -124,17 +124,14 @@ def test_losses_are_those_of_the_stock_dispatcher(case, sequence, strategy):
         assert calls == counted
 
 
-def installed(rank: int) -> None:
+@on_cpu_ranks(1)
+def test_the_flag_puts_them_in_place(rank):
     parser = add_flux_arguments(argparse.ArgumentParser())
     options = options_from(parser.parse_args(["--flux-overlap", "--flux-experts"]))
     install.install(options)
     assert moe_layer.MoEAlltoAllTokenDispatcher is experts.FluxTokenDispatcher
     assert backends.SequentialMLP is expert_layers.FluxExperts
     assert transformer_engine_spec_provider.TEGroupedMLP is expert_layers.FluxGroupedExperts
-
-
-def test_the_flag_puts_them_in_place():
-    run_ranks(installed, 1)
 
 
 ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
@@ -176,12 +173,9 @@ def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
         install.install_from(args)
 
 
-def refused(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built(rank):
     sbs.start(1, expert_model_parallel_size=2)
     for more in ({"moe_expert_capacity_factor": 1.0}, ACT | {"moe_grouped_gemm": True}):
         with ours(), pytest.raises(ValueError, match="--flux-experts cannot run this model"):
             build(4, **CASES["two a token"], **more)
-
-
-def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built():
-    run_ranks(refused, 2)

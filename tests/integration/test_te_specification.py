@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
@@ -179,11 +179,8 @@ def sharded(model: GPTModel) -> list[tuple]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_layers_have_what_transformer_engine_s_source_says(name):
-    run_ranks(_as_read, 2, name)
-
-
-def _as_read(rank: int, name: str) -> None:
+@on_cpu_ranks(2)
+def test_layers_have_what_transformer_engine_s_source_says(rank, name):
     start({})
     config = sbs.settings(2, True, torch.float32)
     options = {
@@ -202,11 +199,8 @@ def _as_read(rank: int, name: str) -> None:
         assert [*built.state_dict()] == [*READ[name], "_extra_state"]
 
 
-def test_every_specification_asks_our_provider():
-    run_ranks(_asked, 1)
-
-
-def _asked(rank: int) -> None:
+@on_cpu_ranks(1)
+def test_every_specification_asks_our_provider(rank):
     te.pretend_te()
     assert te.overlap()
     assert {user.TESpecProvider for user in te.USERS} == {FluxTEProvider}
@@ -240,11 +234,8 @@ def _chosen(rank: int, layers: tuple[str, ...]) -> list[str]:
     return sorted(found[True])
 
 
-def test_latent_attention_keeps_its_own_projections():
-    run_ranks(_latent, 2)
-
-
-def _latent(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_latent_attention_keeps_its_own_projections(rank):
     start({})
     stock = _latent_model()
     assert te.overlap("--flux-layers", "proj", "fc1", "fc2")
