@@ -27,8 +27,3 @@ def test_every_named_file_is_there(folder):
              for file in SOURCES if file.is_relative_to(ROOT / folder)
              and file != Path(__file__)}  # fmt: skip
     assert {file: names for file, names in found.items() if names} == {}
-
-
-def test_a_file_that_is_gone_is_noticed():
-    assert missing("see docs/map.md and decision 54") == ["docs/map.md", "decision 54"]
-    assert missing("see docs/tests.md and decision 0006") == []
