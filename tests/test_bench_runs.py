@@ -13,9 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import DEVICE, run_ranks
-from typer.testing import CliRunner
 
-from flux_megatron.cli import app
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Candidate, with_strategy
@@ -231,17 +229,6 @@ def test_the_command_starts_its_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "auto" in done.stdout
     assert len(records.load(file)) == 4 * 6
-
-
-@pytest.mark.parametrize(
-    "words", ["--M 33", "--pattern ag", "--suite gpt4", "--scale 7", "--device cuda"]
-)
-def test_bad_options_end_before_any_rank_is_started(words, monkeypatch, tmp_path):
-    for name in provenance.WITHOUT_MULTICAST:
-        monkeypatch.delenv(name, raising=False)
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "expected" in result.output
 
 
 def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):

@@ -107,21 +107,6 @@ def test_the_operators_of_the_paper_have_its_global_sizes():
     assert (scatter.N, scatter.K) == (12288, 49152)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("gpt2", "ag_gemm", (64,), 4),
-        ("gpt3-175b", "ag_gem", (64,), 4),
-        ("gpt3-175b", "ag_gemm", (66,), 4),
-        ("gpt3-175b", "ag_gemm", (64,), 4, 7),
-        ("llama2-70b", "ag_gemm", (64,), 4, 1024),
-    ],
-)
-def test_bad_choices_are_refused(arguments):
-    with pytest.raises(ValueError, match=r"given|cannot be split"):
-        suites.cases(*arguments)
-
-
 def test_whole_tokens_are_not_divided():
     for pattern in ("gemm_ar", "backward_ar"):
         assert {case.M for case in suites.cases("gpt3-175b", pattern, (1,), 4)} == {1}

@@ -20,10 +20,7 @@ from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.wgrad import plain_wgrad
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 TILE = Tile(64, 64, 32)
 PLANS = {

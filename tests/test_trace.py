@@ -17,10 +17,8 @@ import torch.distributed as dist
 from ranks import DEVICE, run_ranks
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from typer.testing import CliRunner
 
 from flux_megatron import ops, settings
-from flux_megatron.cli import app
 from flux_megatron.lab.bench import trace
 from flux_megatron.lab.bench.trace import Summary
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
@@ -134,13 +132,3 @@ def test_the_command_traces_its_ranks(tmp_path):
         text = (tmp_path / f"trace_rank-{rank}.json").read_text()
         found = {e["name"].removeprefix(phases.PREFIX) for e in json.loads(text)["traceEvents"]}
         assert NAMES["fused"] <= found
-
-
-@pytest.mark.parametrize(
-    "words", ["--M 33", "--N 33", "--layer row --K 33", "--layer both", "--device tpu"]
-)
-def test_bad_options_end_before_any_rank_is_started(words, tmp_path):
-    command = ["trace", "--device", "cpu", "--tp", "2", *words.split(), "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
-    assert "expected" in result.output

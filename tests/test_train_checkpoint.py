@@ -80,10 +80,7 @@ def test_latest_never_names_what_is_not_there(rank, tmp_path):
             raise OSError("killed")
         return rename(path, target)
 
-    with (
-        mock.patch.object(Path, "rename", dies),
-        pytest.raises(OSError, match="killed"),
-    ):
+    with mock.patch.object(Path, "rename", dies), pytest.raises(OSError, match="killed"):
         checkpoint.save(tmp_path, TRAINEE, 2, 20)
     assert run_folder.latest(tmp_path) == newest
     assert checkpoint.load(newest, TRAINEE) == (1, 10)

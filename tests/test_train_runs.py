@@ -167,10 +167,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path, text):
 
 def test_a_failing_rank_ends_all_and_shows_its_traceback(tmp_path, text):
     broken = tmp_path / "broken"
-    plant(
-        broken,
-        "seen += os.environ['RANK'] == '1'\nif seen > 4: raise OSError('planted')",
-    )
+    plant(broken, "seen += os.environ['RANK'] == '1'\nif seen > 4: raise OSError('planted')")
     output = train(
         tmp_path / "run", text, "--steps", "50", expected=1, env={"PYTHONPATH": f"{broken}:{ROOT}"}
     )

@@ -154,10 +154,7 @@ def test_left_to_megatron_with_a_reason(rank, kind, why, sp):
         results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
     for got, wanted in zip(*results, strict=True):
         assert got is wanted is None or torch.equal(got, wanted)
-    reasons = {
-        "autocast": "autocast",
-        "a newer option": "gtp_remat_size=2",
-    }
+    reasons = {"autocast": "autocast", "a newer option": "gtp_remat_size=2"}
     ((pattern, reason),) = flux_megatron.report().fallbacks
     with_sp = "ag_gemm" if kind == "column" else "gemm_rs"
     assert pattern == (with_sp if sp else "gemm_ar")
