@@ -301,19 +301,6 @@ def test_module_has_the_tables_of_one_process(rank):
         ShardedEmbeddingBag(1, 5, 4)
 
 
-@on_device_ranks(2)
-def test_it_compiles_without_a_break(rank):
-    case = CASES["odd sizes"]
-    weight, indices, offsets, _ = (one.to(DEVICE) for one in case.operands(0)[rank])
-
-    def twice(weight: torch.Tensor) -> torch.Tensor:
-        return 2 * operate(weight, indices, offsets, dist.group.WORLD)
-
-    y = torch.compile(twice, backend="aot_eager", fullgraph=True)(weight.requires_grad_())
-    assert_exact(y, 2 * case.expected(case.operands(0), rank)[0])
-    y.sum().backward()
-
-
 def test_operators_have_the_shape_of_the_result():
     with torch.device("meta"):
         weight, offsets = torch.empty(2, 7, 4), torch.empty(2 * 6 + 1, dtype=torch.int64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, FUSED, here, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, here, on_device, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import ops, reference
@@ -113,15 +113,6 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap():
         assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
-@on_device_ranks(2, environment=FUSED)
-def test_the_operator_of_torch_runs_the_strategy_that_is_wanted(rank):
-    x, w = (torch.ones(shape, device=DEVICE) for shape in ((6, 4), (3, 4)))
-    operation = torch.compile(ops.gemm_all_reduce, backend="eager", fullgraph=True)
-    assert_exact(operation(x, w, dist.group.WORLD), torch.full((6, 3), 8.0))
-    calls = flux_megatron.report().calls
-    assert calls == {("gemm_ar", "fused"): 1}
-
-
 @on_device_ranks(2)
 def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     """Between start and finish the sums are under way, and another layer's calls may run."""
@@ -167,13 +158,6 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     asked = Problem(Pattern.GEMM_AR, 8192, 12288, 49152, "bfloat16", 2, layout)
     found = [plan.strategy for plan in tuner.candidates(asked, names)]
     assert [*dict.fromkeys(found)] == ["sequential", *names]
-
-
-def test_operator_has_the_shape_of_the_result():
-    with torch.device("meta"):
-        x, w = torch.empty(6, 4), torch.empty(4, 3)
-        y = ops._gemm_all_reduce(x, w, "no group is asked", "nn", "")
-    assert y.shape == (6, 3)
 
 
 def benched(rank: int, file: str) -> None:

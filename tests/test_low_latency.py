@@ -28,31 +28,14 @@ PLANS = {
     "parts of K": Plan("low_latency", tile=SMALL, splits=2),
     "parts by TMA": Plan("low_latency", tile=replace(SMALL, tma=True), splits=3, two_phase=True),
 }
-SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (128, 1, 33)]  # M, N, K_local
 
 
-def calls(rank: int, plan: Plan) -> None:
-    group = dist.group.WORLD
-    results = []
-    for turn in range(2):
-        for M, N, K_local in SIZES:
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                layout = ("nt", "nn")[turn]
-                xs, ws, truth = operands(M, N, K_local, group.size(), dtype, layout)
-                x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-                y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
-                results.append((y, truth[rank], f"{turn} {M} {N} {dtype} {layout}"))
-    for y, truth, what in results:
-        assert_exact(y, truth, what)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("plan", PLANS)
-def test_exact(world_size, plan):
-    on_device(calls, world_size, PLANS[plan])
-
-
-def divided(rank: int, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [*itertools.product((1, 2), PLANS), *((ranks, "one shot") for ranks in (3, 4, 8))],
+)
+@on_device_ranks("world_size")
+def test_exact(rank, plan):
     """AG+GEMM and GEMM+RS, in turns with GEMM+AR: their words lie in the same memory."""
     group = dist.group.WORLD
     R, results = group.size(), []
@@ -65,25 +48,16 @@ def divided(rank: int, plan: Plan) -> None:
                 rows = [x[:M_shard].contiguous() for x in xs]
                 gathered = reference.all_gather_gemm(rows, ws, layout)[rank]
                 scattered = reference.gemm_reduce_scatter(xs, ws, layout)[rank]
-                given = {"layout": layout, "plan": plan}
+                given = {"layout": layout, "plan": PLANS[plan]}
                 shard, x, w = (one[rank].to(DEVICE) for one in (rows, xs, ws))
                 results += [
                     (ops.all_gather_gemm(shard, w, group, **given), gathered, f"ag {what}"),
                     (ops.gemm_reduce_scatter(x, w, group, **given), scattered, f"rs {what}"),
                     (ops.gemm_all_reduce(x, w, group, **given), truth[rank], f"ar {what}"),
+                    (ops.gemm_all_reduce(x[:1], w, group, **given), truth[rank][:1], f"1 {what}"),
                 ]
     for y, expected, what in results:
         assert_exact(y, expected, what)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_gathers_and_scatters_are_exact(world_size):
-    on_device(divided, world_size, PLANS["one shot"])
-
-
-@pytest.mark.parametrize("plan", ["by TMA", "parts of K", "parts by TMA"])
-def test_rows_that_have_come_are_loaded_by_every_plan(plan):
-    on_device(divided, 2, PLANS[plan])
 
 
 @pytest.mark.parametrize("world_size", [4, 8])

@@ -14,9 +14,8 @@ from closeness import assert_as_close_as
 from ranks import DEVICE, FUSED, SHARED, be_late, on_device, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.versions.torch import compiles_plans
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
 STRATEGIES = ["fused", "pipelined", "sequential"]
@@ -208,59 +207,3 @@ def test_the_sum_does_not_depend_on_who_is_late(rank):
         if rank == late:
             be_late(0.05)
         assert torch.equal(call(case, given, group), first), f"rank {late} was late"
-
-
-@on_device_ranks(1)
-def test_opcheck(rank):
-    name = dist.group.WORLD.group_name
-    x, w, bias = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4), (5,)))
-    for layout, weight in (("nt", w), ("nn", w.t().contiguous())):
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, None, name, 1, layout, ""))
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, bias, name, 1, layout, ""))
-        torch.library.opcheck(ops._gemm_reduce_scatter, (x, weight, name, 1, layout, ""))
-
-
-@pytest.mark.xfail(
-    not compiles_plans(), reason="older torch.compile takes no frozen dataclass as plan"
-)
-@on_device_ranks(2, environment=FUSED)
-def test_compile_without_a_graph_break(rank):
-    group = dist.group.WORLD
-    plan = Plan("pipelined", comm_rows=3)
-
-    def block(x, w1, w2):
-        """Both operations and arithmetic between them, as in a transformer's MLP."""
-        h = ops.all_gather_gemm(x, w1, group).relu()
-        y = ops.gemm_reduce_scatter(h, w2, group)
-        return y + ops.gemm_reduce_scatter(h, w2, group, plan=plan) + x
-
-    generator = torch.Generator().manual_seed(rank)
-    x, w1, w2 = (
-        torch.randint(-2, 3, s, generator=generator).float().to(DEVICE)
-        for s in ((4, 6), (10, 6), (6, 10))
-    )
-    expected = block(x, w1, w2)
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        compiled = torch.compile(block, fullgraph=True, backend=backend)
-        assert torch.equal(compiled(x, w1, w2), expected), backend
-    assert flux_megatron.report().calls == {
-        ("ag_gemm", "fused"): 3, ("gemm_rs", "fused"): 3, ("gemm_rs", "pipelined"): 3
-    }  # fmt: skip
-
-
-@on_device_ranks(2)
-def test_fake_kernels_give_the_shapes_and_run_nothing(rank):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    group = dist.group.WORLD
-    R = group.size()
-    with FakeTensorMode():
-        x = torch.empty(6 * R, 4, dtype=torch.bfloat16, device=DEVICE)
-        for layout, shape in (("nt", (5, 4)), ("nn", (4, 5))):
-            w = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-            y = ops.all_gather_gemm(x, w, group, layout=layout)
-            assert (y.shape, y.dtype, y.device) == ((6 * R * R, 5), x.dtype, x.device)
-            y = ops.gemm_reduce_scatter(x, w, group, layout=layout)
-            assert (y.shape, y.dtype, y.device) == ((6, 5), x.dtype, x.device)
-    assert flux_megatron.report().total == 0
