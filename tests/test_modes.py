@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
 from layer_cases import check, layer
-from ranks import DEVICE, here, on_device, on_device_ranks
+from ranks import DEVICE, here, on_device_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -200,18 +200,6 @@ def test_experts_and_bags(rank, mode):
             work(rank, mode, rows)
             assert_lasting()
             work(rank, "no_grad", rows)
-
-
-def recorded(rank: int) -> None:
-    """More launches than buffers, which are cleared when they come again."""
-    forward(rank, "inference", 4)
-    for _ in range(20):
-        forward(rank, "no_grad", 4)
-
-
-def test_records_of_waits():
-    environment = {"FLUX_MEGATRON_STRATEGY": "fused", "FLUX_MEGATRON_RECORD_WAITS": "1"}
-    on_device(recorded, 2, environment=environment)
 
 
 def _opened(name: str, size_bytes: int) -> list[Tensor]:
