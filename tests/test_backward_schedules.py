@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact
 from layer_cases import apply, layer, mine, transfers
-from ranks import DEVICE, FUSED, here, on_device, on_device_ranks
+from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -138,8 +138,13 @@ def test_deferred_wgrad(rank):
     assert transfers(forward_and_backward) == (1, 1)
 
 
-def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
-    """Column and row layer without sequence parallelism; the calls, and fallbacks."""
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "rows"),
+    [*itertools.product([*STRATEGIES, "low_latency"], (1, 2, 3), (3,)), ("fused", 3, 5)],
+)
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_layers_of_whole_tokens(rank, strategy, rows):
+    """Column and row layer without sequence parallelism; some rows cannot be shared."""
     group = dist.group.WORLD
     for dtype in DTYPES:
         made = layer("local", group.size(), dtype, (rows, 4), 7, 9, True)
@@ -158,23 +163,11 @@ def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
         assert_exact(x.grad, made.dx[rank])
         assert_exact(w.grad, made.dw[rank])
     report = flux_megatron.report()
-    return report.calls, [reason for _, reason in report.fallbacks]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "low_latency"])
-def test_layers_of_whole_tokens(strategy, world_size):
-    ran = strategy if world_size > 1 else "sequential"
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for calls, reasons in on_device(of_whole_tokens, world_size, 3, environment=environment):
-        assert calls == {("gemm_ar", ran): 2 * len(DTYPES)}
-        assert not reasons
-
-
-def test_rows_that_ranks_cannot_share_are_all_reduced_without_overlap():
-    for calls, reasons in on_device(of_whole_tokens, 3, 5, environment=FUSED):
-        assert calls == {("gemm_ar", "sequential"): 2 * len(DTYPES)}
-        assert reasons == ["20 rows cannot be divided over 3 ranks"]
+    report = flux_megatron.report()
+    ran = strategy if group.size() > 1 and rows == 3 else "sequential"
+    assert report.calls == {("gemm_ar", ran): 2 * len(DTYPES)}
+    reasons = [] if rows == 3 else ["20 rows cannot be divided over 3 ranks"]
+    assert [reason for _, reason in report.fallbacks] == reasons
 
 
 @on_device_ranks(2)

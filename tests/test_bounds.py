@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.dispatch import PLAIN
@@ -166,8 +166,11 @@ def test_keys_of_questions_are_taken_back(rank):
     assert len(counts) == 1, counts
 
 
-def drops_one(rank: int) -> list[bool]:
-    """Whether a call asks the other ranks: for the first time, again, and when it was dropped."""
+@on_device_ranks(2)
+def test_a_decision_that_was_dropped_asks_nobody(rank):
+    """Whether a call asks the other ranks: for the first time, again, and when it was dropped:
+    ranks need not drop the same, so the table of the layer kind stays.
+    """
     space, w = workspace(dist.group.WORLD, here()), torch.ones(4, 2, device=DEVICE)
     asked = []
     for _ in range(3):
@@ -178,12 +181,7 @@ def drops_one(rank: int) -> list[bool]:
         if len(asked) == 2:
             space.decisions.clear()
             space.checked.clear()
-    return asked
-
-
-def test_a_decision_that_was_dropped_asks_nobody():
-    """Ranks need not drop the same: the table of the layer kind stays."""
-    assert on_device(drops_one, 2) == [[True, False, False]] * 2
+    assert asked == [True, False, False]
 
 
 def made(region: Region, size: int) -> int:
@@ -199,9 +197,11 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
     assert len(region._prepared) == recent.LIMIT
 
 
-def many_rows(rank: int, count: int) -> dict[str, int]:
+@on_device_ranks(2)
+def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
     """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
     space, plan = workspace(dist.group.WORLD, here()), Plan("pipelined")
+    count = SHAPES
     order = [*range(1, count + 1), *random.Random(0).sample(range(1, count + 1), count)]
     sizes, w = [], torch.ones(4, 2, device=DEVICE)
     for rows in order:
@@ -210,9 +210,4 @@ def many_rows(rank: int, count: int) -> dict[str, int]:
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
         sizes.append(space.size_bytes)
     assert len({*sizes[count - 1 :]}) == 1, "memory follows the largest call and stays"
-    return {"decisions": len(space.decisions), "checked": len(space.checked)}
-
-
-def test_what_is_kept_does_not_grow_with_the_number_of_shapes():
-    for kept in on_device(many_rows, 2, SHAPES):
-        assert {*kept.values()} == {SHAPES}, kept
+    assert len(space.decisions) == len(space.checked) == SHAPES

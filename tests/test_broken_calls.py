@@ -101,7 +101,8 @@ def test_the_first_error_is_reported(rank):
     assert message.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
 
 
-def one_waits(rank: int) -> str:
+@on_device_ranks(2, environment=SHORT)
+def test_a_missing_signal_is_explained_by_the_failure(rank):
     """Rank 1 fails before its pushes: rank 0 learns why nothing comes."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
@@ -121,16 +122,13 @@ def one_waits(rank: int) -> str:
         with pytest.raises(ZeroDivisionError):
             begun()
         dist.barrier()
-        return refused(errors.GroupBroken, done)
-    with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
-        done()
-    dist.barrier()
-    return str(caught.value)
-
-
-def test_a_missing_signal_is_explained_by_the_failure():
-    for message in on_device(one_waits, 2, environment=SHORT):
-        assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
+        message = refused(errors.GroupBroken, done)
+    else:
+        with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
+            done()
+        dist.barrier()
+        message = str(caught.value)
+    assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
 
 
 @on_device_ranks(2, environment=SHORT)

@@ -133,7 +133,9 @@ def test_epochs_cross_the_wrap(pattern, strategy):
         on_device(crosses, 2, pattern, strategy, start)
 
 
-def reads_stale(rank: int) -> tuple[bool, bool, bool]:
+@pytest.mark.parametrize("poison", ["1", "0"])
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_POISON": "{poison}"})
+def test_poison_is_what_a_stale_read_finds(rank, poison):
     """What a reader finds in a buffer after the call that owned it: NaN, if poison is on."""
     x, w = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4)))
     gather = ops.start_gather(x, w, dist.group.WORLD)
@@ -142,15 +144,8 @@ def reads_stale(rank: int) -> tuple[bool, bool, bool]:
     gather.close()
     scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
     scatter.finish()
-    return alive, bool(gathered.isnan().all()), bool(scatter.received.isnan().all())
-
-
-@pytest.mark.parametrize("poison", ["1", "0"])
-def test_poison_is_what_a_stale_read_finds(poison):
-    environment = FUSED | {"FLUX_MEGATRON_POISON": poison}
-    for alive, gathered, slots in on_device(reads_stale, 2, environment=environment):
-        assert alive
-        assert gathered == slots == (poison == "1")
+    assert alive
+    assert gathered.isnan().all() == scatter.received.isnan().all() == (poison == "1")
 
 
 @on_device_ranks(2, environment=FUSED)
@@ -216,22 +211,17 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
 
 
-def late_entry(rank: int) -> str:
+@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
+@on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+def test_a_rank_that_does_not_come_to_a_captured_call_is_named(rank):
     """Rank 1 does not come to a captured call."""
     check(Case("gemm_rs", 5, 4, 3))
     if rank == 1:
-        return ""
+        return
     with (
         mock.patch.object(workspace_module, "capturing", return_value=True),
         pytest.raises(errors.SignalTimeout) as raised,
     ):
         check(Case("gemm_rs", 5, 4, 3))
-    return str(raised.value)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
-def test_a_rank_that_does_not_come_to_a_captured_call_is_named():
-    message, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
-    assert (
-        "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in message
-    )
+    said = "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen"
+    assert said in str(raised.value)

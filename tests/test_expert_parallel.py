@@ -182,31 +182,6 @@ def test_any_number_of_ranks(world_size, strategy):
         assert counted == {strategy: 2 * len(routings)}
 
 
-def refused(rank: int, name: str, spoil: str) -> list[str]:
-    group, plan = dist.group.WORLD, PLANS[name]
-    given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
-    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
-    capacity = given.capacity
-    if spoil == "capacity":
-        capacity -= 1
-    elif rank == 1:
-        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
-        if spoil == "negative, the sum right":
-            counts[0, 0] += given.counts[rank].sum() - counts.sum()
-    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
-    reported = []
-
-    def called() -> None:
-        ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
-        flux_megatron.synchronize()  # on GPUs only the device knows
-
-    for _ in range(2):  # and every call after it
-        with pytest.raises(errors.CapacityExceeded) as caught:
-            called()
-        reported.append(str(caught.value))
-    return reported
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -218,9 +193,28 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("name", ["fused", "sequential"])
-def test_rows_that_do_not_fit_are_refused_by_all_ranks(name, spoil, message):
-    for reported in on_device(refused, 2, name, spoil, fresh=True):
-        assert all(message in text for text in reported), reported
+@on_device_ranks(2, fresh=True)
+def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, name, spoil, message):
+    group, plan = dist.group.WORLD, PLANS[name]
+    given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
+    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
+    capacity = given.capacity
+    if spoil == "capacity":
+        capacity -= 1
+    elif rank == 1:
+        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
+        if spoil == "negative, the sum right":
+            counts[0, 0] += given.counts[rank].sum() - counts.sum()
+    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
+
+    def called() -> None:
+        ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
+        flux_megatron.synchronize()  # on GPUs only the device knows
+
+    for _ in range(2):  # and every call after it
+        with pytest.raises(errors.CapacityExceeded) as caught:
+            called()
+        assert message in str(caught.value)
 
 
 def wrong(rank: int, change: dict, message: str) -> None:
@@ -265,18 +259,14 @@ def test_disagreement_of_ranks_is_reported(rank, plan):
     assert "capacity 17" in reported
 
 
-def fallen_back(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
+def test_a_strategy_that_is_not_built_falls_back_and_is_reported(rank):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     y, _ = ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=7)
     assert_exact(y, torch.cat([torch.full((6, 8), 4.0), torch.zeros(1, 8)]))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
-
-
-def test_a_strategy_that_is_not_built_falls_back_and_is_reported():
-    environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-    for reasons in on_device(fallen_back, 2, environment=environment):
-        assert reasons == ["pipelined is not built for a2a_gemm"]
+    reasons = [reason for _, reason in flux_megatron.report().fallbacks]
+    assert reasons == ["pipelined is not built for a2a_gemm"]
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device, on_device_ranks
+from ranks import DEVICE, on_device_ranks
 from test_expert_parallel import PLANS, expected, idle_source, leaves, operands, uneven
 from test_signalled_experts import plan_of
 from torch import Tensor
@@ -121,8 +121,10 @@ def test_other_strides_are_refused_by_all_ranks(rank):
         ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16)
 
 
-def with_parameters(rank: int, scattered: bool) -> list[str]:
-    """As autograd sees one parameter an expert."""
+@pytest.mark.parametrize("scattered", [False, True])
+@on_device_ranks(2)
+def test_parameters_that_lie_apart_are_not_copied(rank, scattered):
+    """As autograd sees one parameter an expert; others are copied, which is said once."""
     group = dist.group.WORLD
     given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
     counts = given.counts[rank].to(DEVICE)
@@ -149,18 +151,12 @@ def with_parameters(rank: int, scattered: bool) -> list[str]:
         assert kept.call_args.args[7] is False, "rows are kept though nothing is differentiated"
     copies = flux_megatron.report().copies
     assert [*copies.values()] == ([3, 2] if scattered else []), "all calls are counted"
-    return [str(one.message) for one in said if "copied" in str(one.message)]
-
-
-def test_parameters_that_lie_apart_are_not_copied():
-    assert on_device(with_parameters, 2, False) == [[], []]
-
-
-def test_others_are_copied_and_that_is_said_once():
-    for said in on_device(with_parameters, 2, True):
-        assert len(said) == len(set(said)) >= 1
+    texts = [str(one.message) for one in said if "copied" in str(one.message)]
+    assert bool(texts) == scattered
+    assert len(texts) == len(set(texts))
+    if scattered:
         assert (
-            "weights of experts are copied: 3 of [8, 16] do not lie one distance apart" in said[0]
+            "weights of experts are copied: 3 of [8, 16] do not lie one distance apart" in texts[0]
         )
 
 

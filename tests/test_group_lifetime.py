@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
@@ -107,7 +107,8 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
         assert rank or 5 < took_s < 12, "6.4 of 8 s"
 
 
-def one_breaks_off(rank: int) -> float:
+@on_device_ranks(2, environment=PIPELINED)
+def test_who_asks_a_rank_that_fails_is_answered_at_once(rank):
     """Rank 0 asks about a call that is new while rank 1 fails in the middle of another."""
     check(Case("ag_gemm", 6, 8, 4))  # there is a channel
     space = workspace(dist.group.WORLD, here())
@@ -126,12 +127,7 @@ def one_breaks_off(rank: int) -> float:
     else:
         with pytest.raises(errors.GroupBroken, match="rank 1 failed in the middle of a call"):
             space.agreement.ask("a new call", "")
-    return time.monotonic() - began
-
-
-def test_who_asks_a_rank_that_fails_is_answered_at_once():
-    """Not after the 20 s that a wait may take."""
-    assert max(on_device(one_breaks_off, 2, environment=PIPELINED)) < 5
+    assert time.monotonic() - began < 5, "not after the 20 s that a wait may take"
 
 
 class Looked(list):
@@ -166,8 +162,11 @@ def test_a_look_between_two_stores_loses_no_mismatch():
         mine.note("the same")
 
 
-def unread(rank: int) -> list[bool]:
-    """A gather whose rows nobody asks for, and one that a kernel has awaited."""
+@on_cpu_ranks(2)
+def test_no_call_ends_before_all_its_signals_are_awaited(rank):
+    """A gather whose rows nobody asks for, and one that a kernel has awaited: else a rank two
+    calls ahead would overwrite rows that are still on their way.
+    """
     x = torch.full((4, 8), float(rank), device=DEVICE)
     space, seen = workspace(dist.group.WORLD, here()), []
     for by_kernel in (False, True):
@@ -176,15 +175,15 @@ def unread(rank: int) -> list[bool]:
             gather.close(by_kernel=by_kernel)
         seen.append(waited.called)
         dist.barrier()
-    return seen
+    assert seen == [True, False]
 
 
-def test_no_call_ends_before_all_its_signals_are_awaited():
-    """Else a rank two calls ahead would overwrite rows that are still on their way."""
-    assert run_ranks(unread, 2) == [[True, False]] * 2
-
-
-def held(rank: int, strategy: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [("pipelined", ["join", "[8, 3]"]), ("signalled", ["join", "[4, 3]", "[8, 3]"])],
+)
+@on_cpu_ranks(2)
+def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined(rank, strategy, wanted):
     """What `finish` keeps from other streams, by its address."""
     x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
     plan = Plan(strategy, tile=Tile(16, 16, 16)) if strategy == "signalled" else Plan(strategy)
@@ -202,15 +201,7 @@ def held(rank: int, strategy: str) -> list[str]:
         mock.patch.object(signalled.Stage, "join", joins),
     ):
         ops.start_gemm_rs(x, w, group, plan=plan).finish()
-    return order
-
-
-@pytest.mark.parametrize(
-    ("strategy", "wanted"),
-    [("pipelined", ["join", "[8, 3]"]), ("signalled", ["join", "[4, 3]", "[8, 3]"])],
-)
-def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined_them(strategy, wanted):
-    assert run_ranks(held, 2, strategy) == [wanted] * 2
+    assert order == wanted
 
 
 @on_cpu_ranks(2)

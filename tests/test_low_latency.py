@@ -131,7 +131,8 @@ def test_words_that_do_not_come_are_reported(pattern):
     assert "for words of rank 1: epoch 2 expected, 0 seen" in said
 
 
-def refused(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "low_latency"})
+def test_more_rows_are_refused_or_fall_back_with_the_reason(rank):
     group = dist.group.WORLD
     x, w = torch.ones(129, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
     with pytest.raises(ValueError, match="129 rows given, 128 at most expected"):
@@ -139,13 +140,8 @@ def refused(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="gemv_all_reduce: 129 rows given, 128 at most expected"):
         ops.gemv_all_reduce(x, w, group)
     assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((129, 3), 8.0))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
-
-
-def test_more_rows_are_refused_or_fall_back_with_the_reason():
-    wanted = {"FLUX_MEGATRON_STRATEGY": "low_latency"}
-    for reasons in on_device(refused, 2, environment=wanted):
-        assert reasons == ["129 rows given, 128 at most expected"]
+    reasons = [reason for _, reason in flux_megatron.report().fallbacks]
+    assert reasons == ["129 rows given, 128 at most expected"]
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn"])
@@ -261,9 +257,12 @@ def test_warps_do_not_part_while_they_wait(rank):
     flux_megatron.synchronize()
 
 
-def replayed(rank: int, plan: Plan) -> None:
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
+@pytest.mark.parametrize("plan", PLANS)
+@on_device_ranks(2)
+def test_replays_between_eager_calls(rank, plan):
     """Replays and eager calls in turn, in the same two halves; a rank is late now and then."""
-    group, (M, N, K_local) = dist.group.WORLD, (3, 200, 64)
+    group, (M, N, K_local), plan = dist.group.WORLD, (3, 200, 64), PLANS[plan]
     made = torch.Generator().manual_seed(7)
     ws = [small_integers((N, K_local), torch.bfloat16, made) for _ in range(group.size())]
     x, w = torch.zeros(M, K_local, dtype=torch.bfloat16, device=DEVICE), ws[rank].to(DEVICE)
@@ -282,9 +281,3 @@ def replayed(rank: int, plan: Plan) -> None:
         y = captured if turn % 3 else ops.gemm_all_reduce(x, w, group, plan=plan)
         assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], f"turn {turn}")
     flux_megatron.synchronize()
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
-@pytest.mark.parametrize("plan", PLANS)
-def test_replays_between_eager_calls(plan):
-    on_device(replayed, 2, PLANS[plan])

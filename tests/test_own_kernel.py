@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ON_HOPPER
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from ranks import DEVICE, RankFailure, be_late, here, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -153,15 +153,12 @@ def test_refused_calls_are_named_on_every_rank():
         assert "my kernel is not ready" in said[-1]
 
 
-def apart(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_ranks_of_several_nodes_are_refused(rank):
     places.machine = lambda: f"node{rank}"
-    with Channel("apart", dist.group.WORLD, here()).begin(64):
+    refused = pytest.raises(errors.WorkspaceError, match=r"^kernel apart: .* spans 2 nodes")
+    with refused, Channel("apart", dist.group.WORLD, here()).begin(64):
         pass
-
-
-def test_ranks_of_several_nodes_are_refused():
-    with pytest.raises(RankFailure, match=r"WorkspaceError: kernel apart: .* spans 2 nodes"):
-        run_ranks(apart, 2)
 
 
 def function(module: ModuleType, name: str) -> ast.FunctionDef:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import GPU_RANKS, be_late, on_cpu_ranks, run_ranks
+from ranks import GPU_RANKS, be_late, on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -49,7 +49,9 @@ def _done() -> None:
     flux_megatron.check()
 
 
-def two_groups(rank: int, plans) -> None:
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_two_groups_on_three_streams(rank, plans):
     """Random calls of two groups on three streams, a rank late now and then."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -71,12 +73,9 @@ def two_groups(rank: int, plans) -> None:
         assert_exact(result, given[which].expected[rank], f"call {number}")
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_two_groups_on_three_streams(plans):
-    run_ranks(two_groups, 2, PLANS[plans], device="cuda", environment=SHORT)
-
-
-def open_scatter(rank: int, plans) -> None:
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_a_gather_beside_an_open_scatter_of_another_group(rank, plans):
     """Gated pushes of one group stand in the copy engine's stream while the other group gathers."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     first, second = (torch.cuda.Stream() for _ in range(2))
@@ -96,11 +95,6 @@ def open_scatter(rank: int, plans) -> None:
     _done()
     assert_exact(y, given_ag.expected[rank])
     assert_exact(dx, given_rs.expected[rank])
-
-
-@pytest.mark.parametrize("plans", PLANS)
-def test_a_gather_beside_an_open_scatter_of_another_group(plans):
-    run_ranks(open_scatter, 2, PLANS[plans], device="cuda", environment=SHORT)
 
 
 @on_cpu_ranks(2, device="cuda", environment=SHORT)

@@ -63,15 +63,12 @@ def test_a_failure_on_one_rank_is_a_failure_on_all():
     }
 
 
-def _all_fail(rank):
+@on_cpu_ranks(2)
+def test_a_race_without_finishers_has_no_times(rank):
     def fails():
         raise ValueError("no")
 
-    return race({"a": fails}, group=dist.group.WORLD, device=CPU)
-
-
-def test_a_race_without_finishers_has_no_times():
-    assert run_ranks(_all_fail, 2)[0].times_us == {}
+    assert race({"a": fails}, group=dist.group.WORLD, device=CPU).times_us == {}
 
 
 def test_host_time_is_that_of_one_call():
@@ -150,7 +147,8 @@ def test_nothing_is_outlived_alone(rank):
     assert race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived == {}
 
 
-def _second(rank):
+@on_cpu_ranks(3, limit_s=30)
+def test_the_second_communicator_is_made_once_and_asks_nobody_else(rank):
     """Rank 1 has fewer groups than the others."""
     world, pair = dist.group.WORLD, dist.new_group([0, 2])
     second = second_communicator(world, CPU)
@@ -161,11 +159,7 @@ def _second(rank):
         second = second_communicator(pair, CPU)
         assert (second.rank(), second.size()) == (rank // 2, 2)
         second.allreduce([ranks]).wait()
-    return ranks.item()
-
-
-def test_the_second_communicator_is_made_once_and_asks_nobody_else():
-    assert run_ranks(_second, 3, limit_s=30) == [6.0, 3.0, 6.0]
+    assert ranks.item() == (6.0, 3.0, 6.0)[rank]
 
 
 @on_cpu_ranks(2, limit_s=30)

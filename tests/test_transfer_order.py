@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.overlap import fused, pipelined
@@ -20,15 +20,9 @@ RUN = {"pipelined": pipelined.ag_gemm, "fused": fused.ag_gemm}
 
 
 @pytest.mark.parametrize("strategy", GEMMS)
-def test_the_local_shard_is_copied_behind_the_gemms(strategy):
+@on_cpu_ranks(2)
+def test_the_local_shard_is_copied_behind_the_gemms(rank, strategy):
     """In front of them GEMMs would wait for the copy, and the copy for all pushes."""
-    for enqueued in run_ranks(_enqueued, 2, strategy):
-        gemms = [at for at, what in enumerate(enqueued) if what == "gemm"]
-        assert enqueued[: gemms[0]] == ["copy"], "the push comes first"
-        assert enqueued[gemms[-1] + 1 :] == ["copy", "consumed"]
-
-
-def _enqueued(rank: int, strategy: str) -> list[str]:
     seen: list[str] = []
 
     def noting(what: str, original):
@@ -52,4 +46,6 @@ def _enqueued(rank: int, strategy: str) -> list[str]:
         space = workspace(dist.group.WORLD, x.device)
         plan = Plan(strategy, tile=Tile(16, 16, 16))
         RUN[strategy](x, w, None, "nn", plan, space, consume)
-    return seen
+    gemms = [at for at, what in enumerate(seen) if what == "gemm"]
+    assert seen[: gemms[0]] == ["copy"], "the push comes first"
+    assert seen[gemms[-1] + 1 :] == ["copy", "consumed"]
