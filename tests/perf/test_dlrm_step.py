@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_simulate import simulate
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
@@ -21,12 +20,6 @@ from flux_megatron.launch.errors import ExperimentError
 
 ROOT = Path(__file__).parents[2]
 NAME = "study/dlrm-128-nodes"
-BLOCKED = """
-import sys
-sys.modules["torch"] = sys.modules["triton"] = None  # importing them fails
-from flux_megatron.cli import app
-app()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +153,7 @@ def test_every_value_has_its_source(tmp_path):
 
 def test_the_command_needs_no_torch(tmp_path):
     file = tmp_path / "all.json"
-    command = ["simulate", NAME, "--sweep", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *command], capture_output=True, text=True, timeout=60
-    )
+    done = simulate(NAME, "--sweep", "--json", str(file))
     assert done.returncode == 0, done.stderr
     for words in ("shorter by", "about 21 %", "network.bandwidth_gbps = 12.5"):
         assert words in done.stdout
