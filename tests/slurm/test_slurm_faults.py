@@ -23,14 +23,8 @@ from flux_megatron.cli import app
 STEPS = 12
 # cpu/tiny as a cluster with GPUs, so that nodes are examined; nothing is expected of their speed,
 # and Slurm is not asked for GPUs, which the nodes have not
-ON_GPUS = [
-    "--set",
-    "cluster.gpu=H200-SXM5",
-    "--set",
-    "cluster.link.kind=nvlink",
-    "--sbatch",
-    "gres=none",
-]
+ON_GPUS = ["--set", "cluster.gpu=H200-SXM5", "--set", "cluster.link.kind=nvlink"]
+ON_GPUS += ["--sbatch", "gres=none"]
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +110,7 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     job.submit()
     job.ends("COMPLETED 1")
     rounds = [
-        "round-1/megatron",
-        "round-1/flux",
-        "round-1/flux",
-        "round-2/megatron",
-        "round-2/flux",
+        f"round-{part}" for part in ["1/megatron", "1/flux", "1/flux", "2/megatron", "2/flux"]
     ]
     assert [part for part, _, _ in job.trained()] == rounds
     rows = (job.run / "round-1" / "flux" / "train" / "metrics.jsonl").read_text().splitlines()
