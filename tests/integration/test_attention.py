@@ -12,7 +12,7 @@ import torch
 from closeness import assert_as_close_as, largest_error
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from ranks import on_cpu_ranks, run_ranks
+from ranks import run_ranks
 from spec_shapes import skip_before
 from torch import Tensor
 
@@ -85,9 +85,8 @@ MASKS = {
 }
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_as_close_to_the_reference_as_stock(rank):
-    sbs.start(1)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for name, groups, dtype in itertools.product(MASKS, (HEADS, 2, 1), dtypes):
         mask_type, mask, sq, sk = MASKS[name]
@@ -105,9 +104,8 @@ def test_as_close_to_the_reference_as_stock(rank):
                 assert_as_close_as(*three, f"{name}, {groups} groups, {dtype}: {what}")
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_scales_and_masks(rank):
-    sbs.start(1)
     given = operands()
 
     def values(which: str, mask: Tensor | None = None, **options) -> Tensor:
@@ -132,9 +130,8 @@ def test_scales_and_masks(rank):
         assert result.isfinite().all()
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_a_given_mask_replaces_the_causal_one(rank):
-    sbs.start(1)
     plain, masked = (
         run(build("ours"), operands(), mask, torch.float32)[0] for mask in (None, two_documents())
     )
@@ -146,9 +143,8 @@ def test_a_given_mask_replaces_the_causal_one(rank):
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding"])
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_no_scores_are_kept(rank, mask):
-    sbs.start(1)
     mask_type, given_mask, *_ = MASKS[mask]
     largest = {}
     for which in CLASSES:
@@ -161,10 +157,9 @@ def test_no_scores_are_kept(rank, mask):
     assert largest["ours"] < B * HEADS * S * S
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_dropout(rank):
     """Weights that are kept grow, so that the sum over many stays; heads of ranks differ."""
-    sbs.start(1)
     forks = []
 
     @contextlib.contextmanager

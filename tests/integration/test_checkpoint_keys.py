@@ -20,7 +20,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from ranks import on_cpu_ranks, run_ranks
+from ranks import run_ranks
 from spec_shapes import skip_where_mtp_needs_te
 
 MODELS = {
@@ -84,9 +84,8 @@ def _keys_of_local(rank: int, name: str, installed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["RMSNorm, qk", "experts"])
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_both_load_both(rank, name, tmp_path):
-    sbs.start(1)
     te.pretend_te()
     theirs = model(True, MODELS[name])
     assert te.overlap()

@@ -56,9 +56,8 @@ def counted(*models) -> Layers:
     return now.layers
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_all_are_ours(rank):
-    sbs.start(1)
     wrapped = torch.nn.Module()
     wrapped.module = model()
     assert counted(wrapped) == Layers(9, 9, {})
@@ -74,9 +73,8 @@ def test_stages_of_a_pipeline_are_added_up(rank):
     assert counted(stage) == Layers(8, 9, {("output_layer", OTHER + COLUMN): 1})
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_layers_of_one_kind_are_reported_once_with_their_number(rank):
-    sbs.start(1)
     others = {
         ("decoder.layers.*.self_attention.linear_qkv", OTHER + COLUMN): 2,
         ("decoder.layers.*.self_attention.linear_proj", f"{OTHER}RowParallelLinear"): 2,
@@ -86,9 +84,8 @@ def test_layers_of_one_kind_are_reported_once_with_their_number(rank):
     assert counted(model("stock")) == Layers(1, 9, others)
 
 
-@on_cpu_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
+@sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
 def test_strict_refuses_what_is_not_ours_unless_it_was_not_chosen(rank):
-    sbs.start(1)
     counted(model())
     with pytest.raises(errors.FallbackRefused, match=r"8 of 9 .* are ours; not output_layer \(1\)"):
         counted(model(head=False))
@@ -127,8 +124,7 @@ def test_layers_of_other_classes(layer, is_one):
     assert coverage.layers_of(models) == Layers(0, is_one, {("module", why): 1} if is_one else {})
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_experts_communicate_by_their_dispatcher_and_are_not_counted(rank):
-    sbs.start(2)
     more = {"num_moe_experts": 2, "add_bias_linear": False, "tensor_model_parallel_size": 2}
     assert counted(model(**more, sequence_parallel=True)) == Layers(5, 5, {})

@@ -6,7 +6,6 @@ import pytest
 import side_by_side as sbs
 import torch
 from megatron.core.utils import drain_embedding_wgrad_compute
-from ranks import on_cpu_ranks
 from side_by_side import Case
 
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
@@ -14,10 +13,9 @@ from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("limit", [0, 1, 3])
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_deferred_weight_gradient(rank, limit, sp):
     """Two microbatches; Megatron computes what was deferred, and all arrives in main_grad."""
-    sbs.start(2)
     provide_wgrad_kernels()
     main_grads = []
     for ours in (False, True):
@@ -49,10 +47,9 @@ def test_deferred_weight_gradient(rank, limit, sp):
     assert sbs.relative_error(main_grads[1], main_grads[0]) < 1e-6
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_main_grad_is_the_one_of_the_forward(rank):
     """Between its forward and its backward a tied weight gets another main_grad."""
-    sbs.start(2)
     provide_wgrad_kernels()
     buffers = {"embedding_activation_buffer": [], "grad_output_buffer": []}
     case = Case("column", {**buffers, "bias": False})
@@ -70,9 +67,8 @@ def test_main_grad_is_the_one_of_the_forward(rank):
     assert layer.weight.main_grad is first
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_what_cannot_be_deferred_is_refused(rank):
-    sbs.start(2)
     config = sbs.settings(
         2, True, torch.float32, gradient_accumulation_fusion=True, num_layers=2,
         defer_embedding_wgrad_compute=True, pipeline_model_parallel_size=2,

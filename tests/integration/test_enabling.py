@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.transformer import torch_norm
-from ranks import FUSED, on_cpu_ranks, run_ranks
+from ranks import FUSED, run_ranks
 from test_te_specification import chunks, parameters, sharded
 
 import flux_megatron
@@ -122,9 +122,8 @@ ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 @pytest.mark.parametrize("way", ["enable", "replace"])
-@on_cpu_ranks(2, environment=FUSED)
+@sbs.on_tp_ranks(2, environment=FUSED)
 def test_post_training_is_stock_s(rank, sp, way):
-    sbs.start(2)
     theirs = with_our_norms(sp)
     names = kinds(theirs)
     if way == "enable":
@@ -252,9 +251,8 @@ def _chosen(rank: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_experts_stay(rank, way):
-    sbs.start(2)
     spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
     options = config(False, num_moe_experts=2, add_bias_linear=False, normalization="LayerNorm")
     if way == "enable":
@@ -273,9 +271,8 @@ class Foreign(stock.RowParallelLinear):
     """Of a class that is a user's own."""
 
 
-@on_cpu_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
+@sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
 def test_strict_refuses_layers_that_are_not_ours(rank):
-    sbs.start(1)
     model = build(False, tensor_model_parallel_size=1)
     model.decoder.layers[0].mlp.linear_fc2.__class__ = Foreign
     names = kinds(model)

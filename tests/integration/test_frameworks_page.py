@@ -85,9 +85,8 @@ def test_megatron_bridge(rank):
     assert linears(provider.provide_distributed_model(ddp_config=ddp)) == (5, 5)
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_the_call_of_the_page(rank):
-    sbs.start(1)
     exec(snippet("## What do the calls do?", "python"), {})
     assert linears(Provider().provide_distributed_model(DistributedDataParallelConfig())) == (4, 5)
 

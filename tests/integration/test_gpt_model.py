@@ -148,12 +148,9 @@ def test_recomputed_layers_give_the_same_losses():
 
 
 @pytest.mark.parametrize(("source", "target"), [("flux", "stock"), ("stock", "flux")])
-def test_checkpoints_move_both_ways(tmp_path, source, target):
-    run_ranks(_moves, 2, source, target, str(tmp_path))
-
-
-def _moves(rank, source, target, folder) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_checkpoints_move_both_ways(rank, source, target, tmp_path):
+    folder = str(tmp_path)
     saved = build(source, 2, True, False)
     multiprocessing.current_process()._config["daemon"] = False  # megatron-core starts a process
     filesystem_async._results_queue = None  # flux_megatron.lab.train's, if that has been imported

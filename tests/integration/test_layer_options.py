@@ -10,7 +10,6 @@ import side_by_side as sbs
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers as stock
-from ranks import on_cpu_ranks
 from side_by_side import Case
 
 import flux_megatron
@@ -43,9 +42,8 @@ def saved_sizes(layer, x) -> list[int]:
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_frozen_weight_saves_no_input(rank, kind, sp):
-    sbs.start(2)
     layer, x, _ = layer_of(kind, sp, bias=False)
     assert sorted(saved_sizes(layer, x)) == sorted([x.numel(), layer.weight.numel()])
     layer.weight.requires_grad_(False)
@@ -54,9 +52,8 @@ def test_frozen_weight_saves_no_input(rank, kind, sp):
         assert saved_sizes(layer, x) == []
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_gathered_input_is_kept_on_request(rank):
-    sbs.start(2)
     layer, x, _ = layer_of("column", bias=False)
     layer.save_gathered = True
     assert sorted(saved_sizes(layer, x)) == sorted([2 * x.numel(), layer.weight.numel()])
@@ -64,10 +61,9 @@ def test_gathered_input_is_kept_on_request(rank):
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_what_is_saved_can_be_offloaded(rank, kind, sp):
     """TransformerEngine's hooks offload what has an attribute, older ones, or is no parameter."""
-    sbs.start(2)
     layer, x, _ = layer_of(kind, sp, bias=False)
     x.activation_offloading = True  # by megatron-core, in the layer's own forward for "row"
     if kind == "row" and sp:
@@ -88,10 +84,9 @@ def test_what_is_saved_can_be_offloaded(rank, kind, sp):
     assert len(saved) == 2
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_bias_beside_a_frozen_weight_learns(rank):
     """Stock gives it no gradient."""
-    sbs.start(2)
     for kind in KINDS:
         layer, x, dy = layer_of(kind, prepare=lambda layer: layer.weight.requires_grad_(False))
         layer(x)[0].backward(dy)
@@ -100,9 +95,8 @@ def test_bias_beside_a_frozen_weight_learns(rank):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_cpu_ranks(2, environment=PIPELINED)
+@sbs.on_tp_ranks(2, environment=PIPELINED)
 def test_rows_that_ranks_cannot_share_are_reported_once_and_counted(rank, kind):
-    sbs.start(2)
     layer, x, dy = layer_of(kind, sp=False)
     x, dy = x[:3].detach().requires_grad_(), dy[:3]  # 3 x 3 rows
     flux_megatron.reset_report()
@@ -118,9 +112,8 @@ def test_rows_that_ranks_cannot_share_are_reported_once_and_counted(rank, kind):
     assert flux_megatron.report().total == 3
 
 
-@on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1", **PIPELINED})
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1", **PIPELINED})
 def test_strict_mode_refuses_to_run_without_overlap(rank):
-    sbs.start(2)
     assert settings.get().strict
     for kind in KINDS:
         for sp in (True, False):
@@ -135,9 +128,8 @@ def test_strict_mode_refuses_to_run_without_overlap(rank):
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("why", ["autocast", "a newer option"])
 @pytest.mark.parametrize("kind", KINDS)
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_left_to_megatron_with_a_reason(rank, kind, why, sp):
-    sbs.start(2)
     fused = {"gradient_accumulation_fusion": True}
     ours, x, dy = layer_of(kind, sp, config=fused)
     theirs = sbs.build(Case(kind), False, sbs.settings(2, sp, torch.float32))
@@ -175,9 +167,8 @@ def _pass_newer_option(layer) -> None:
         kind._forward_impl = without
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_bad_input_is_reported_on_every_rank(rank):
-    sbs.start(2)
     column, x, _ = layer_of("column")
     row, x_row, _ = layer_of("row")
     passed, _, _ = layer_of("column", skip_weight_param_allocation=True)
@@ -196,17 +187,8 @@ def test_bad_input_is_reported_on_every_rank(rank):
     column(x)  # and the layers still work
 
 
-@on_cpu_ranks(2)
-def test_fusion_needs_a_main_grad(rank):
-    sbs.start(2)
-    layer, x, dy = layer_of("column", config={"gradient_accumulation_fusion": True})
-    with pytest.raises(RuntimeError, match="the weight has no main_grad"):
-        layer(x)[0].backward(dy)
-
-
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_constructor_leaves_the_config_as_it_was(rank):
-    sbs.start(1)
     config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
         sbs.build(Case("column"), False, config)
@@ -216,9 +198,8 @@ def test_constructor_leaves_the_config_as_it_was(rank):
     assert layer.gradient_accumulation_fusion
 
 
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_a_weight_used_twice_goes_to_the_main_grad_of_each_use(rank):
-    sbs.start(2)
     for kind in KINDS:
         layer, x, dy = layer_of(kind, config={"gradient_accumulation_fusion": True})
         grads = [torch.zeros_like(layer.weight) for _ in range(2)]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import side_by_side as sbs
 import torch
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 from side_by_side import Case
 
 import flux_megatron
@@ -81,13 +81,8 @@ SETUPS = [
 
 
 @pytest.mark.parametrize(("world_size", "sp", "dtype"), SETUPS)
-def test_layers_do_what_stock_does(world_size, sp, dtype):
-    assert not [
-        p for problems in run_ranks(_all_cases, world_size, sp, dtype, limit_s=40) for p in problems
-    ]
-
-
-def _all_cases(rank: int, sp: bool, dtype: torch.dtype) -> list[str]:
+@on_cpu_ranks("world_size", limit_s=40)
+def test_layers_do_what_stock_does(rank, sp, dtype):
     world_size = torch.distributed.get_world_size()
     sbs.start(world_size)
     sbs.give_stock_a_wgrad_kernel()
@@ -98,7 +93,7 @@ def _all_cases(rank: int, sp: bool, dtype: torch.dtype) -> list[str]:
             differences = _compare(case, world_size, sp, dtype)
             problems += [f"rank {rank}, {name}: {d}" for d in differences]
             problems += [f"rank {rank}, {name}: {d}" for d in _not_overlapped(case, sp, world_size)]
-    return problems
+    assert not problems
 
 
 def _not_overlapped(case: Case, sp: bool, world_size: int) -> list[str]:

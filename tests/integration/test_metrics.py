@@ -18,7 +18,6 @@ from statistics import fmean, stdev
 import pytest
 import side_by_side as sbs
 import torch
-from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron.integration import arm, coverage, metrics, step_check
@@ -147,9 +146,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "sp", "fusion"), CASES)
-@on_cpu_ranks(2)
+@sbs.on_tp_ranks(2)
 def test_stock_arm_is_megatron_s_own_code(rank, kind, sp, fusion):
-    sbs.start(2)
     provide_wgrad_kernels()
     config = sbs.settings(2, sp, torch.float32, gradient_accumulation_fusion=fusion)
 

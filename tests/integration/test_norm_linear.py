@@ -8,7 +8,6 @@ import pytest
 import side_by_side as sbs
 import te_stand_ins as te
 import torch
-from ranks import run_ranks
 
 from flux_megatron import report
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
@@ -26,15 +25,10 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("save_gathered", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_outputs_and_gradients_are_those_of_transformer_engine_s_layer(name, save_gathered):
-    quickest = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-    run_ranks(_beside, 2, CONFIGS[name], save_gathered, environment=quickest)
-
-
-def _beside(rank: int, config: dict[str, Any], save_gathered: bool) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})  # the quickest
+def test_outputs_and_gradients_are_those_of_transformer_engine_s_layer(rank, name, save_gathered):
     te.pretend_te()
-    given = sbs.settings(2, True, torch.float32, **config)
+    given = sbs.settings(2, True, torch.float32, **CONFIGS[name])
     theirs = built(te.TELayerNormColumnParallelLinear, given)
     own = built(FluxLayerNormColumnParallelLinear, given)
     own.save_gathered = save_gathered
@@ -48,9 +42,9 @@ def _beside(rank: int, config: dict[str, Any], save_gathered: bool) -> None:
         found["dw"], found["main_grad"] = found["main_grad"], None
     for part, value in expected.items():
         close(found[part], value)
-    for name, parameter in theirs.named_parameters():
-        if name.startswith("layer_norm"):
-            close(getattr(own, name).grad, parameter.grad)
+    for which, parameter in theirs.named_parameters():
+        if which.startswith("layer_norm"):
+            close(getattr(own, which).grad, parameter.grad)
     done = report()
     assert done.overlapped == done.total > 0
 

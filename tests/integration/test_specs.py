@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
-from ranks import on_cpu_ranks, run_ranks
+from ranks import run_ranks
 from spec_shapes import module_of, submodules_of
 
 from flux_megatron.integration import (
@@ -54,9 +54,8 @@ def test_layers_and_norms(layers, normalization):
     assert norms == {FluxNorm}
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_norms_of_queries_are_those_of_the_configuration(rank):
-    sbs.start(1)
     given = config(qk_layernorm=True)
     for wanted in (False, True):
         given.qk_l2_norm = wanted  # before 0.16 no field
@@ -142,9 +141,8 @@ def _layers_built(rank, stages, more) -> int:
 
 
 @pytest.mark.parametrize("layers", ["flux", "stock"])
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_model_is_built_of_these_layers_alone(rank, layers):
-    sbs.start(1)
     assert parallel_state.is_initialized()
 
     def model():
