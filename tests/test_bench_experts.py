@@ -86,32 +86,26 @@ def test_a_wrong_gradient_is_not_measured(rank):
     assert "elements of dw are wrong" in text
 
 
-def _wrong(rank: int, out: Path) -> str:
+@on_cpu_ranks(2)
+def test_a_wrong_result_is_not_measured(rank, tmp_path):
     """Rows of rank 1's kernel are wrong, so no rank times anything."""
+    out = tmp_path / "rows.jsonl"
     made = fused.a2a_gemm_kernels.a2a_gemm
     fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
     options = OperationOptions(("expert_all_to_all",), str(out), device="cpu")
     with pytest.raises(ArithmeticError) as error:
         worker.measure(_run(out), options)
-    return str(error.value)
-
-
-def test_a_wrong_result_is_not_measured(tmp_path):
-    for text in run_ranks(_wrong, 2, tmp_path / "rows.jsonl"):
-        assert text.startswith("expert_all_to_all: fused, 3 experts of 24 x 16: ")
-        assert "elements of hidden are wrong on rank 1" in text
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-def _one_is_wrong(rank: int, wrong: str) -> str:
-    strategy = call.STRATEGIES[wrong]
-    right = strategy.gemm_a2a
-    with mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1):
-        return expert_all_to_all.verify(_run())
+    assert str(error.value).startswith("expert_all_to_all: fused, 3 experts of 24 x 16: ")
+    assert "elements of hidden are wrong on rank 1" in str(error.value)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("wrong", ["signalled", "sequential"])
-def test_every_strategy_is_verified(wrong):
-    for text in run_ranks(_one_is_wrong, 2, wrong):
-        assert text.startswith(wrong)
-        assert "elements of y are wrong" in text
+@on_cpu_ranks(2)
+def test_every_strategy_is_verified(rank, wrong):
+    strategy = call.STRATEGIES[wrong]
+    right = strategy.gemm_a2a
+    with mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1):
+        text = expert_all_to_all.verify(_run())
+    assert text.startswith(wrong)
+    assert "elements of y are wrong" in text

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, here, on_device, on_device_ranks
+from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import reference
@@ -104,24 +104,25 @@ def call(case: Case, rank: int, seed: int, strategy: str) -> tuple[torch.Tensor,
     return y.detach(), weight.grad
 
 
-def calls(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("strategy", ["fused", "sequential"])
+@on_device_ranks("world_size")
+def test_exact(rank, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
     got = [(case, seed, *call(case, rank, seed, strategy)) for seed in range(3) for case in cases]
     for case, seed, y, dw in got:  # all of them now: later calls leave results alone
         expected_y, expected_dw = case.expected(case.operands(seed), rank)
         assert_exact(y, expected_y, f"{case} seed {seed}")
         assert_exact(dw, expected_dw, f"{case} gradient, seed {seed}")
-    return flux_megatron.report().calls
+    counted = flux_megatron.report().calls
+    assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["fused", "sequential"])
-def test_exact(world_size, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == world_size]
-    for counted in on_device(calls, world_size, cases, strategy):
-        assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
-
-
-def sparse(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+@on_device_ranks("world_size")
+def test_sparse_gradients_are_exact(rank, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
     for case in cases:
         weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(0)[rank])
         weight.requires_grad_()
@@ -137,18 +138,9 @@ def sparse(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str],
         torch.optim.SGD([weight], 1.0).step()
         if case.dtype == torch.float32:
             assert_exact(weight.detach().cpu(), case.operands(0)[rank][0] - expected_dw, "a step")
-    return flux_megatron.report().calls
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", ["fused", "sequential"])
-def test_sparse_gradients_are_exact(world_size, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == world_size]
-    for counted in on_device(sparse, world_size, cases, strategy):
-        backward = {("embedding_a2a", "sequential"): len(cases)}
-        both = {("embedding_a2a", "sequential"): 2 * len(cases)}
-        forward = {("embedding_a2a", "fused"): len(cases)}
-        assert counted == (both if strategy == "sequential" else forward | backward)
+    counted = {("embedding_a2a", "sequential"): len(cases)}
+    counted |= {("embedding_a2a", strategy): (1 + (strategy == "sequential")) * len(cases)}
+    assert flux_megatron.report().calls == counted
 
 
 @on_device_ranks(2)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from layer_cases import Layer, apply, check, layer, mine, solve, transfers
-from ranks import DEVICE, FUSED, be_late, on_device, on_device_ranks
+from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import reference
@@ -25,8 +25,12 @@ SIZES = [((5, 3), 7, 9), ((3, 1), 18, 5), ((17,), 5, 3), ((2, 2, 2), 3, 20)]
 LAYERS = ["column", "row", "local"]
 
 
-def run_layers(rank: int, sizes: list) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_exact_forward_and_backward(rank, strategy):
     R = dist.get_world_size()
+    sizes = {1: SIZES, 2: SIZES, 3: SIZES[:2], 4: SIZES[1:3], 8: SIZES[2:3]}[R]
     for kind, dtype, (rows, N, K), bias in itertools.product(LAYERS, DTYPES, sizes, [True, False]):
         if bias and kind == "row":
             continue
@@ -34,18 +38,9 @@ def run_layers(rank: int, sizes: list) -> dict[tuple[str, str], int]:
         check(made, rank)
         if kind == "column":
             check(made, rank, save_gathered=True)
-    return flux_megatron.report().calls
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_exact_forward_and_backward(world_size, strategy):
-    sizes = {1: SIZES, 2: SIZES, 3: SIZES[:2], 4: SIZES[1:3], 8: SIZES[2:3]}[world_size]
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    ran = strategy if world_size > 1 else "sequential"
+    ran = strategy if R > 1 else "sequential"
     each = 3 * len(sizes) * 5  # forward and backward: 4 times column, once row
-    for calls in on_device(run_layers, world_size, sizes, environment=environment):
-        assert calls == {("ag_gemm", ran): each, ("gemm_rs", ran): each}
+    assert flux_megatron.report().calls == {("ag_gemm", ran): each, ("gemm_rs", ran): each}
 
 
 @on_device_ranks(2, environment=FUSED)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, here, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, reference
@@ -42,7 +43,11 @@ def operands(M, N, K_local, world_size, dtype, layout):
     return x, w, reference.gemm_all_reduce(x, w, layout)
 
 
-def calls(rank: int, plan: Plan) -> dict[str, int]:
+@pytest.mark.parametrize(
+    ("plan", "world_size"), [("sequential", 1), *itertools.product(PLANS, (2, 3))]
+)
+@on_device_ranks("world_size")
+def test_exact(rank, plan):
     group = dist.group.WORLD
     flux_megatron.reset_report()
     results = []
@@ -53,20 +58,12 @@ def calls(rank: int, plan: Plan) -> dict[str, int]:
                     M = M_shard * group.size()
                     xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
                     x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-                    y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
+                    y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=PLANS[plan])
                     results.append((y, expected[rank], f"{turn} {M_shard} {N} {dtype} {layout}"))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
-    return {name: count for (_, name), count in flux_megatron.report().calls.items()}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("plan", PLANS)
-def test_exact(world_size, plan):
-    if world_size == 1 and plan != "sequential":
-        pytest.skip("one rank has nobody to send to")
-    for counted in on_device(calls, world_size, PLANS[plan]):
-        assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
+    counted = {name: count for (_, name), count in flux_megatron.report().calls.items()}
+    assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
@@ -156,15 +153,14 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     assert [*dict.fromkeys(found)] == ["sequential", *names]
 
 
-def benched(rank: int, file: str) -> None:
+@on_cpu_ranks(2)
+def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
+    file = str(tmp_path / "rows.jsonl")
     options = Options(
         ("llama2-70b",), ("gemm_ar",), (32,), file, rounds=2, tp=2, device="cpu", scale=512
     )
     runner.run(options, dist.group.WORLD, torch.device("cpu"), lambda case, rows: None)
-
-
-def test_the_bench_measures_it_beside_the_all_reduce(tmp_path):
-    run_ranks(benched, 2, str(tmp_path / "rows.jsonl"))
+    dist.barrier()
     rows = records.load(tmp_path / "rows.jsonl")
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
     names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")

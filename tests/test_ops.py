@@ -178,23 +178,16 @@ def plain_torch(case: Case, given: Operands, rank: int) -> torch.Tensor:
     return total.chunk(len(x))[rank]
 
 
-def stays_close(rank: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_device_ranks("world_size", environment=FUSED)
+def test_random_data_is_as_close_as_plain_torch(rank):
     group = dist.group.WORLD
-    for case in cases:
+    plans = None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined")
+    for pattern, dtype, plan in itertools.product(PATTERNS, DTYPES, plans):
+        case = Case(pattern, 65, 50, 129, dtype=dtype, bias=pattern == "ag_gemm", plan=plan)
         given = random_operands(case, group.size())
         baseline = plain_torch(case, given, rank)
         assert_as_close_as(call(case, given, group), baseline, given.expected[rank], str(case))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_random_data_is_as_close_as_plain_torch(world_size):
-    cases = [
-        Case(pattern, 65, 50, 129, dtype=dtype, bias=pattern == "ag_gemm", plan=plan)
-        for pattern in PATTERNS
-        for dtype in DTYPES
-        for plan in (None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined"))
-    ]
-    on_device(stays_close, world_size, cases, environment=FUSED)
 
 
 @on_device_ranks(3)

@@ -51,7 +51,9 @@ def cases() -> list[Case]:
 ALL = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
-def exact(rank: int, turns: int) -> dict:
+@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
+@on_device_ranks("world_size")
+def test_exact(rank, turns):
     """Every case of both patterns; from the second turn on with counters that were used before."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
@@ -72,14 +74,8 @@ def exact(rank: int, turns: int) -> dict:
     by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
     assert report.kernels["signalled_gemm"] == by_us
     assert f"signalled_gemm {report.kernels['signalled_gemm']}" in str(report)
-    return report.calls
-
-
-@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
-def test_exact(world_size, turns):
-    calls = turns * (len(GROUPS) if world_size < 8 else 3)
-    for counted in on_device(exact, world_size, turns):
-        assert counted == {(name, "signalled"): calls for name in ALL}
+    calls = turns * (len(GROUPS) if group.size() < 8 else 3)
+    assert report.calls == {(name, "signalled"): calls for name in ALL}
 
 
 @on_device_ranks(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_cpu_ranks
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,21 +27,6 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="bodies are for interpr
 ROOT = Path(__file__).parents[1]
 
 
-def _names_of(rank, strategy):
-    """The phases of both layers, forward and backward."""
-    os.environ["FLUX_MEGATRON_STRATEGY"] = strategy
-    settings.reload()
-    group = dist.group.WORLD
-    x, w, h = torch.randn(8, 32), torch.randn(16, 32), torch.randn(16, 16)
-    for tensor in (x, w, h):
-        tensor.requires_grad_()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        column_parallel_linear(x, w, None, group=group).sum().backward()
-        row_parallel_linear(h, w.t().contiguous(), group=group).sum().backward()
-    found = {event.name for event in profiler.events()}
-    return {n.removeprefix(phases.PREFIX) for n in found if n.startswith(phases.PREFIX)}
-
-
 PASSES = {"fprop", "dgrad", "wgrad"}
 MOVED = {"gather push", "local shard", "wait", "reduce"}
 NAMES = {
@@ -53,9 +37,20 @@ NAMES = {
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_every_phase_has_a_name_that_is_documented(strategy):
-    assert run_ranks(_names_of, 2, strategy) == [NAMES[strategy]] * 2
-    for name in NAMES[strategy]:
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_every_phase_has_a_name_that_is_documented(rank, strategy):
+    """The phases of both layers, forward and backward."""
+    group = dist.group.WORLD
+    x, w, h = torch.randn(8, 32), torch.randn(16, 32), torch.randn(16, 16)
+    for tensor in (x, w, h):
+        tensor.requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        column_parallel_linear(x, w, None, group=group).sum().backward()
+        row_parallel_linear(h, w.t().contiguous(), group=group).sum().backward()
+    found = {event.name for event in profiler.events()}
+    names = {n.removeprefix(phases.PREFIX) for n in found if n.startswith(phases.PREFIX)}
+    assert names == NAMES[strategy]
+    for name in names:
         assert re.search(rf"\b{name}\b", phases.__doc__), name
 
 
