@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
+from races import agreed
 from ranks import DEVICE, be_late, here, on_device, on_device_ranks
 from test_gemm_ar import operands, sum_of_unequal
 
@@ -226,18 +227,14 @@ def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
         assert not plan.tile.tma
 
 
-def measured(rank: int):
+@on_device_ranks(2)
+def test_the_tuner_measures_it(rank):
     device = here()
     problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
     plans = tuner.candidates(problem, ["low_latency"])
-    return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
-
-
-def test_the_tuner_measures_it():
-    first, second = on_device(measured, 2)
-    assert first == second
-    assert not first.failed
-    assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
+    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60))
+    assert not entry.failed
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "low_latency"}
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")

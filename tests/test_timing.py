@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import be_late, here, on_cpu_ranks, on_device, run_ranks
+from races import agreed
+from ranks import be_late, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron.tuning import beside, timing
 from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
@@ -24,21 +25,18 @@ def test_every_round_runs_every_candidate_once(rank):
     assert "".join(calls) == "abc" + "abc" * 2
 
 
-def _late(rank):
+@on_cpu_ranks(2)
+def test_the_slowest_rank_counts_in_every_round(rank):
     sleep_s = 0.02 if rank == 1 else 0.0
     candidates = {"uneven": lambda: time.sleep(sleep_s), "quick": lambda: None}
-    return race(candidates, group=dist.group.WORLD, device=CPU, rounds=3, warmup=1)
+    raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=3, warmup=1))
+    assert len(raced.times_us["uneven"]) == 3
+    assert min(raced.times_us["uneven"]) >= 20_000 > max(raced.times_us["quick"])
+    assert raced.median_us("uneven") == sorted(raced.times_us["uneven"])[1]
 
 
-def test_the_slowest_rank_counts_in_every_round():
-    first, second = run_ranks(_late, 2)
-    assert first == second
-    assert len(first.times_us["uneven"]) == 3
-    assert min(first.times_us["uneven"]) >= 20_000 > max(first.times_us["quick"])
-    assert first.median_us("uneven") == sorted(first.times_us["uneven"])[1]
-
-
-def _failing(rank):
+@on_cpu_ranks(2)
+def test_a_failure_on_one_rank_is_a_failure_on_all(rank):
     def fails_here():
         if rank == 1:
             raise ValueError("not on this rank")
@@ -50,14 +48,9 @@ def _failing(rank):
         raise NotImplementedError("on no rank")
 
     candidates = {"partly": fails_here, "good": collective, "never": nowhere}
-    return race(candidates, group=dist.group.WORLD, device=CPU, rounds=2)
-
-
-def test_a_failure_on_one_rank_is_a_failure_on_all():
-    results = run_ranks(_failing, 2)
-    assert results[0] == results[1]
-    assert [*results[0].times_us] == ["good"]
-    assert results[0].failures == {
+    raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=2))
+    assert [*raced.times_us] == ["good"]
+    assert raced.failures == {
         "partly": "rank 1: ValueError: not on this rank",
         "never": "NotImplementedError: on no rank",
     }
@@ -105,25 +98,21 @@ def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(ran
     assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
 
 
-def _uneven_beside(rank):
+@on_cpu_ranks(2)
+def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest(rank):
     timing.AllReduces, Recorded.log = Recorded, []
     candidates = {"uneven": lambda: time.sleep(0.03 * rank), "quick": lambda: None}
     raced = race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, beside=True)
-    return raced, [word for word in Recorded.log if word.endswith("blocks")]
-
-
-def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest():
-    first, second = run_ranks(_uneven_beside, 2)
-    assert first == second
-    raced, blocks = first
-    assert [*raced.times_us] == [*raced.outlived] == ["uneven", "quick"]
+    blocks = agreed([word for word in Recorded.log if word.endswith("blocks")])
+    assert [*agreed(raced).times_us] == [*raced.outlived] == ["uneven", "quick"]
     assert min(raced.times_us["uneven"]) >= 30_000
     assert int(blocks[-1].split()[0]) > 2
     assert beside.blocks(1000.0, 1600.0) == 3
     assert beside.blocks(14_000.0, 1600.0) == 19
 
 
-def _outlives(rank):
+@on_device_ranks(2)
+def test_a_candidate_that_outlives_the_all_reduces_is_counted(rank):
     """Rank 1 takes much longer in the rounds that are beside others."""
     calls = [0]
 
@@ -132,14 +121,9 @@ def _outlives(rank):
         be_late(0.5 if rank == 1 and calls[0] > 4 else 0.001)
 
     candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
-    return race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
-
-
-def test_a_candidate_that_outlives_the_all_reduces_is_counted():
-    first, second = on_device(_outlives, 2)
-    assert first == second
-    assert first.outlived["grows"] == 3
-    assert first.outlived["stays"] < 3
+    raced = race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
+    assert agreed(raced).outlived["grows"] == 3
+    assert raced.outlived["stays"] < 3
 
 
 @on_cpu_ranks(2)
