@@ -15,7 +15,7 @@ import yaml
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from slurm_cluster import SOON, SlurmCluster, why_unavailable
+from slurm_cluster import SOON, SlurmCluster
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -25,14 +25,6 @@ STEPS = 12
 # and Slurm is not asked for GPUs, which the nodes have not
 ON_GPUS = ["--set", "cluster.gpu=H200-SXM5", "--set", "cluster.link.kind=nvlink"]
 ON_GPUS += ["--sbatch", "gres=none"]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
 
 
 class Job:
