@@ -164,13 +164,9 @@ TE_NAMES = {"TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnP
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-def test_layers_of_transformer_engine(way, biased):
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_layers_of_transformer_engine(rank, way, biased):
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": biased}
-    run_ranks(_of_te, 2, way, options, environment=FUSED)
-
-
-def _of_te(rank: int, way: str, options: dict[str, Any]) -> None:
-    sbs.start(2)
     te.pretend_te()
     (theirs,) = chunks(options, True)
     names = kinds(theirs)
