@@ -32,10 +32,7 @@ from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import link
 from flux_megatron.wgrad import plain_wgrad
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 STRATEGIES = ("auto", "hopper", "fused", "pipelined", "low_latency", "signalled")
 CALLS = 6  # the last of them by lists

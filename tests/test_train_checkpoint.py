@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import checkpoint, config, data, loop, run_folder, worker
@@ -65,10 +65,11 @@ def start() -> None:
     checkpoint.get_cuda_rng_tracker().add("here", 3)
 
 
-def draws_again(rank: int, out: Path) -> None:
+@on_cpu_ranks(1)
+def test_random_numbers_go_on_where_they_were(rank, tmp_path):
     start()
     draws()
-    checkpoint.save(out, TRAINEE, 1, 10)
+    checkpoint.save(tmp_path, TRAINEE, 1, 10)
     first = draws()
     random.seed(1)
     np.random.seed(1)
@@ -77,37 +78,27 @@ def draws_again(rank: int, out: Path) -> None:
     checkpoint.get_cuda_rng_tracker().reset()
     checkpoint.get_cuda_rng_tracker().add("here", 4)
     assert not {*draws()} & {*first}
-    assert checkpoint.load(run_folder.latest(out), TRAINEE) == (1, 10)
+    assert checkpoint.load(run_folder.latest(tmp_path), TRAINEE) == (1, 10)
     assert draws() == first
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
-    run_ranks(draws_again, 1, tmp_path)
-
-
-def dies_before_the_rename(rank: int, out: Path) -> None:
+@on_cpu_ranks(1)
+def test_latest_never_names_what_is_not_there(rank, tmp_path):
     start()
-    checkpoint.save(out, TRAINEE, 1, 10)
-    newest, rename = run_folder.latest(out), Path.rename
+    checkpoint.save(tmp_path, TRAINEE, 1, 10)
+    newest, rename = run_folder.latest(tmp_path), Path.rename
 
     def dies(path: Path, target: Path) -> Path:
         if path.suffix == ".partial":
             raise OSError("killed")
         return rename(path, target)
 
-    with (
-        mock.patch.object(Path, "rename", dies),
-        pytest.raises(OSError, match="killed"),
-    ):
-        checkpoint.save(out, TRAINEE, 2, 20)
-    assert run_folder.latest(out) == newest
+    with mock.patch.object(Path, "rename", dies), pytest.raises(OSError, match="killed"):
+        checkpoint.save(tmp_path, TRAINEE, 2, 20)
+    assert run_folder.latest(tmp_path) == newest
     assert checkpoint.load(newest, TRAINEE) == (1, 10)
-    checkpoint.save(out, TRAINEE, 2, 20)
-    assert checkpoint.load(run_folder.latest(out), TRAINEE) == (2, 20)
-
-
-def test_latest_never_names_what_is_not_there(tmp_path):
-    run_ranks(dies_before_the_rename, 1, tmp_path)
+    checkpoint.save(tmp_path, TRAINEE, 2, 20)
+    assert checkpoint.load(run_folder.latest(tmp_path), TRAINEE) == (2, 20)
 
 
 class Numbers:

@@ -22,6 +22,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     """Some of Megatron's own, of each class, and one that flux_megatron does not know."""
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--use-checkpoint-args", action="store_true")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--moe-latent-size", type=int)
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--brand-new", type=int, default="7")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron.lab.bench import provenance
@@ -77,16 +77,13 @@ def test_every_strategy_has_a_row(tmp_path, body: Callable):
     assert all(len(row["times_us"]) == 2 and min(row["times_us"]) > 0 for row in rows)
 
 
-def wrong_plans(rank: int, case: str) -> bool:
+@pytest.mark.parametrize("case", held_out.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_plan_is_not_timed(rank, case):
     right = held_out.Layer.call
     if rank == 1:  # on one rank, and all stop
         held_out.Layer.call = lambda self, plan: right(self, plan) + 1
-    return held_out.measure(_run(None), case, 1, False)
-
-
-@pytest.mark.parametrize("case", held_out.SMALL.split(","))
-def test_a_wrong_plan_is_not_timed(case):
-    assert run_ranks(wrong_plans, 2, case) == [False, False]
+    assert held_out.measure(_run(None), case, 1, False) is False
 
 
 def fp8_calls(rank: int, out: Path) -> None:
@@ -145,7 +142,9 @@ def test_a_new_number_of_tokens_in_every_micro_batch(tmp_path):
     assert [one["different_M"] for one in many["held"]] == [*range(1, 13), 12]
 
 
-def wrong_layers(rank: int, case: str) -> bool:
+@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_layer_is_not_timed(rank, case):
     right = dynamic_layers.Layer.ours
 
     def wrong(self: dynamic_layers.Layer) -> list[torch.Tensor]:
@@ -154,12 +153,7 @@ def wrong_layers(rank: int, case: str) -> bool:
 
     if rank == 1:  # on one rank, and all stop
         dynamic_layers.Layer.ours = wrong
-    return dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
-
-
-@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
-def test_a_wrong_layer_is_not_timed(case):
-    assert run_ranks(wrong_layers, 2, case) == [False, False]
+    assert not dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
 
 
 @pytest.mark.timeout(200)
