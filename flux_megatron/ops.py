@@ -98,8 +98,8 @@ def all_gather_gemm(
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
         return _run_ag_gemm(x, w, bias, group, layout, plan, None, scaling)
-    R, text = group.size(), plan_text(plan)
-    return _all_gather_gemm(x, w, bias, name_of(group), R, layout, text, *scaled)
+    name, text = name_of(group), plan_text(plan)
+    return _all_gather_gemm(x, w, bias, name, group.size(), layout, text, *scaled)
 
 
 def gemm_reduce_scatter(
@@ -126,8 +126,8 @@ def gemm_reduce_scatter(
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
     if _eager(x, w):
         return _run_gemm_rs(x, w, group, layout, plan, _scaling(*scaled))
-    R, text = group.size(), plan_text(plan)
-    return _gemm_reduce_scatter(x, w, name_of(group), R, layout, text, *scaled)
+    name, text = name_of(group), plan_text(plan)
+    return _gemm_reduce_scatter(x, w, name, group.size(), layout, text, *scaled)
 
 
 def gemm_all_reduce(

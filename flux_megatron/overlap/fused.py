@@ -63,6 +63,12 @@ def _clamped(size: int, smallest: int, largest: int) -> int:
     return max(smallest, min(largest, next_power_of_2(size)))
 
 
+def _tile_for(plan: Plan, scaling: Scaling | None) -> Tile:
+    """The plan's, but that tensor cores multiply 32 or more of K in FP8."""
+    least = 32 if scaling else 0
+    return plan.tile if plan.tile.block_k >= least else replace(plan.tile, block_k=least)
+
+
 def _interpreted_tile(problem: Problem) -> Tile:
     """Few large tiles: the interpreter takes as long for a small one."""
     return Tile(
@@ -114,7 +120,7 @@ def ag_gemm(
             timeout_ns=gather.call.timeout_ns,
             comm_rows=gather.comm_rows,
             layout=layout,
-            tile=plan.tile,
+            tile=_tile_for(plan, scaling),
             scaling=scaling,
         )  # fmt: skip
     if consume is not None:
@@ -148,7 +154,7 @@ def start_gemm_rs(
             epoch=as_int32(call.epoch),
             comm_rows=comm_rows,
             layout=layout,
-            tile=plan.tile,
+            tile=_tile_for(plan, scaling),
             scaling=scaling,
         )  # fmt: skip
     return transfer.ReduceScatter(workspace, call, received, comm_rows)
