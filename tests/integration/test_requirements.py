@@ -79,7 +79,7 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
     [
         ("--brand-new 1", [NEW]),
         ("--no-brand-new-fusion", ["--no-brand-new-fusion: flux_megatron does not know this"]),
-        ("--fp8-format hybrid --brand-new 1 --sft", ["--fp8-format: ", "--sft: ", NEW]),
+        ("--fp8-format hybrid --brand-new 1 --sft", ["--sft: ", NEW, "--fp8-format: "]),
         ("--sft --brand-new 1 --flux-allow sft", [NEW]),
         ("--fp8-format hybrid --flux-allow fp8-format", ["--fp8-format: "]),
     ],

@@ -132,6 +132,9 @@ class Accumulator:
             sums = sums + a.memory.float() @ b.memory.float()
         return Accumulator(sums, tuple(left)) if left else sums
 
+    def __radd__(self, other: object) -> None:
+        raise Misuse("sums are read before their MMAs are done")
+
 
 class Transfers:
     """The asynchronous copies of a partition in one direction, in their order."""
