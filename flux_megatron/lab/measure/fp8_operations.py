@@ -206,7 +206,7 @@ def other_tiles(layer: Layer) -> dict[str, Callable[[], Tensor]]:
     return {one.dumps(): partial(layer.call, one) for one in others}
 
 
-def measure(run: Run, case: str, rounds: int, tiles: bool, beside: bool) -> bool:
+def measure(run: Run, case: str, rounds: int, tiles: bool = False, beside: bool = False) -> bool:
     """Whether all is right; only then it is timed."""
     layer, split = Layer(run, case, Kind()), Layer(run, case, Kind(split=True))
     for one in (layer, split):
