@@ -67,11 +67,6 @@ class Choice(Generic[S]):
     fallback: str | None
     description: str
 
-    @property
-    def scaled_strategy(self) -> registry.ScaledStrategy:
-        """The strategy of a call with scales."""
-        return registry.SCALED[self.plan.strategy]
-
     def report_fallback(self) -> None:
         """Before a call that does not overlap, if it was meant to: count it, or refuse it."""
         if self.fallback is not None:
@@ -91,6 +86,11 @@ class Decision(Choice[registry.Strategy]):
     def steady(self) -> Kinds:
         """What makes repeated calls, as far as it can."""
         return Kinds(self)
+
+    @property
+    def scaled_strategy(self) -> registry.ScaledStrategy:
+        """The strategy of a call with scales."""
+        return registry.SCALED[self.plan.strategy]
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

@@ -142,7 +142,7 @@ ROWS: dict[str, list[tuple[str | Prepare, ...]]] = {
         ("--set layers=fluks", "layers: ", "'flux', 'stock'", "'fluks' given"),
         ("--set strategy=magic", "strategy: ", "'fused'", "'magic' given"),
         ("--set train.micro_batch=3", "global_batch=2 must be divisible by train.micro_batch=3"),
-        ("--set train.warmup_steps=200", "warmup_steps=200 must be below train.decay_steps=100"),
+        ("--set train.warmup_steps=100", "warmup_steps=100 must be below train.decay_steps=100"),
         ("--set parallel.device=tpu", "parallel.device: ", "'tpu' given by --set"),
         ("--set parallel.device=cuda", "2 ranks need as many GPUs, found 0"),
         ("--set parallel.world_size=3", "world_size=3 must be divisible by"),

@@ -19,18 +19,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import on_cpu_ranks, run_ranks
+from test_bad_train_inputs import DEMO, TINY
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import checkpoint, config, data, loop, run_folder, worker
 from flux_megatron.lab.train.model import Trainee, layer_context
-
-DEMO = Path(__file__).parent.parent / "configs" / "train" / "demo.yaml"
-TINY = {
-    "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.ffn": 64,
-    "model.seq_length": 32, "train.micro_batch": 1, "train.global_batch": 2,
-    "train.warmup_steps": 1, "train.save_every": None, "train.log_every": 1,
-    "parallel.device": "cpu", "layers": "stock",
-}  # fmt: skip
 
 
 class Nothing:

@@ -85,6 +85,8 @@ def _ask_te_to_overlap(args: Any) -> None:
     """
     args.flux_asked_te = args.tp_comm_overlap = True
     args.tp_comm_overlap_ag = args.tp_comm_overlap_rs = args.tp_comm_overlap_rs_dgrad = True
+    # else layers that are not chosen ask for it: a layer has no name yet when it decides
+    args.tp_comm_bulk_dgrad = args.tp_comm_bulk_wgrad = False
 
 
 def install(

@@ -15,7 +15,7 @@ from ranks import FUSED, RankFailure, run_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import arm, requirements
+from flux_megatron.integration import arm, install, requirements
 from flux_megatron.integration.requirements import FP8_RECIPES
 
 SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
@@ -124,6 +124,14 @@ def strict(rank: int) -> None:
 def test_strict_mode_refuses_it():
     with pytest.raises(RankFailure, match="nothing is supported"):
         run_ranks(strict, 2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
+
+
+def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
+    """With it TE's other layers would ask our communicators for what these do not do."""
+    args = types.SimpleNamespace(tp_comm_bulk_dgrad=True, tp_comm_bulk_wgrad=True)
+    install._ask_te_to_overlap(args)
+    names = {name.removeprefix("tp_comm_") for name, value in vars(args).items() if value}
+    assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
 
 
 @pytest.mark.parametrize(
