@@ -122,7 +122,7 @@ def test_a_candidate_that_outlives_the_all_reduces_is_counted(rank):
 
     candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
     raced = race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
-    assert agreed(raced).outlived["grows"] == 3
+    assert agreed(raced).outlived["grows"] == 3, raced
     assert raced.outlived["stays"] < 3
 
 
