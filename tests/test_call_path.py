@@ -54,15 +54,17 @@ KERNELS = {
     ("fused", "gemm_ar"): {"gemm_rs", "reduce_received", "wait_sources"},
 }
 if ON_HOPPER:
-    KERNELS |= {("hopper", pattern): {f"hopper_{pattern}"} for pattern in ("ag_gemm", "gemm_rs")}
-    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "wait_sources"}
+    KERNELS["hopper", "ag_gemm"] = {"hopper_ag_gemm"}
+    KERNELS["hopper", "gemm_rs"] = {"hopper_gemm_rs", "hopper_gemm"}  # when a tile is made
+    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm", "wait_sources"}
 # These hand no operand on: how any kernel is launched, what describes,
 # divides, counts, names and records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "overlap/operands", "overlap/phase", "overlap/report",
+    "kernels/hopper_config", "kernels/split_k",
+    "overlap/operands", "overlap/phase", "overlap/report", "scaling",
 }  # fmt: skip
 
 

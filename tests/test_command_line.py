@@ -101,10 +101,6 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
     assert "abc" not in words or "'abc'" in said
 
 
-def test_version(monkeypatch, capsys):
-    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
-
-
 @pytest.fixture
 def core(monkeypatch):
     """A Python that has the core alone."""

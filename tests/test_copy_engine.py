@@ -2,106 +2,61 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from ranks import on_device
+from fake_engines import CALLERS, EPOCHS, NEEDS, STREAM, engine
+from ranks import on_device_ranks
 
-from flux_megatron.symm.copy_engine import Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
-STREAM, CALLERS, EVENT = 7, 5, 77
-PUSHES = tuple(Push(1000 + n, 16 * n, 8 + n, signal=2000 + n) for n in range(3))
+pytest_plugins = ("fake_engines",)
 
 
-class Driver:
-    """CUDA's driver, as far as the engine calls it; `done` is what came to the streams."""
-
-    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-
-    def __init__(self) -> None:
-        self.done: list[tuple] = []
-
-    def CUstream(self, handle: int) -> int:
-        return handle
-
-    def CUevent(self, handle: int) -> int:
-        return handle
-
-    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
-        return self._note("record", stream)
-
-    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
-        return self._note("follow", stream)
-
-    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
-        return self._note("copy", target, source, size, stream)
-
-    def cuStreamWriteValue32(self, stream: int, address: int, word: int, flags: int) -> tuple[int]:
-        return self._note("write", address, word, stream)
-
-    def cuStreamWaitValue32(self, stream: int, address: int, count: int, flags: int) -> tuple[int]:
-        return self._note("wait", address, count, stream)
-
-    def _note(self, *what: object) -> tuple[int]:
-        self.done.append(what)
-        return (0,)
+def pretended(test: Callable) -> Callable:
+    for mark in NEEDS:
+        test = mark(test)
+    return test
 
 
-@pytest.fixture
-def engine(monkeypatch) -> CudaCopyEngine:
-    driver = Driver()
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    stream = SimpleNamespace(cuda_stream=STREAM)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
-    event = SimpleNamespace(record=lambda stream: None, cuda_event=EVENT)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
-    return CudaCopyEngine(torch.device("cuda", 0))
-
-
-def done(engine: CudaCopyEngine) -> list[tuple]:
-    return engine._driver.done
-
-
-@pytest.mark.parametrize("epoch", [1, 2**31, 2**32 + 5])
-def test_what_comes_to_the_copy_stream(engine, epoch):
-    engine.wait_count(100, 3)
-    engine.send(PUSHES, 50, epoch)
-    engine.clear((100, 104))
-    word = epoch % 2**32
-    sent = [
-        one
-        for push in PUSHES
-        for one in (
-            ("copy", push.destination, 50 + push.offset, push.size_bytes, STREAM),
-            ("write", push.signal, word, STREAM),
-        )
+@pretended
+@pytest.mark.parametrize("epoch", EPOCHS)
+def test_what_comes_to_the_copy_stream(driver, epoch):
+    made = engine()
+    made.wait_count(100, 3)
+    made.copy(1000, 50, 8)
+    made.signal(2000, epoch)
+    made.write(100, 0)
+    assert [*driver.done()] == [
+        ("wait", STREAM, 100, 3, 0),
+        ("copy", STREAM, 1000, 50, 8),
+        ("write", STREAM, 2000, epoch % 2**32, 0),
+        ("write", STREAM, 100, 0, 0),
     ]
-    cleared = [("write", 100, 0, STREAM), ("write", 104, 0, STREAM)]
-    assert done(engine) == [("wait", 100, 3, STREAM), *sent, *cleared]
 
 
-def test_fork_and_join_order_the_two_streams(engine):
-    engine.fork()
-    engine.join()
+@pretended
+def test_fork_and_join_order_the_two_streams(driver):
+    made = engine()
+    made.fork()
+    made.join()
     orders = [("record", CALLERS), ("follow", STREAM), ("record", STREAM), ("follow", CALLERS)]
-    assert done(engine) == orders
+    assert [one[:2] for one in driver.done()] == orders
 
 
-def test_a_refusal_of_the_driver_is_an_error(engine):
-    with (
-        mock.patch.object(engine._driver, "cuStreamWriteValue32", return_value=(1,)),
-        pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed: 1"),
-    ):
-        engine.send(PUSHES, 50, 1)
+@pretended
+def test_a_refusal_of_the_driver_is_an_error(driver):
+    driver.refuse(0, code=1)
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed: 1"):
+        engine().signal(2000, 1)
 
 
-def in_a_new_thread(rank: int) -> int:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@on_device_ranks(1)
+def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine(rank):
     """An engine is made where the process has a context and the thread has none, as in backward."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.Stream(device, priority=-1)  # torch keeps a pool, from which the engine's comes
@@ -110,11 +65,4 @@ def in_a_new_thread(rank: int) -> int:
     engine.fork()
     engine.join()
     torch.cuda.synchronize(device)
-    return engine.capture(engine.current())
-
-
-@pytest.mark.gpu
-def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine():
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
-    assert on_device(in_a_new_thread, 1) == [0]
+    assert engine.capture(engine.current()) == 0

@@ -52,6 +52,7 @@ TABLE = {
     "command_group": room("command_errors lab_commands", "typer"),
     "patterns": room(),
     "problem": room("patterns"),
+    "scaling": room(packages="torch"),  # FP8's scales go from a call's checks down to the kernels
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
@@ -64,15 +65,16 @@ TABLE = {
     "reference": room("errors patterns problem", "torch"),
     "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
     # its list of driver calls is compiled as Triton compiles its launchers
-    "symm": room("errors problem settings versions", "torch", lazily="cuda triton"),
+    "symm": room("errors problem scaling settings versions", "torch", lazily="cuda triton"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem settings symm.enqueue symm.program symm.recent symm.signals versions",
+        "errors problem scaling settings symm.enqueue symm.program symm.recent symm.signals"
+        " versions",
         "torch triton",
         lazily="numpy",
     ),
-    "overlap": room("errors patterns problem settings symm kernels", "torch"),
+    "overlap": room("errors patterns problem scaling settings symm kernels", "torch"),
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
@@ -81,12 +83,12 @@ TABLE = {
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings symm.groups symm.workspace overlap.operands overlap.registry"
-        " overlap.report"
+        "errors problem scaling settings symm.groups symm.workspace overlap.operands"
+        " overlap.registry overlap.report"
         " tuning.choice tuning.environment",
         "torch",
     ),
-    "ops": room("errors problem overlap dispatch symm.groups", "torch"),
+    "ops": room("errors problem scaling overlap dispatch symm.groups", "torch"),
     # for rows that are counted on the device: what `ops` and `overlap` do for the others
     "expert_parallel": room(
         "errors problem settings dispatch symm kernels overlap tuning versions ops", "torch"
@@ -99,9 +101,9 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step "
-        "versions",
-        "torch megatron",
+        "errors settings ops nn wgrad scaling expert_parallel patching.installed overlap.report "
+        "symm.step versions",
+        "torch megatron transformer_engine transformer_engine_torch",
         lazily="fused_weight_gradient_mlp_cuda",
     ),
     # measures ahead of a run, on ranks that it starts; the names of Megatron's options

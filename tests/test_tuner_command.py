@@ -187,19 +187,3 @@ def test_the_command(tmp_path):
     assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "one of --suite, --hidden and Megatron's arguments behind -- is needed"),
-        ([*ANY_MODEL[0], *ANY_MODEL[1]], "one of --suite, --hidden and Megatron's arguments"),
-        (["--suite", "gpt5"], "--suite 'gpt5' given, one of"),
-        (["--suite", "gpt3-175b", "--device", "cpu", "--M", "63"], "of the 2 ranks expected"),
-        (["--config", "h200"], "No such option: --config"),
-    ],
-)
-def test_bad_arguments(arguments, said):
-    done = CliRunner().invoke(cli.app, ["tune", *arguments])
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from flux_megatron.ops import Layers, note_layers
 
 NOT_CHOSEN = "it is none of the chosen layers"
 _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
+overlapped_otherwise: Callable[[Module], bool] = lambda layer: False  # noqa: E731
 _WRAPPERS = re.compile(r"^(module\.)+")
 
 
@@ -58,7 +59,7 @@ def layers_of(models: Iterable[Module], chosen: tuple[str, ...] | None = None) -
     """The tensor-parallel linear layers of these models, which are this rank's chunks of one."""
     ours, others = 0, Counter[tuple[str, str]]()
     for name, layer in linear_layers(models):
-        if isinstance(layer, _OURS):
+        if isinstance(layer, _OURS) or overlapped_otherwise(layer):
             ours += 1
         else:
             others[re.sub(r"\.\d+\.", ".*.", name), _why(name, layer, chosen)] += 1

@@ -36,19 +36,14 @@ def layer_parameters(model: Model, parallel: Parallel) -> int:
     """Of one transformer layer, on one GPU. Norms and biases after a reduction are on every one."""
     qkv = model.hidden + 2 * model.kv_heads * (model.hidden // model.heads)
     fc1 = model.ffn * (2 if model.swiglu else 1)
+    bias = int(model.linear_bias)
+    shared = model.hidden * (qkv + model.hidden) + bias * qkv
+    whole = 2 * _norm_parameters(model) + bias * model.hidden
     if model.moe:
-        router = model.hidden * model.moe.experts
-        dense = model.hidden * (qkv + model.hidden) // parallel.tp
-        biases = qkv // parallel.tp + model.hidden if model.linear_bias else 0
-        return (
-            dense + biases + router + expert_parameters(model, parallel)
-            + 2 * _norm_parameters(model)
-        )  # fmt: skip
-    shared = model.hidden * (qkv + model.hidden + fc1 + model.ffn)
-    whole = 2 * _norm_parameters(model)
-    if model.linear_bias:
-        shared += qkv + fc1
-        whole += 2 * model.hidden
+        whole += model.hidden * model.moe.experts + expert_parameters(model, parallel)
+    else:
+        shared += model.hidden * (fc1 + model.ffn) + bias * fc1
+        whole += bias * model.hidden
     return shared // parallel.tp + whole
 
 

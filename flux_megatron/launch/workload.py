@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+# what `launch.schema` holds values against: pydantic does so where it builds, and nowhere else
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+CountFromZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0)]
 Arm = Literal["megatron", "te", "flux"]
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -21,9 +27,9 @@ class Moe:
     for the splits on the host.
     """
 
-    experts: int
-    topk: int
-    imbalance: float
+    experts: Count
+    topk: Count
+    imbalance: Annotated[float, Field(ge=1)]
     host_sync: bool
 
 
@@ -32,13 +38,13 @@ class Model:
     """A decoder-only transformer. `vocab` counts tokens before Megatron pads them."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int  # query groups; equal to `heads` without grouped-query attention
-    ffn: int
-    vocab: int
-    seq_length: int
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count  # query groups; equal to `heads` without grouped-query attention
+    ffn: Count
+    vocab: Count
+    seq_length: Count
     swiglu: bool = False
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     position: Literal["learned", "rope"] = "learned"
@@ -52,24 +58,24 @@ class Link:
     """What connects the GPUs of a node; `bandwidth_gbps` is one GPU's in one direction, in GB/s."""
 
     kind: Literal["nvlink", "pcie", "memory"]  # memory: emulated ranks of one CPU machine
-    bandwidth_gbps: float
+    bandwidth_gbps: Positive
 
 
 @dataclass(frozen=True)
 class Nics:
     """A node's network cards; `bandwidth_gbps` is one card's in one direction, in GB/s."""
 
-    count: int
-    bandwidth_gbps: float
-    latency_us: float = 5.0
+    count: Count
+    bandwidth_gbps: Positive
+    latency_us: Annotated[float, Field(ge=0)] = 5.0
 
 
 @dataclass(frozen=True)
 class Health:
     """What every node reaches at least, before a run starts on it; None: not examined."""
 
-    allreduce_gbps: float | None = None  # bus bandwidth of NCCL's all-reduce over a node's GPUs
-    sm_mhz: int | None = None  # SM clock under GEMMs
+    allreduce_gbps: Positive | None = None  # bus bandwidth of NCCL's all-reduce over a node's GPUs
+    sm_mhz: Count | None = None  # SM clock under GEMMs
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,10 @@ class Cluster:
 
     name: str
     gpu: str
-    nodes: int
-    gpus_per_node: int
-    numa_nodes: int
-    memory_gib: float  # of one GPU; of the machine for "cpu"
+    nodes: Count
+    gpus_per_node: Count
+    numa_nodes: Count
+    memory_gib: Positive  # of one GPU; of the machine for "cpu"
     link: Link
     nics: Nics | None = None  # None: a single node
     health: Health = Health()
@@ -102,12 +108,12 @@ class Parallel:
     the replicas, neighbours, share a model's experts.
     """
 
-    tp: int
-    pp: int = 1
-    dp: int = 1
-    virtual_stages: int = 1
+    tp: Count
+    pp: Count = 1
+    dp: Count = 1
+    virtual_stages: Count = 1
     sequence_parallel: bool = True
-    ep: int = 1
+    ep: Count = 1
 
     @property
     def world_size(self) -> int:
@@ -118,18 +124,18 @@ class Parallel:
 class Training:
     """One step and how many of them. Batches count sequences."""
 
-    micro_batch: int
-    global_batch: int
-    steps: int
-    warmup_steps: int  # dropped from every time
+    micro_batch: Count
+    global_batch: Count
+    steps: Count
+    warmup_steps: CountFromZero  # dropped from every time
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     recompute: Literal["none", "selective", "full"] = "none"
     flash_attention: bool = True
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    lr: float = 1e-4
-    seed: int = 1234
+    lr: Positive = 1e-4
+    seed: CountFromZero = 1234
 
 
 @dataclass(frozen=True)

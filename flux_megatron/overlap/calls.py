@@ -20,11 +20,13 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.lists import Lists, Made, lists_of
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
-from flux_megatron.symm.enqueue import TABLE, Operand
+from flux_megatron.scaling import Scaling
+from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
 from flux_megatron.symm.program import CallProgram, Slot, Torch
 from flux_megatron.symm.workspace import Workspace
 
 _UNNAMED = nullcontext()
+_MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands
 # It adds the steps of a call to a program and gives the result's slot, or None.
 Builder = Callable[[CallProgram, str, Plan], "Slot | None"]
 
@@ -38,29 +40,34 @@ def is_watched() -> bool:
 
 def program_of(
     build: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, layout: str, plan: Plan,
-    space: Workspace, turns: bool,
+    space: Workspace, turns: bool, scaling: Scaling | None = None,
 ) -> CallProgram:  # fmt: skip
     """The program of calls with such operands, with the caller's turns or without."""
     w_shape = None if w is None else w.shape
-    key = (build, turns, layout, id(plan), x.shape, x.dtype, w_shape, bias is None)
+    scaled = None if scaling is None else scaling[2:]
+    key = (build, turns, layout, id(plan), x.shape, x.dtype, w_shape, bias is None, scaled)
     program: CallProgram | None = space.programs.get(key)
     if program is None:
         # it keeps the plan: no other has its identity as long as it is here
-        program = CallProgram(space, plan, x, w, bias, turns)
+        program = CallProgram(space, plan, x, w, bias, turns, scaling)
         program.returns(build(program, layout, plan))
         space.programs[key] = program
     return program
 
 
-def result_of(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def result_of(
+    program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling | None
+) -> Tensor:
     """Of a whole call, which mostly is one list."""
     y: Tensor | None = None
     if program.lists is not None and program.lists.single is not None:
-        y = _at_once(program, x, w, bias)
-    return InFlight(program, x, w, bias).finish() if y is None else y
+        y = _at_once(program, x, w, bias, scaling)
+    return InFlight(program, x, w, bias, scaling).finish() if y is None else y
 
 
-def _at_once(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+def _at_once(
+    program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling | None
+) -> Tensor | None:
     """What `InFlight` does, for a call that is one list in one channel, in half of the host's time;
     None, and nothing enqueued, where that would not begin at once.
     """
@@ -78,8 +85,11 @@ def _at_once(program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None) ->
             new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in lists.made
         ]
         addresses = [one.data_ptr() for one in made]
-        biased = 0 if bias is None else bias.data_ptr()
-        if not run(region.table, stream, epoch, 0, x.data_ptr(), w.data_ptr(), biased, *addresses):
+        given = (
+            x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            *((0, 0) if scaling is None else (scaling.x.data_ptr(), scaling.w.data_ptr())),
+        )  # fmt: skip
+        if not run(region.table, stream, epoch, 0, *given, *addresses):
             channel.take_back()
             return None
     except BaseException as error:
@@ -102,11 +112,12 @@ class InFlight:
     )  # fmt: skip
 
     def __init__(
-        self, program: CallProgram, x: Tensor, w: Tensor | None, bias: Tensor | None
-    ) -> None:
+        self, program: CallProgram, x: Tensor, w: Tensor | None, bias: Tensor | None,
+        scaling: Scaling | None = None,
+    ) -> None:  # fmt: skip
         space = program.space
         self.program, self.space, self.engine, self._at = program, space, space.engine, 0
-        self.tensors: list[Any] = [x, w, bias]
+        self.tensors: list[Any] = [x, w, bias, *(scaling[:2] if scaling else (None, None))]
         self._lists: Lists | None = program.lists
         if self._lists is None or not self._begun_at_once(self._lists):
             with space.guard():
@@ -135,7 +146,7 @@ class InFlight:
     def _take_back(self) -> bool:
         for call in self.calls:
             call.channel.take_back()
-        del self.tensors[3:]
+        del self.tensors[_MADE:]
         return False
 
     def _begin(self) -> None:
@@ -189,7 +200,7 @@ class InFlight:
         program = self.program
         while self._at < len(program.lent):
             self._go_on()
-        return None if program.y is None else self.tensors[program.y + 3]
+        return None if program.y is None else self.tensors[program.y + _MADE]
 
     close = finish
 
@@ -214,7 +225,7 @@ class InFlight:
             if (stream := self.engine.current()) != self.stream:
                 self.stream, self._elsewhere = stream, True
                 self._given = (self._given[0], stream, *self._given[2:])
-                self.engine.hold(*self.tensors[3:])
+                self.engine.hold(*self.tensors[_MADE:])
             if self._lists is None:
                 self._by_python()
             else:
@@ -284,15 +295,16 @@ def gathering(build: Builder) -> Callable[..., Tensor]:
 
     def ag_gemm(
         x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-        consume: Callable[[Tensor], None] | None,
+        consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
     ) -> Tensor:  # fmt: skip
         """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are
         valid.
         """
-        program = program_of(build, x, w, bias, layout, plan, workspace, consume is not None)
+        turns = consume is not None
+        program = program_of(build, x, w, bias, layout, plan, workspace, turns, scaling)
         if consume is None:
-            return result_of(program, x, w, bias)
-        call = InFlight(program, x, w, bias)
+            return result_of(program, x, w, bias, scaling)
+        call = InFlight(program, x, w, bias, scaling)
         call.lend(consume)
         y: Tensor = call.finish()
         return y
@@ -303,10 +315,13 @@ def gathering(build: Builder) -> Callable[..., Tensor]:
 def reducing(build: Builder) -> tuple[Callable[..., Tensor], Callable[..., InFlight]]:
     """`gemm_rs` and `start_gemm_rs` of a strategy, or `gemm_ar` and `start_gemm_ar`."""
 
-    def whole(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    def whole(
+        x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+        scaling: Scaling | None = None,
+    ) -> Tensor:  # fmt: skip
         """x @ w, summed over the ranks: y, or this rank's rows of it."""
-        program = program_of(build, x, w, None, layout, plan, workspace, turns=False)
-        return result_of(program, x, w, None)
+        program = program_of(build, x, w, None, layout, plan, workspace, False, scaling)
+        return result_of(program, x, w, None, scaling)
 
     def start(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> InFlight:
         """The same in two steps: `finish` gives y."""

@@ -15,6 +15,7 @@ from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.program import CallProgram, Slot
 from flux_megatron.symm.signals import comm_rows_at_least
 
@@ -24,7 +25,7 @@ NEEDS_SYMMETRIC_MEMORY = True
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
-    return transfer.unequal_shards(problem) or launch.supports(problem)
+    return transfer.unequal_shards(problem) or launch.supports_scaled(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -57,6 +58,12 @@ def _clamped(size: int, smallest: int, largest: int) -> int:
     return max(smallest, min(largest, next_power_of_2(size)))
 
 
+def _tile_for(plan: Plan, scaling: Scaling | None) -> Tile:
+    """The plan's, but that tensor cores multiply 32 or more of K in FP8."""
+    least = 32 if scaling else 0
+    return plan.tile if plan.tile.block_k >= least else replace(plan.tile, block_k=least)
+
+
 def _interpreted_tile(problem: Problem) -> Tile:
     """Few large tiles: the interpreter takes as long for a small one."""
     return Tile(
@@ -71,6 +78,8 @@ def _compiled_tile(problem: Problem) -> Tile:
         return Tile(block_m=64, block_n=64, block_k=32, num_warps=4)
     if problem.M_shard <= 64:
         return Tile(block_m=64, block_n=128, block_k=64, num_warps=4, tma=_tma(problem))
+    if problem.scaled:  # as many bytes of K; addresses of x and w are whole units, TMA can read
+        return Tile(block_m=128, block_n=128, block_k=128)
     if _tma(problem):
         # with three stages 213,016 bytes of shared memory, of 232,448 (sm_90, triton 3.7.1)
         return Tile(block_m=128, block_n=256, block_k=64, tma=True)
@@ -92,7 +101,8 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
         y: Slot = ag_gemm_kernels.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
             work_counter=gather.channel.fixed("work_counter"), rank=p.rank,
-            comm_rows=gather.comm_rows, layout=layout, tile=plan.tile,
+            comm_rows=gather.comm_rows, layout=layout, tile=_tile_for(plan, p.scaling),
+            scaling=p.scaling,
         )  # fmt: skip
     if lends:
         p.turn(gather.complete())
@@ -103,17 +113,18 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
 def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
     """Each tile of x @ w is stored at its owner."""
     N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
-    M_shard = len(p.x) // p.world_size
+    M_shard, dtype = len(p.x) // p.world_size, result_dtype(p.x, p.scaling)
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    channel = p.channel(transfer.SCATTER, len(p.x) * N * p.x.element_size())
+    channel = p.channel(transfer.SCATTER, len(p.x) * N * dtype.itemsize)
+    received = channel.region((p.world_size, M_shard, N), dtype)
     with p.phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
-            p.x, p.w, received_pointers=channel.fixed("pointers"),
+            p.x, p.w, received=received, received_pointers=channel.fixed("pointers"),
             pad_pointers=channel.fixed("pad_pointers"), counters=channel.fixed("tile_counters"),
             work_counter=channel.fixed("work_counter"), rank=p.rank, world_size=p.world_size,
-            epoch=channel.epoch, comm_rows=comm_rows, layout=layout, tile=plan.tile,
+            epoch=channel.epoch, comm_rows=comm_rows, layout=layout,
+            tile=_tile_for(plan, p.scaling), scaling=p.scaling,
         )  # fmt: skip
-    received = channel.region((p.world_size, M_shard, N), p.x.dtype)
     return transfer.ReduceScatter(channel, received, comm_rows)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import result_dtype
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
@@ -60,14 +62,16 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
     lends, (M_shard, K) = p.turns, p.x.shape
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
     k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
-    tile = plan.tile if plan.tile.block_m <= M_shard else LOW[0]  # it lies within a shard
+    tile = plan.tile
+    if tile.block_m > M_shard:  # a tile lies within a shard
+        tile = replace(LOW[0], block_k=tile.block_k)
     columns = part_columns(K, k_parts, tile.block_k) if k_parts > 1 else 0
     gather = transfer.start_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
     with p.phase("ag_gemm kernel"):
         y: Slot = hopper_ag_gemm.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
             **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=layout,
-            tile=tile, copy_local=lends, k_parts=k_parts,
+            tile=tile, copy_local=lends, k_parts=k_parts, scaling=p.scaling,
         )  # fmt: skip
     if lends:
         p.turn(gather.complete())
@@ -125,16 +129,15 @@ def _reduced(
 
     M_shard, N = len(p.x) // p.world_size, p.w.shape[0] if layout == "nt" else p.w.shape[1]
     tile, by_sm = plan.tile, plan.transport == "sm"
-    tiles = tiles_of_shard(M_shard, N, tile)
+    tiles, dtype = tiles_of_shard(M_shard, N, tile), result_dtype(p.x, p.scaling)
     rows = tiles * tile.block_m
-    size_bytes = p.world_size * rows * tile.block_n * p.x.element_size()
-    channel = p.channel(transfer.SCATTER, size_bytes)
+    channel = p.channel(transfer.SCATTER, p.world_size * rows * tile.block_n * dtype.itemsize)
     wanted = cdiv(M_shard, plan.comm_rows) if plan.comm_rows else 1
     tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))
-    received = channel.region((p.world_size * rows, tile.block_n), p.x.dtype)
+    received = channel.region((p.world_size * rows, tile.block_n), dtype)
     parts: Slot = received
     if not by_sm:
-        parts = p.x.new_empty((p.world_size - 1) * rows, tile.block_n)
+        parts = p.x.new_empty((p.world_size - 1) * rows, tile.block_n, dtype=dtype)
         p.move("fork")  # before the kernel: what is pushed waits for tiles, not for its end
     with p.phase("gemm_rs kernel"):
         y: Slot = hopper_gemm_rs.gemm_rs(
@@ -142,7 +145,7 @@ def _reduced(
             pad_pointers=channel.fixed("pad_pointers"), **transfer.waits(channel),
             counters=channel.fixed("tile_counters"), **_words(channel), rank=p.rank,
             world_size=p.world_size, tiles_comm=tiles_comm, layout=layout, tile=tile,
-            by_sm=by_sm, gathering=gathering,
+            by_sm=by_sm, gathering=gathering, scaling=p.scaling,
         )  # fmt: skip
     if not by_sm:
         with p.phase("scatter push"):

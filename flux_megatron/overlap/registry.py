@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential, signalled
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias
@@ -34,7 +35,7 @@ class Strategy(Protocol):
     """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
 
     `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
-    beside `default_plan`.
+    beside `default_plan`. One that supports no FP8 is given no `scaling`.
     """
 
     @property
@@ -54,11 +55,13 @@ class Strategy(Protocol):
     def ag_gemm(
         self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
         workspace: Workspace, consume: Callable[[Tensor], None] | None,
+        scaling: Scaling | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     def gemm_rs(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> Tensor: ...
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+        scaling: Scaling | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace

@@ -28,6 +28,7 @@ from flux_megatron.overlap import collectives, fused, gathered_bands, sequential
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
@@ -92,7 +93,7 @@ class BandsInFlight:
 
 def ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias, band after band; `consume` is called with the gathered rows."""
     stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
@@ -140,7 +141,10 @@ def start_gemm_ar(
     return BandsInFlight(workspace, y, y)
 
 
-def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+def gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    scaling: Scaling | None = None,
+) -> Tensor:  # fmt: skip
     return start_gemm_rs(x, w, layout, plan, workspace).finish()
 
 

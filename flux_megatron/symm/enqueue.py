@@ -34,8 +34,8 @@ def always(value: int) -> Operand:
 NOTHING = always(0)
 STREAM = Operand(1)  # the caller's
 EPOCHS = Operand(2), Operand(3)  # of the call, in each of its channels
-X, W, BIAS = Operand(4), Operand(5), Operand(6)
-MADE = 7  # the first register of what a call makes
+X, W, BIAS, X_SCALE, W_SCALE = (Operand(register) for register in range(4, 9))
+MADE = 9  # the first register of what a call makes
 TABLE = 16  # the first of the table
 
 

@@ -9,8 +9,9 @@ write, wait_count |
 | turn | nothing: the caller's turn, who may be lent a tensor. A segment ends and another begins |
 
 A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
-is a tensor of a call that has a shape already: x, w, the bias, what the call makes, or part of a
-channel's memory. So a program holds no memory and serves every call of its shapes.
+is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
+makes, or part of a channel's memory. So a program holds no memory and serves every call of its
+shapes.
 
 `overlap.calls` runs programs. Kernels' functions on the host take slots as they take tensors: a
 launcher that is given slots adds a `Launch` to their program.
@@ -26,17 +27,29 @@ import torch
 from torch import Tensor
 
 from flux_megatron.symm.channel import Channel, Region
-from flux_megatron.symm.enqueue import BIAS, EPOCHS, MADE, TABLE, Operand, W, X, always
+from flux_megatron.symm.enqueue import (
+    BIAS,
+    EPOCHS,
+    MADE,
+    TABLE,
+    W_SCALE,
+    X_SCALE,
+    Operand,
+    W,
+    X,
+    always,
+)
 from flux_megatron.symm.signals import as_int32, slot_bytes
 
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
+    from flux_megatron.scaling import Scaling
     from flux_megatron.symm.workspace import Workspace
 
 
 class Slot:
     """A contiguous tensor of a call, at the address that `operand` names. `whole`: it is all of x,
-    w, the bias, or what the call makes, not some rows of it.
+    w, the bias, a scale, or what the call makes, not some rows of it.
     """
 
     whole = True
@@ -226,7 +239,7 @@ class CallProgram:
 
     def __init__(
         self, space: Workspace, plan: Plan, x: Tensor, w: Tensor | None, bias: Tensor | None,
-        turns: bool,
+        turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.turns, self.device = space, plan, turns, x.device
         self.rank, self.world_size = space.rank, space.world_size
@@ -234,6 +247,8 @@ class CallProgram:
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
         self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
+        scales: list[Any] = [Slot(self, one, (1,), torch.float32) for one in (X_SCALE, W_SCALE)]
+        self.scaling = scaling and scaling._replace(x=scales[0], w=scales[1])
         self.channels: list[ChannelSlots] = []
         self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
         self.segments: list[list[tuple[str, list[Step]]]] = [[("", [])]]

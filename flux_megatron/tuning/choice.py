@@ -73,7 +73,8 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
-    if ranges := table.unsettled(problem.M):
+    # a race has no scales
+    if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, names), None
 

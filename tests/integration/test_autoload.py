@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BEGIN = {
-    "torch first": "import torch",
-    "Megatron first": "import megatron.core.parallel_state",
-}
+BEGIN = {"torch first": "import torch", "Megatron first": "import megatron.core.parallel_state"}
 WORKER = """
 import sys
 import torch

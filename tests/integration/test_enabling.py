@@ -122,12 +122,8 @@ ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 @pytest.mark.parametrize("way", ["enable", "replace"])
-def test_post_training_is_stock_s(sp, way):
-    run_ranks(_post_training, 2, sp, way, environment=FUSED)
-
-
-def _post_training(rank: int, sp: bool, way: str) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_post_training_is_stock_s(rank, sp, way):
     theirs = with_our_norms(sp)
     names = kinds(theirs)
     if way == "enable":
@@ -168,13 +164,9 @@ TE_NAMES = {"TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnP
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-def test_layers_of_transformer_engine(way, biased):
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_layers_of_transformer_engine(rank, way, biased):
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": biased}
-    run_ranks(_of_te, 2, way, options, environment=FUSED)
-
-
-def _of_te(rank: int, way: str, options: dict[str, Any]) -> None:
-    sbs.start(2)
     te.pretend_te()
     (theirs,) = chunks(options, True)
     names = kinds(theirs)
@@ -255,12 +247,8 @@ def _chosen(rank: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
-def test_experts_stay(way):
-    run_ranks(_experts, 2, way)
-
-
-def _experts(rank: int, way: str) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_experts_stay(rank, way):
     spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
     options = config(False, num_moe_experts=2, add_bias_linear=False, normalization="LayerNorm")
     if way == "enable":
@@ -279,12 +267,8 @@ class Foreign(stock.RowParallelLinear):
     """Of a class that is a user's own."""
 
 
-def test_strict_refuses_layers_that_are_not_ours():
-    run_ranks(_strict, 1, environment={"FLUX_MEGATRON_STRICT": "1"})
-
-
-def _strict(rank: int) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
+def test_strict_refuses_layers_that_are_not_ours(rank):
     model = build(False, tensor_model_parallel_size=1)
     model.decoder.layers[0].mlp.linear_fc2.__class__ = Foreign
     names = kinds(model)

@@ -16,7 +16,7 @@ import yaml
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
@@ -70,11 +70,8 @@ def linears(models: list[Any]) -> tuple[int, int]:
     return sum(isinstance(module, flux) for module in found), len(found)
 
 
-def test_megatron_bridge():
-    run_ranks(_bridge, 2)
-
-
-def _bridge(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_megatron_bridge(rank):
     sys.modules["megatron.bridge"] = module = types.ModuleType("megatron.bridge")
     module.AutoBridge = AutoBridge  # type: ignore[attr-defined]
     sbs.start(2)
@@ -88,12 +85,8 @@ def _bridge(rank: int) -> None:
     assert linears(provider.provide_distributed_model(ddp_config=ddp)) == (5, 5)
 
 
-def test_the_call_of_the_page():
-    run_ranks(_call, 1)
-
-
-def _call(rank: int) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_the_call_of_the_page(rank):
     exec(snippet("## What do the calls do?", "python"), {})
     assert linears(Provider().provide_distributed_model(DistributedDataParallelConfig())) == (4, 5)
 

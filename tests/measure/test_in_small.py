@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron.lab.bench import provenance
@@ -22,6 +22,7 @@ from flux_megatron.lab.measure import (
     breakdown,
     dynamic_layers,
     dynamic_rows,
+    fp8_operations,
     gpu_run,
     held_out,
     hold,
@@ -76,16 +77,39 @@ def test_every_strategy_has_a_row(tmp_path, body: Callable):
     assert all(len(row["times_us"]) == 2 and min(row["times_us"]) > 0 for row in rows)
 
 
-def wrong_plans(rank: int, case: str) -> bool:
+@pytest.mark.parametrize("case", held_out.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_plan_is_not_timed(rank, case):
     right = held_out.Layer.call
     if rank == 1:  # on one rank, and all stop
         held_out.Layer.call = lambda self, plan: right(self, plan) + 1
-    return held_out.measure(_run(None), case, 1, False)
+    assert held_out.measure(_run(None), case, 1, False) is False
 
 
-@pytest.mark.parametrize("case", held_out.SMALL.split(","))
-def test_a_wrong_plan_is_not_timed(case):
-    assert run_ranks(wrong_plans, 2, case) == [False, False]
+def fp8_calls(rank: int, out: Path) -> None:
+    for case in fp8_operations.SMALL.split(","):
+        assert fp8_operations.measure(_run(out), case, 2, False)
+
+
+def test_fp8_is_verified_and_has_a_row_a_candidate(tmp_path):
+    run_ranks(fp8_calls, 2, tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    errors = [row for row in rows if row["table"] == "fp8_errors"]
+    assert [row["wrong"] for row in errors] == [False] * 4
+    named = [row["candidate"] for row in rows if row["table"] == "fp8_operations"]
+    assert named == ["gemm", "serial", "ours", "gemm_split", "serial_split", "ours_split"] * 2
+
+
+def wrong_scale(rank: int, case: str) -> bool:
+    right = fp8_operations.Layer.call
+    if rank == 1:
+        fp8_operations.Layer.call = lambda self, plan: right(self, plan) * 1.01
+    return fp8_operations.measure(_run(None), case, 1, False)
+
+
+@pytest.mark.parametrize("case", fp8_operations.SMALL.split(","))
+def test_a_wrong_scale_is_not_timed(case):
+    assert run_ranks(wrong_scale, 2, case) == [False, False]
 
 
 def new_rows(rank: int, out: Path) -> None:
@@ -118,7 +142,9 @@ def test_a_new_number_of_tokens_in_every_micro_batch(tmp_path):
     assert [one["different_M"] for one in many["held"]] == [*range(1, 13), 12]
 
 
-def wrong_layers(rank: int, case: str) -> bool:
+@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_layer_is_not_timed(rank, case):
     right = dynamic_layers.Layer.ours
 
     def wrong(self: dynamic_layers.Layer) -> list[torch.Tensor]:
@@ -127,12 +153,7 @@ def wrong_layers(rank: int, case: str) -> bool:
 
     if rank == 1:  # on one rank, and all stop
         dynamic_layers.Layer.ours = wrong
-    return dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
-
-
-@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
-def test_a_wrong_layer_is_not_timed(case):
-    assert run_ranks(wrong_layers, 2, case) == [False, False]
+    assert not dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
 
 
 @pytest.mark.timeout(200)

@@ -97,8 +97,11 @@ def test_memory_of_the_distributed_optimizer():
     [
         ({"model.moe.topk": 9}, "model.moe.topk: 9 given, at most model.moe.experts, 8"),
         ({"model.moe.experts": 6}, "model.moe.experts: 6 is not divisible by parallel.ep, 4"),
-        ({"model.moe.imbalance": 0.5}, "model.moe.imbalance: 0.5 given, at least 1 expected"),
-        ({"parallel.ep": 0}, "parallel.ep: 0 given, more than 0 expected"),
+        (
+            {"model.moe.imbalance": 0.5},
+            "model.moe.imbalance: Input should be greater than or equal to 1, 0.5",
+        ),
+        ({"parallel.ep": 0}, "parallel.ep: Input should be greater than 0, 0 given"),
         ({"parallel.ep": 8}, "parallel.ep: 8 given, at most a node's GPUs, 4"),
         ({"parallel.tp": 2, "parallel.dp": 2}, "parallel.tp: 2 given, 1 expected with model.moe"),
         ({"model.moe.expert": 8}, "did you mean 'experts'?"),

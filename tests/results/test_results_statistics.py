@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import pytest
 from written_runs import correlated
@@ -26,14 +26,6 @@ def wrong_share(interval, n: int, rho: float) -> float:
     return wrong / REPEATS
 
 
-def naive(baseline, ours):
-    """As if all iterations were independent: the interval everybody would write first."""
-    logs = [[math.log(time) for time in times] for times in (baseline, ours)]
-    difference = fmean(logs[0]) - fmean(logs[1])
-    half = 1.96 * math.sqrt(sum(stdev(one) ** 2 / len(one) for one in logs))
-    return math.exp(difference - half), math.exp(difference + half)
-
-
 def test_intervals_without_an_effect_hold_one():
     shares = [
         wrong_share(lambda a, b: speedup(a, b).interval, n, rho)
@@ -42,12 +34,6 @@ def test_intervals_without_an_effect_hold_one():
     ]
     assert fmean(shares) <= MOST_WRONG, shares
     assert max(shares) <= MOST_WRONG_OF_ONE, shares
-
-
-def test_an_interval_of_independent_iterations_would_be_caught():
-    assert wrong_share(naive, 100, 0.0) <= MOST_WRONG  # it is the correlation that breaks it
-    assert wrong_share(naive, 100, 0.5) > 2 * MOST_WRONG
-    assert wrong_share(naive, 100, 0.8) > 4 * MOST_WRONG
 
 
 def test_what_is_slower_than_the_run_is_not_taken_for_an_effect():
@@ -165,10 +151,3 @@ def test_correlation_time_of_a_short_series_by_hand():
     times = [2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0] * 2 + [2.0, 2.0, 4.0, 4.0]
     assert sum(times) / 20 == 3
     assert statistics.correlation_time(times) == pytest.approx(1.5675 / 0.4325)
-
-
-def test_correlation_time():
-    """(1 + rho) / (1 - rho) of the process, and of white noise 1."""
-    for rho, low, high in ((0.0, 1.0, 1.3), (0.5, 2.5, 4.0), (0.8, 7.0, 13.0)):
-        estimates = [statistics.correlation_time(correlated(i, 300, rho)) for i in range(50)]
-        assert low <= median(estimates) <= high

@@ -1,4 +1,6 @@
-"""scripts/node.sh: every command that it would run on a node of GPUs is one that there is."""
+"""Every command of scripts/node.sh is one that there is, scripts/pretrain.sh fails where it
+compares less than it says, and files of docs/ that sources name are there.
+"""
 
 from __future__ import annotations
 
@@ -96,3 +98,70 @@ def test_an_unknown_run_is_refused(tmp_path):
                            capture_output=True, text=True)  # fmt: skip
     assert ended.returncode == 2
     assert "RUN all given; shared, iterations, launches," in ended.stderr
+
+
+PRETRAIN = ROOT / "scripts/pretrain.sh"
+CALLS = "flux_megatron: 4 of 4 calls overlapped"
+# what the ranks print: STOCK and OURS are losses of iterations
+PRETENDED = """#!/usr/bin/env bash
+case "$*" in
+"-c "*) echo .so; exit ;;
+*" --flux-overlap"*) losses=$OURS; echo "$SAID" ;;
+*) losses=$STOCK ;;
+esac
+for loss in $losses; do
+    echo " [now] iteration $((++i))/ 3 | lm loss: $loss | grad norm: 1 |"
+done
+"""
+
+
+def pretrained(folder: Path, ours: str, said: str = CALLS, models: str = "gpt"):
+    python = folder / "python"
+    python.write_text(PRETENDED)
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(folder), "MODELS": models, "RANKS": "2",
+             "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": said}  # fmt: skip
+    run = subprocess.run(
+        ["bash", str(PRETRAIN)], env=os.environ | given, capture_output=True, text=True, timeout=60
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "word"),
+    [
+        ({"ours": "4.0 3.0 2.0"}, 0, "4 of 4 calls"),
+        ({"ours": "4.0 3.0 2.1"}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0"}, 1, "DIFFERENT"),
+        ({"ours": ""}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0 nan"}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0 2.0", "said": ""}, 1, "NOTHING OVERLAPPED"),
+        ({"ours": "4.0 3.0 2.0", "models": "gpt lama"}, 2, "MODELS has lama"),
+    ],
+    ids=["same", "other losses", "fewer", "none", "nan", "no calls", "no such model"],
+)
+def test_it_passes_only_with_all_losses_and_calls(given, code, word, tmp_path):
+    status, output = pretrained(tmp_path, **given)
+    assert status == code, output
+    assert word in output
+
+
+NAMED = re.compile(r"docs/[\w/.-]*\w\.(?:md|svg|jsonl?|png)\b")
+DECISION = re.compile(r"[Dd]ecisions? (\d+)\b")
+SOURCES = [file for folder in ("flux_megatron", "scripts", "tests")
+           for pattern in ("*.py", "*.sh", "*.c", "*.yaml", "*.tsv")
+           for file in (ROOT / folder).rglob(pattern)]  # fmt: skip
+
+
+def gone(text: str) -> list[str]:
+    records = {file.name[:4] for file in (ROOT / "docs/decisions").glob("0*.md")}
+    lost = [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+    return lost + [f"decision {n}" for n in DECISION.findall(text) if n not in records]
+
+
+@pytest.mark.parametrize("folder", ["flux_megatron", "scripts", "tests"])
+def test_every_named_file_is_there(folder):
+    found = {str(file.relative_to(ROOT)): gone(file.read_text())
+             for file in SOURCES if file.is_relative_to(ROOT / folder)
+             and file != Path(__file__)}  # fmt: skip
+    assert {file: names for file, names in found.items() if names} == {}
