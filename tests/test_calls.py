@@ -20,6 +20,7 @@ from flux_megatron.kernels import native_launch, triton_launch
 from flux_megatron.overlap import calls
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm import channel as channels
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram, Slot
@@ -170,6 +171,13 @@ def gemms(p: CallProgram, layout: str, plan: Plan) -> Slot:
     p.move("join")
     p.held.append(p.x)
     return y
+
+
+def scales_read(p: CallProgram, layout: str, plan: Plan) -> Slot:
+    channel = p.channel("gather", 100)
+    for number, scale in enumerate(p.scaling[:2]):
+        p.copy(channel.peer(0, 4 * number), scale)
+    return p.x.new_empty(M, N)
 
 
 @pytest.fixture
@@ -427,3 +435,19 @@ def test_programs_differ_by_all_that_they_are_built_for(space):
     assert len(space.programs) == 6
     whole(x, w, "nt", PLAN, space)
     assert len(space.programs) == 6
+    for out_dtype, split in ((torch.float16, False), (torch.float32, False), (torch.float32, True)):
+        for _ in range(2):  # other scales are no other program
+            whole(x, w, "nt", PLAN, space, Scaling(*torch.rand(2), out_dtype, split))
+    assert len(space.programs) == 9
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_scales_of_fp8_are_those_of_each_call(space, watched, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", lambda: watched)
+    call, _ = calls.reducing(scales_read)
+    for _ in range(4):  # each at an address of its own, which is no multiple of 16
+        x_scale, w_scale = torch.rand(100)[1:3]
+        call(*operands(0), "nt", PLAN, space, Scaling(x_scale, w_scale, torch.float32, False))
+        read = [one[3] for one in done(space)]
+        assert read == [x_scale.data_ptr(), w_scale.data_ptr()]
+    assert (program(space).lists is None) == watched
