@@ -140,7 +140,7 @@ def gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
 DRIVER: list[Driver] = []
 
 
-def kernel_call(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def kernel_call(p: CallProgram) -> Slot:
     """One list: a push, a kernel, a signal, a join."""
     channel = p.channel("gather", 100)
     p.move("fork")
@@ -153,7 +153,7 @@ def kernel_call(p: CallProgram, layout: str, plan: Plan) -> Slot:
     return y
 
 
-def gemms(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def gemms(p: CallProgram) -> Slot:
     """Three of torch's with moves between them, and a turn that lends the region."""
     channel = p.channel("gather", 100)
     region = channel.region((M, K), p.x.dtype)
@@ -173,7 +173,7 @@ def gemms(p: CallProgram, layout: str, plan: Plan) -> Slot:
     return y
 
 
-def scales_read(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def scales_read(p: CallProgram) -> Slot:
     channel = p.channel("gather", 100)
     for number, scale in enumerate(p.scaling[:2]):
         p.copy(channel.peer(0, 4 * number), scale)

@@ -18,6 +18,7 @@ import flux_megatron
 from flux_megatron import errors, ops, reference
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.scaling import Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT = [torch.bfloat16, torch.float16, torch.float32]
@@ -131,9 +132,10 @@ def gathered_bytes(rank: int) -> None:
     layer = Layer("ag_gemm", (16, 16, 16), E5M2, torch.bfloat16, 2)
     for plan in PLANS:
         seen: list[Tensor] = []
+        scales = (one[rank].to(DEVICE) for one in (layer.x_scale, layer.w_scale))
         ops.run_ag_gemm(
             layer.x[rank].to(DEVICE), layer.w[rank].to(DEVICE), None, dist.group.WORLD, plan=plan,
-            x_scale=layer.x_scale[rank].to(DEVICE), w_scale=layer.w_scale[rank].to(DEVICE),
+            scaling=Scaling(*scales, torch.bfloat16, False),
             consume=lambda rows, seen=seen: seen.append(rows.clone()),
         )  # fmt: skip
         assert_exact(seen[0].float(), torch.cat(layer.x).float())

@@ -28,7 +28,7 @@ from flux_megatron.symm.workspace import Workspace
 _UNNAMED = nullcontext()
 _MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands
 # It adds the steps of a call to a program and gives the result's slot, or None.
-Builder = Callable[[CallProgram, str, Plan], "Slot | None"]
+Builder = Callable[[CallProgram], "Slot | None"]
 
 
 def is_watched() -> bool:
@@ -49,8 +49,8 @@ def program_of(
     program: CallProgram | None = space.programs.get(key)
     if program is None:
         # it keeps the plan: no other has its identity as long as it is here
-        program = CallProgram(space, plan, x, w, bias, turns, scaling)
-        program.returns(build(program, layout, plan))
+        program = CallProgram(space, plan, x, w, bias, layout, turns, scaling)
+        program.returns(build(program))
         space.programs[key] = program
     return program
 
@@ -323,19 +323,18 @@ def reducing(build: Builder) -> tuple[Callable[..., Tensor], Callable[..., InFli
         program = program_of(build, x, w, None, layout, plan, workspace, False, scaling)
         return result_of(program, x, w, None, scaling)
 
-    def start(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> InFlight:
+    def start(
+        x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+        scaling: Scaling | None = None,
+    ) -> InFlight:  # fmt: skip
         """The same in two steps: `finish` gives y."""
-        program = program_of(build, x, w, None, layout, plan, workspace, turns=True)
-        return InFlight(program, x, w, None)
+        program = program_of(build, x, w, None, layout, plan, workspace, True, scaling)
+        return InFlight(program, x, w, None, scaling)
 
     return whole, start
 
 
 def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> InFlight:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    program = program_of(_gather, x, None, None, "", plan, workspace, turns=True)
+    program = program_of(transfer.gather_rows, x, None, None, "", plan, workspace, turns=True)
     return InFlight(program, x, None, None)
-
-
-def _gather(p: CallProgram, layout: str, plan: Plan) -> None:
-    transfer.gather_rows(p, plan.comm_rows)

@@ -92,16 +92,16 @@ def _tma(problem: Problem) -> bool:
     return aligned and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def _ag_gemm(p: CallProgram) -> Slot:
     lends = p.turns
     gather = transfer.start_gather(
-        p, p.x, plan.comm_rows, local_copy="engine" if lends else "nobody"
+        p, p.x, p.plan.comm_rows, local_copy="engine" if lends else "nobody"
     )
     with p.phase("ag_gemm kernel"):
         y: Slot = ag_gemm_kernels.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
             work_counter=gather.channel.fixed("work_counter"), rank=p.rank,
-            comm_rows=gather.comm_rows, layout=layout, tile=_tile_for(plan, p.scaling),
+            comm_rows=gather.comm_rows, layout=p.layout, tile=_tile_for(p.plan, p.scaling),
             scaling=p.scaling,
         )  # fmt: skip
     if lends:
@@ -110,32 +110,31 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
     return y
 
 
-def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
+def _sums(p: CallProgram) -> transfer.ReduceScatter:
     """Each tile of x @ w is stored at its owner."""
-    N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
     M_shard, dtype = len(p.x) // p.world_size, result_dtype(p.x, p.scaling)
-    comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    channel = p.channel(transfer.SCATTER, len(p.x) * N * dtype.itemsize)
-    received = channel.region((p.world_size, M_shard, N), dtype)
+    comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
+    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)
+    received = channel.region((p.world_size, M_shard, p.N), dtype)
     with p.phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
             p.x, p.w, received=received, received_pointers=channel.fixed("pointers"),
             pad_pointers=channel.fixed("pad_pointers"), counters=channel.fixed("tile_counters"),
             work_counter=channel.fixed("work_counter"), rank=p.rank, world_size=p.world_size,
-            epoch=channel.epoch, comm_rows=comm_rows, layout=layout,
-            tile=_tile_for(plan, p.scaling), scaling=p.scaling,
+            epoch=channel.epoch, comm_rows=comm_rows, layout=p.layout,
+            tile=_tile_for(p.plan, p.scaling), scaling=p.scaling,
         )  # fmt: skip
     return transfer.ReduceScatter(channel, received, comm_rows)
 
 
-def _gemm_rs(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    sums = _sums(p, layout, plan)
+def _gemm_rs(p: CallProgram) -> Slot:
+    sums = _sums(p)
     p.turn()
     return sums.finish()
 
 
-def _gemm_ar(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    return transfer.all_reduced(p, _sums(p, layout, plan).finish())
+def _gemm_ar(p: CallProgram) -> Slot:
+    return transfer.all_reduced(p, _sums(p).finish())
 
 
 start_gather = calls.start_gather

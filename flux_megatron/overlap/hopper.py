@@ -56,13 +56,13 @@ def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
     hopper_probe.compile_for(problem, plan, device)
 
 
-def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def _ag_gemm(p: CallProgram) -> Slot:
     from flux_megatron.kernels import hopper_ag_gemm
 
     lends, (M_shard, K) = p.turns, p.x.shape
-    comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
-    k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
-    tile = plan.tile
+    comm_rows = p.plan.comm_rows and max(p.plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
+    k_parts = max(1, min(p.plan.splits, COMM_TILES_MAX))
+    tile = p.plan.tile
     if tile.block_m > M_shard:  # a tile lies within a shard
         tile = replace(LOW[0], block_k=tile.block_k)
     columns = part_columns(K, k_parts, tile.block_k) if k_parts > 1 else 0
@@ -70,7 +70,7 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
     with p.phase("ag_gemm kernel"):
         y: Slot = hopper_ag_gemm.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
-            **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=layout,
+            **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=p.layout,
             tile=tile, copy_local=lends, k_parts=k_parts, scaling=p.scaling,
         )  # fmt: skip
     if lends:
@@ -119,20 +119,18 @@ def _push_tiles(
         p.move("write", counter, always(0))
 
 
-def _reduced(
-    p: CallProgram, layout: str, plan: Plan, gathering: Gathering | None = None
-) -> tuple[Slot, int]:
+def _reduced(p: CallProgram, gathering: Gathering | None = None) -> tuple[Slot, int]:
     """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
     [M_shard, N], and how many tiles a communication tile has.
     """
     from flux_megatron.kernels import hopper_gemm_rs
 
-    M_shard, N = len(p.x) // p.world_size, p.w.shape[0] if layout == "nt" else p.w.shape[1]
-    tile, by_sm = plan.tile, plan.transport == "sm"
+    M_shard, N = len(p.x) // p.world_size, p.N
+    tile, by_sm = p.plan.tile, p.plan.transport == "sm"
     tiles, dtype = tiles_of_shard(M_shard, N, tile), result_dtype(p.x, p.scaling)
     rows = tiles * tile.block_m
     channel = p.channel(transfer.SCATTER, p.world_size * rows * tile.block_n * dtype.itemsize)
-    wanted = cdiv(M_shard, plan.comm_rows) if plan.comm_rows else 1
+    wanted = cdiv(M_shard, p.plan.comm_rows) if p.plan.comm_rows else 1
     tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))
     received = channel.region((p.world_size * rows, tile.block_n), dtype)
     parts: Slot = received
@@ -144,7 +142,7 @@ def _reduced(
             p.x, p.w, parts=parts, received=received, received_pointers=channel.fixed("pointers"),
             pad_pointers=channel.fixed("pad_pointers"), **transfer.waits(channel),
             counters=channel.fixed("tile_counters"), **_words(channel), rank=p.rank,
-            world_size=p.world_size, tiles_comm=tiles_comm, layout=layout, tile=tile,
+            world_size=p.world_size, tiles_comm=tiles_comm, layout=p.layout, tile=tile,
             by_sm=by_sm, gathering=gathering, scaling=p.scaling,
         )  # fmt: skip
     if not by_sm:
@@ -156,26 +154,26 @@ def _reduced(
     return y, tiles_comm
 
 
-def _gemm_rs(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    return _reduced(p, layout, plan)[0]
+def _gemm_rs(p: CallProgram) -> Slot:
+    return _reduced(p)[0]
 
 
-def _gemm_ar(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def _gemm_ar(p: CallProgram) -> Slot:
     """The kernel stores its sums at every rank: what is left is to copy those of the others."""
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
-    M, N = len(p.x), p.w.shape[0] if layout == "nt" else p.w.shape[1]
+    M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
     channel = p.channel(transfer.GATHER, y.nbytes)
     rows = M // p.world_size
     before, behind = p.rank * rows, (p.rank + 1) * rows
     pointers, pads = channel.fixed("pointers"), channel.fixed("pad_pointers")
     gathering = Gathering(y[before:behind], pointers, pads, channel.epoch)
-    _, tiles_comm = _reduced(p, layout, plan, gathering)
+    _, tiles_comm = _reduced(p, gathering)
     with p.phase("wait"):
         wait_sources(
             **transfer.waits(channel), first_source=p.rank + 1, count=p.world_size - 1,
-            world_size=p.world_size, M_shard=tiles_of_shard(rows, N, plan.tile),
+            world_size=p.world_size, M_shard=tiles_of_shard(rows, N, p.plan.tile),
             comm_rows=tiles_comm,
         )  # fmt: skip
     gathered = channel.region((M, N), y.dtype)

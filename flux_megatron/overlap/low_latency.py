@@ -16,7 +16,7 @@ from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
 from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Problem
 from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.word_channel import WordChannel
 
@@ -41,38 +41,36 @@ def words_bytes(problem: Problem) -> int:
     return half_bytes(problem.M, problem.N, dtype, problem.world_size)
 
 
-def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
+def _ag_gemm(p: CallProgram) -> Slot:
     """In one kernel, which leaves the gathered rows too."""
     M_shard, K = p.x.shape
-    N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
     gathered = p.x.new_empty(p.world_size * M_shard, K)
     channel = _words(p, ag_gemv_kernels.half_bytes(len(gathered), K, p.x.dtype))
     with p.phase("ag_gemv kernel"):
         y: Slot = ag_gemv_kernels.ag_gemv(
-            p.x, gathered, p.w, p.bias, arrivals=channel.fixed("arrivals"), layout=layout,
-            tile=plan.tile, parts=parts_of(plan.splits, N, plan.tile), **_given(channel),
+            p.x, gathered, p.w, p.bias, arrivals=channel.fixed("arrivals"), layout=p.layout,
+            tile=p.plan.tile, parts=parts_of(p.plan.splits, p.N, p.plan.tile), **_given(channel),
         )  # fmt: skip
     p.turn(gathered)
     return y
 
 
-def _gemm_rs(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    return _reduced(p, layout, plan, scatters=True)
+def _gemm_rs(p: CallProgram) -> Slot:
+    return _reduced(p, scatters=True)
 
 
-def _gemm_ar(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    return _reduced(p, layout, plan, scatters=False)
+def _gemm_ar(p: CallProgram) -> Slot:
+    return _reduced(p, scatters=False)
 
 
-def _reduced(p: CallProgram, layout: str, plan: Plan, scatters: bool) -> Slot:
+def _reduced(p: CallProgram, scatters: bool) -> Slot:
     """In one kernel: when it is launched nothing is left to do."""
-    N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
-    channel = _words(p, half_bytes(len(p.x), N, p.x.dtype, p.world_size))
+    channel = _words(p, half_bytes(len(p.x), p.N, p.x.dtype, p.world_size))
     with p.phase("gemv_ar kernel"):
         y: Slot = gemv_ar_kernels.gemv_ar(
-            p.x, p.w, world_size=p.world_size, layout=layout, tile=plan.tile,
-            parts=parts_of(plan.splits, N, plan.tile), scatters=scatters,
-            two_phase=plan.two_phase and not scatters, **_given(channel),
+            p.x, p.w, world_size=p.world_size, layout=p.layout, tile=p.plan.tile,
+            parts=parts_of(p.plan.splits, p.N, p.plan.tile), scatters=scatters,
+            two_phase=p.plan.two_phase and not scatters, **_given(channel),
         )  # fmt: skip
     return y
 

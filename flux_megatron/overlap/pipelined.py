@@ -44,16 +44,15 @@ def candidates(problem: Problem) -> list[Plan]:
     return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
 
 
-def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    whole, lends = plan.splits == 1, p.turns
+def _ag_gemm(p: CallProgram) -> Slot:
+    whole, lends = p.plan.splits == 1, p.turns
     local_copy = "caller" if whole else "engine" if lends else "nobody"
-    gather = transfer.start_gather(p, p.x, plan.comm_rows, local_copy=local_copy)
-    N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
-    y = p.x.new_empty(len(gather.gathered), N)
+    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
+    y = p.x.new_empty(len(gather.gathered), p.N)
     if whole:
-        _multiply(p, gather.complete(), layout, out=y)
+        _multiply(p, gather.complete(), out=y)
     else:
-        _multiply_shards(p, gather, layout, y, plan.splits)
+        _multiply_shards(p, gather, y)
     if p.bias is not None:
         p.torch(Tensor.add_, y, p.bias)
     if lends:
@@ -62,21 +61,19 @@ def _ag_gemm(p: CallProgram, layout: str, plan: Plan) -> Slot:
     return y
 
 
-def _multiply_shards(
-    p: CallProgram, gather: transfer.Gather, layout: str, y: Slot, splits: int
-) -> None:
+def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
     rank, M_shard = p.rank, len(p.x)
-    _multiply(p, p.x, layout, out=y[rank * M_shard : (rank + 1) * M_shard])
-    for first, last in _runs(rank, p.world_size, splits):
+    _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard])
+    for first, last in _runs(rank, p.world_size, p.plan.splits):
         gather.wait_for(first, last - first)
         rows = slice(first * M_shard, last * M_shard)
-        _multiply(p, gather.gathered[rows], layout, out=y[rows])
+        _multiply(p, gather.gathered[rows], out=y[rows])
 
 
-def _multiply(p: CallProgram, x: Slot, layout: str, *, out: Slot) -> None:
+def _multiply(p: CallProgram, x: Slot, *, out: Slot) -> None:
     with p.phase("gemm chunk"):
-        p.torch(_gemm_nt if layout == "nt" else _gemm, x, p.w, out)
+        p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
 
 
 def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -96,17 +93,16 @@ def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
     return [(source, source + 1) for source in sources]
 
 
-def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
+def _sums(p: CallProgram) -> transfer.ReduceScatter:
     """x @ w chunk by chunk, each pushed to its owner."""
-    N = p.w.shape[0] if layout == "nt" else p.w.shape[1]
     rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
-    comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    channel = p.channel(transfer.SCATTER, len(p.x) * N * p.x.element_size())
-    received = channel.region((world_size * M_shard, N), p.x.dtype)
-    staging = p.x.new_empty(len(p.x), N)
+    comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
+    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * p.x.element_size())
+    received = channel.region((world_size * M_shard, p.N), p.x.dtype)
+    staging = p.x.new_empty(len(p.x), p.N)
     own = slice(rank * M_shard, (rank + 1) * M_shard)
-    if plan.splits:
-        _multiply(p, p.x, layout, out=staging)
+    if p.plan.splits:
+        _multiply(p, p.x, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
         # before the copy engine's stream gets there. The driver's copy is the one that torch makes.
         with p.phase("local shard"):
@@ -117,9 +113,9 @@ def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
         for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
             tile = slice(first, min(first + comm_rows, M_shard))
             rows = slice(owner * M_shard + tile.start, owner * M_shard + tile.stop)
-            if not plan.splits:
+            if not p.plan.splits:
                 out = received[own][tile] if owner == rank else staging[rows]
-                _multiply(p, p.x[rows], layout, out=out)
+                _multiply(p, p.x[rows], out=out)
                 p.move("fork")
             with p.phase("scatter push"):
                 if owner != rank:
@@ -128,18 +124,18 @@ def _sums(p: CallProgram, layout: str, plan: Plan) -> transfer.ReduceScatter:
                 p.move(
                     "signal", channel.signal(owner, rank, comm_tile), channel.epoch
                 )  # signal [B]
-    blocks = channel.region((world_size, M_shard, N), p.x.dtype)
+    blocks = channel.region((world_size, M_shard, p.N), p.x.dtype)
     return transfer.ReduceScatter(channel, blocks, comm_rows, staging)
 
 
-def _gemm_rs(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    sums = _sums(p, layout, plan)
+def _gemm_rs(p: CallProgram) -> Slot:
+    sums = _sums(p)
     p.turn()
     return sums.finish()
 
 
-def _gemm_ar(p: CallProgram, layout: str, plan: Plan) -> Slot:
-    return transfer.all_reduced(p, _sums(p, layout, plan).finish())
+def _gemm_ar(p: CallProgram) -> Slot:
+    return transfer.all_reduced(p, _sums(p).finish())
 
 
 start_gather = calls.start_gather

@@ -35,7 +35,8 @@ class Strategy(Protocol):
     """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
 
     `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
-    beside `default_plan`. One that supports no FP8 is given no `scaling`.
+    beside `default_plan`. Those that support FP8 take a `scaling` in their other
+    functions too.
     """
 
     @property
@@ -59,9 +60,8 @@ class Strategy(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
     def gemm_rs(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-        scaling: Scaling | None = None,
-    ) -> Tensor: ...  # fmt: skip
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> Tensor: ...
 
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace

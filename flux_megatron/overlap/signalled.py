@@ -141,10 +141,7 @@ def start_gemm_ar(
     return BandsInFlight(workspace, y, y)
 
 
-def gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-    scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
+def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
     return start_gemm_rs(x, w, layout, plan, workspace).finish()
 
 

@@ -183,9 +183,9 @@ def start_gather(
     return Gather(p, channel, x, gathered, comm_rows, comm_tiles, local_copy)
 
 
-def gather_rows(p: CallProgram, comm_rows: int) -> None:
+def gather_rows(p: CallProgram) -> None:
     """x of every rank for the caller, who has a turn while it is in flight, then borrows it."""
-    gather = start_gather(p, p.x, comm_rows)
+    gather = start_gather(p, p.x, p.plan.comm_rows)
     p.turn()
     p.turn(gather.complete())
     gather.close()

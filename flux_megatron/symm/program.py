@@ -239,9 +239,10 @@ class CallProgram:
 
     def __init__(
         self, space: Workspace, plan: Plan, x: Tensor, w: Tensor | None, bias: Tensor | None,
-        turns: bool, scaling: Scaling | None = None,
+        layout: str, turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
-        self.space, self.plan, self.turns, self.device = space, plan, turns, x.device
+        self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
+        self.device = x.device
         self.rank, self.world_size = space.rank, space.world_size
         self.timeout_ns = space.timeout_ns
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
@@ -262,6 +263,11 @@ class CallProgram:
     def w(self) -> Slot:
         assert self._w is not None, "a program of a gather has no weight"
         return self._w
+
+    @property
+    def N(self) -> int:
+        """The columns of x @ w on this rank."""
+        return self.w.shape[0 if self.layout == "nt" else 1]
 
     def channel(self, name: str, size_bytes: int, kind: type[Channel] = Channel) -> ChannelSlots:
         """A channel that a call opens when it begins, with so many bytes in its region."""
