@@ -191,6 +191,11 @@ class Stage:
         if self.open:
             raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
 
+    def clear(self, bands: int) -> None:
+        """Set the counts of so many bands to 0, behind what the stream holds."""
+        for band in range(bands):
+            self.stream.write(self.count_of(band), 0)
+
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
         return self.counters.data_ptr() + band * self.counters.element_size()
@@ -215,7 +220,7 @@ def _start(
         for number, band in enumerate(made):
             stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
             collective(band, group)
-    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(made))))
+    stage.clear(len(made))
 
 
 def gemm(

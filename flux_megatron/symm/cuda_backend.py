@@ -176,10 +176,6 @@ class CudaCopyEngine(CopyEngine):
         (error,) = self._driver.cuStreamWaitValue32(self._stream, counter, count, 0)
         self._check("cuStreamWaitValue32", error)
 
-    def clear(self, counters: tuple[int, ...]) -> None:
-        for counter in counters:
-            self.write(counter, 0)
-
     def write(self, address: int, word: int) -> None:
         # flags 0: the write waits for, and is ordered after, all earlier writes of this stream
         (error,) = self._driver.cuStreamWriteValue32(self._stream, address, word % 2**32, 0)

@@ -185,9 +185,6 @@ def _copy_stream(package: PackageCopy, machine: Machine):
                 "copy", lambda: cell.value >= count, f"{count} tiles to be counted"
             )
 
-        def clear(self, counters: Sequence[int]) -> None:
-            machine.scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
-
         def write(self, address: int, word: int) -> None:
             machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
 
