@@ -196,9 +196,10 @@ class Process:
 
 
 def _end_of(log: Path) -> str:
-    """What a rank said last, without the modules that a dump of its threads lists."""
+    """What a rank said last: of a dump of its threads, where its first thread was."""
     said, _, _ = log.read_text().partition("\nExtension modules:")
-    return said[-3000:]
+    before, dumped, first_thread = said.rpartition("(most recent call first):")
+    return f"{before[-500:]}{dumped}{first_thread[:2500]}" if dumped else said[-3000:]
 
 
 def rank(
