@@ -55,7 +55,10 @@ from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
 from flux_megatron.launch.workload import Arm, Workload
 
-EXPERIMENTS = ("node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200")
+EXPERIMENTS = (
+    "node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200",
+    "node/qwen3-14b-6-layers_h200",
+)  # fmt: skip
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
@@ -196,9 +199,10 @@ class Process:
 
 
 def _end_of(log: Path) -> str:
-    """What a rank said last, without the modules that a dump of its threads lists."""
+    """What a rank said last: of a dump of its threads, where its first thread was."""
     said, _, _ = log.read_text().partition("\nExtension modules:")
-    return said[-3000:]
+    before, dumped, first_thread = said.rpartition("(most recent call first):")
+    return f"{before[-500:]}{dumped}{first_thread[:2500]}" if dumped else said[-3000:]
 
 
 def rank(
