@@ -20,7 +20,8 @@ launcher that is given slots adds a `Launch` to their program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -218,19 +219,6 @@ class ChannelSlots:
         return FixedSlot(self.program, Operand(self._fixed + place), dtype, self.number, place)
 
 
-class _Phase(NamedTuple):
-    """A context manager."""
-
-    segment: list[tuple[str, list[Step]]]
-    name: str
-
-    def __enter__(self) -> None:
-        self.segment.append((self.name, []))
-
-    def __exit__(self, *raised: object) -> None:
-        self.segment.append(("", []))
-
-
 class CallProgram:
     """The steps of a call of these shapes: `segments` of phases, each a name and its steps, between
     the caller's turns. `lent` are what those lend, `made` what a call makes, `held` what pushes or
@@ -252,7 +240,8 @@ class CallProgram:
         self.scaling = scaling and scaling._replace(x=scales[0], w=scales[1])
         self.channels: list[ChannelSlots] = []
         self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
-        self.segments: list[list[tuple[str, list[Step]]]] = [[("", [])]]
+        self.segments: list[list[tuple[str, list[Step]]]] = [[]]
+        self._name("")
         self.lent: list[Slot | None] = []
         self.held: list[Slot] = []
         self.y: int | None = None  # the result's place in `made`
@@ -283,18 +272,24 @@ class CallProgram:
         """The result of a call: one of what it makes."""
         self.y = None if slot is None else slot.operand.register - MADE
 
-    def phase(self, name: str) -> _Phase:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Steps inside belong to this phase of the call (`overlap.phase`)."""
-        return _Phase(self.segments[-1], name)
+        self._name(name)
+        yield
+        self._name("")
+
+    def _name(self, phase: str) -> None:
+        self._steps: list[Step] = []
+        self.segments[-1].append((phase, self._steps))
+        self.add = self._steps.append
 
     def turn(self, lent: Slot | None = None) -> None:
         """The caller's turn, to whom this is lent; nothing in a program without turns."""
         if self.turns:
             self.lent.append(lent)
-            self.segments.append([("", [])])
-
-    def add(self, step: Step) -> None:
-        self.segments[-1][-1][1].append(step)
+            self.segments.append([])
+            self._name("")
 
     def torch(self, function: Callable[..., object], *slots: Slot) -> None:
         self.add(Torch(function, slots))

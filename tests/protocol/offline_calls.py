@@ -143,6 +143,9 @@ PLANS |= {
     "low_latency lent rows": FEW,
     "low_latency backward": FEW,
 }
+for _strategy in ("hopper", "fused", "pipelined"):
+    PLANS[f"{_strategy} gemm_ar"] = Plan(_strategy, tile=TILE)
+PLANS["hopper gemm_ar, by SM"] = replace(PLANS["hopper gemm_ar"], transport="sm")
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
@@ -279,7 +282,7 @@ def enqueued(call: Call) -> dict[str, Any]:
     before = DRIVER.word("fake_launches").value
     OF_TORCH.clear()
     with (
-        mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch),
+        mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch, copy_=by_torch),
         mock.patch.object(InFlight, "__init__", noted),
         mock.patch.object(calls, "_at_once", whole),
         mock.patch.object(torch, "mm", by_torch),

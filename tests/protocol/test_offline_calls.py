@@ -61,6 +61,13 @@ CALLS = {
     "low_latency gemm_ar, two phases": ["launch"],
     "low_latency lent rows": ["launch", "torch"],
     "low_latency backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN],
+    "hopper gemm_ar": [*FORK, "launch", "wait", *PUSH, "write", *JOIN, "launch", "torch"],
+    "hopper gemm_ar, by SM": ["launch", "launch", "torch"],
+    "fused gemm_ar": ["launch", "launch", *GATHER, "copy", "launch", "torch", *JOIN],
+    "pipelined gemm_ar": [
+        "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
+        *GATHER, "copy", "launch", "torch", *JOIN,
+    ],
     "hopper column layer": [*GATHER, "launch", *JOIN],
     "hopper row layer": ["launch"],
     "hopper column layer, evaluated": [*GATHER, "launch", *JOIN],
