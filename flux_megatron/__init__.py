@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flux_megatron import settings as _settings
 from flux_megatron.version import __version__ as __version__
 
 _PLACES = {
@@ -23,6 +24,9 @@ _PLACES = {
     "gemm_reduce_scatter": ("flux_megatron.ops", "gemm_reduce_scatter"),
     "embedding_all_to_all": ("flux_megatron.embedding.operation", "embedding_all_to_all"),
     "gemv_all_reduce": ("flux_megatron.ops", "gemv_all_reduce"),
+    "disable": ("flux_megatron.integration.enabling", "disable"),
+    "enable": ("flux_megatron.integration.enabling", "enable"),
+    "replace": ("flux_megatron.integration.replacing", "replace"),
     "check": ("flux_megatron.symm.workspace", "check"),
     "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
     "release": ("flux_megatron.symm.workspace", "release"),
@@ -40,12 +44,15 @@ __all__ = [
     "all_gather_gemm",
     "check",
     "confirm_step",
+    "disable",
     "embedding_all_to_all",
+    "enable",
     "gemm_a2a",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "release",
+    "replace",
     "report",
     "reset_report",
     "synchronize",
@@ -54,8 +61,10 @@ __all__ = [
 if TYPE_CHECKING:
     from flux_megatron.embedding.operation import embedding_all_to_all
     from flux_megatron.expert_parallel.ops import a2a_gemm, gemm_a2a
+    from flux_megatron.integration.enabling import disable, enable
     from flux_megatron.integration.layers import FluxColumnParallelLinear as ColumnParallelLinear
     from flux_megatron.integration.layers import FluxRowParallelLinear as RowParallelLinear
+    from flux_megatron.integration.replacing import replace
     from flux_megatron.ops import (
         all_gather_gemm,
         gemm_all_reduce,
@@ -73,3 +82,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name]
     return getattr(importlib.import_module(module), attribute)
+
+
+def arm() -> None:
+    """Do what FLUX_MEGATRON_ENABLE asks for: `integration.autoload`. torch calls it."""
+    if _settings.enabled():
+        importlib.import_module("flux_megatron.integration.autoload").arm()
+
+
+arm()

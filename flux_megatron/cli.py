@@ -15,11 +15,13 @@ from flux_megatron import doctor as plain_doctor
 from flux_megatron.command_group import CommandGroup
 from flux_megatron.launch.commands import launch
 from flux_megatron.patching.commands import app as patch_app
+from flux_megatron.tune_command.commands import tune
 from flux_megatron.version import __version__
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(patch_app, name="patch")
 app.command()(launch)
+app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:

@@ -23,10 +23,13 @@ EXTRAS = {
     "megatron": "megatron",
     "numpy": "train",
     "psutil": "train",
-    "pynvml": "bench",
+    "pynvml": "lab",
+    "scipy": "lab",
 }
 # commands whose extra brings more than what `launch` does
-EXTRA_OF_COMMAND = {"train": "train", "generate": "train", "run": "megatron", "bench": "bench"}
+EXTRA_OF_COMMAND = {"train": "train", "generate": "train", "run": "megatron"} | dict.fromkeys(
+    ("bench", "trace", "simulate", "results"), "lab"
+)
 
 
 def ending(error: BaseException, command: str = "") -> tuple[str, int]:

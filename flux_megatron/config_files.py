@@ -86,7 +86,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         here = tree
         for section in sections:
             here = here.setdefault(section, {})
-        if not (value == {} and name in here):
+        if value == {}:
+            here.setdefault(name, {})  # a new one: it may be filled
+        else:
             here[name] = value
     return tree
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.operands import refuse_wrapper
@@ -22,6 +23,7 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.overlap.steady import Steady
 from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
@@ -85,6 +87,11 @@ class Decision(Choice[registry.Strategy]):
         """What makes repeated calls, as far as it can."""
         return Kinds(self)
 
+    @property
+    def scaled_strategy(self) -> registry.ScaledStrategy:
+        """The strategy of a call with scales."""
+        return registry.SCALED[self.plan.strategy]
+
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
         calls gets an entry.
@@ -100,7 +107,7 @@ class Decision(Choice[registry.Strategy]):
 
 def decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
-    layout: str, plan: Plan | None,
+    layout: str, plan: Plan | None, scaling: Scaling | None = None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
     space = workspace(group, x.device)
@@ -112,11 +119,12 @@ def decide(
     key = (
         pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
+        None if scaling is None else scaling.facts,
     )  # fmt: skip
     decision = space.checked.get(key)
     if decision is None:
         with space.guard():  # measuring makes calls
-            decision = _decide(pattern, x, w, bias, layout, plan, space)
+            decision = _decide(pattern, x, w, bias, layout, plan, space, scaling)
         space.checked[key] = decision
     space.note(decision.description)
     return decision
@@ -124,13 +132,15 @@ def decide(
 
 def _decide(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan | None,
-    space: Workspace,
+    space: Workspace, scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
-    if error := _error(pattern, x, w, bias, space, layout, plan):
+    if error := _error(pattern, x, w, bias, space, layout, plan, scaling):
         refuse(f"{pattern}: {error}", space.group, x.device)
-    key = (pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings)
+    key = (
+        pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings, scaling and scaling[2:],
+    )  # fmt: skip
     if key not in space.decisions:
-        space.decisions[key] = _new_decision(pattern, x, w, layout, plan, space)
+        space.decisions[key] = _new_decision(pattern, x, w, layout, plan, space, scaling)
     return space.decisions[key]
 
 
@@ -157,13 +167,16 @@ def guard(group: ProcessGroup, device: torch.device) -> Guard:
 
 
 def _new_decision(
-    pattern: Pattern, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace
-) -> Decision:
+    pattern: Pattern, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace,
+    scaling: Scaling | None,
+) -> Decision:  # fmt: skip
     N_local = w.shape[0] if layout == "nt" else w.shape[1]
     dtype = str(x.dtype).removeprefix("torch.")
     problem = Problem.of_operands(
         pattern, x.shape[0], N_local, x.shape[1], dtype, space.world_size, layout, x.device.type,
         beside=settings.get().beside == "1",
+        out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
+        split_accumulator=scaling is not None and scaling.split_accumulator,
     )  # fmt: skip
     if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
@@ -178,7 +191,7 @@ def _new_decision(
 
 def operands_error(
     x: Tensor, w: Tensor, w_dims: int, layout: str, plan: Plan | None, strategies: Collection[str],
-    space: Workspace,
+    space: Workspace, scaling: Scaling | None = None,
 ) -> str | None:  # fmt: skip
     """The error in what all operations have, with the given and the expected value, or None: a plan
     for one of `strategies`, x [rows, K], and w [N, K], or [K, N] for "nn", one or one an expert.
@@ -189,7 +202,9 @@ def operands_error(
         return f"strategy {plan.strategy!r} given, one of {[*strategies]} expected"
     if x.dim() != 2 or w.dim() != w_dims:
         wrong = f"{SHAPES[w_dims]} expected"
-    elif not x.dtype.is_floating_point or w.dtype != x.dtype:
+    elif error := fp8.error(x, w, scaling, layout):
+        return error
+    elif scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
         wrong = "one floating-point dtype expected"
     elif w.device != x.device:
         wrong = "one device expected"
@@ -206,19 +221,20 @@ def operands_error(
 
 def _error(
     pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
-    layout: str, plan: Plan | None,
+    layout: str, plan: Plan | None, scaling: Scaling | None,
 ) -> str | None:  # fmt: skip
     """The error in this rank's arguments, with the given and the expected value, or None."""
-    if error := operands_error(x, w, 2, layout, plan, registry.STRATEGIES[pattern], space):
+    if error := operands_error(x, w, 2, layout, plan, registry.STRATEGIES[pattern], space, scaling):
         return error
     if not len(x):
         return f"x {_described(x)} given, no empty dimension expected"
     if pattern.spec.scatters and len(x) % space.world_size:
         ranks = f"the group's {space.world_size} ranks"
         return f"x {_described(x)} given, rows divisible by {ranks} expected"
+    dtype = fp8.result_dtype(x, scaling)
     outer = w.shape[0 if layout == "nt" else 1]
-    if bias is not None and (bias.shape != (outer,) or bias.dtype != x.dtype):
-        return f"bias {_described(bias)} given, [{outer}] {x.dtype} expected"
+    if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
+        return f"bias {_described(bias)} given, [{outer}] {dtype} expected"
     if bias is not None and bias.device != x.device:
         return f"bias {_described(bias)} given, {x.device} expected"
     return None

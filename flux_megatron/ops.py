@@ -24,6 +24,7 @@ from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
+from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
 def all_gather_gemm(
     x: Tensor, w: Tensor, group: ProcessGroup, *,
     bias: Tensor | None = None, layout: str = "nt", plan: Plan | None = None,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     """AG+GEMM (FLUX, section 4.2): the all-gather of x hidden behind the GEMM.
 
@@ -79,18 +82,31 @@ def all_gather_gemm(
     wrappers are refused by name. `ValueError` names what was given and expected;
     `ProblemMismatch`, on every rank, if the ranks' problems differ; `SignalTimeout` if a rank makes
     no call.
+
+    FP8: x is float8_e4m3fn, or float8_e5m2 for a gradient, and w float8_e4m3fn, both "nt", N / R
+    and K multiples of 16. `x_scale` and `w_scale`, float32 tensors of one element on the device,
+    give the real value, stored value * scale: y is sums * x_scale * w_scale + bias, rounded once
+    to `out_dtype` (bfloat16 unless said, float16 or float32), which the bias has too. The caller
+    sees to it that all ranks have one `x_scale`, as TransformerEngine does, which reduces the amax
+    of x over the group. `split_accumulator` adds the products up in fp32 registers, TE's
+    `use_split_accumulator`.
     """
     x, w, bias = local_shards(Pattern.AG_GEMM, x, w, bias, group, layout)
-    if bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
+    scaled = (x_scale, w_scale, out_dtype, split_accumulator)
+    scaling = _scaling(*scaled)
+    if scaling is None and bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
-        return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan)
-    return _all_gather_gemm(x, w, bias, name_of(group), group.size(), layout, plan_text(plan))
+        return _run_ag_gemm(x, w, bias, group, layout, plan, None, scaling)
+    name, text = name_of(group), plan_text(plan)
+    return _all_gather_gemm(x, w, bias, name, group.size(), layout, text, *scaled)
 
 
 def gemm_reduce_scatter(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-) -> Tensor:
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+) -> Tensor:  # fmt: skip
     """GEMM+RS (FLUX, section 4.1): the scatter hidden behind the GEMM, then an fp32 sum.
 
         y = sum([x of rank s @ w.t() of rank s for s in range(R)]).chunk(R)[rank]  # "nn": w
@@ -102,12 +118,16 @@ def gemm_reduce_scatter(
     | result | [M / R, N] |
 
     M must be a multiple of R. Errors as for `all_gather_gemm`. Each rank's partial result is
-    rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype.
+    rounded to the dtype of x before it travels, as it is for a reduce-scatter of that dtype. FP8 as
+    for `all_gather_gemm`, but each rank has scales of its own: its partial result is multiplied by
+    them, rounded to `out_dtype` and travels in that.
     """
     x, w, _ = local_shards(Pattern.GEMM_RS, x, w, None, group, layout)
+    scaled = (x_scale, w_scale, out_dtype, split_accumulator)
     if _eager(x, w):
-        return run_gemm_rs(x, w, group, layout=layout, plan=plan)
-    return _gemm_reduce_scatter(x, w, name_of(group), group.size(), layout, plan_text(plan))
+        return _run_gemm_rs(x, w, group, layout, plan, _scaling(*scaled))
+    name, text = name_of(group), plan_text(plan)
+    return _gemm_reduce_scatter(x, w, name, group.size(), layout, text, *scaled)
 
 
 def gemm_all_reduce(
@@ -170,6 +190,15 @@ def local_shards(
     return x, w, bias
 
 
+def _scaling(
+    x_scale: Tensor | None, w_scale: Tensor | None, out_dtype: torch.dtype | None, split: bool
+) -> Scaling | None:
+    """None for a call that names nothing of FP8. `decide` says what one lacks that does."""
+    if x_scale is None and w_scale is None and out_dtype is None and not split:
+        return None
+    return Scaling(x_scale, w_scale, out_dtype or torch.bfloat16, split)  # type: ignore[arg-type]
+
+
 def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
     """Whether the bias could be added: else `decide` says what is wrong with it."""
     return (
@@ -209,26 +238,38 @@ def group_named(name: str) -> ProcessGroup:
 
 @torch.library.custom_op("flux_megatron::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, group: str, R: int, layout: str, plan: str
-) -> Tensor:
-    return run_ag_gemm(x, w, bias, group_named(group), layout=layout, plan=plan_of(plan))
+    x: Tensor, w: Tensor, bias: Tensor | None, group: str, R: int, layout: str, plan: str,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+) -> Tensor:  # fmt: skip
+    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
+    return _run_ag_gemm(x, w, bias, group_named(group), layout, plan_of(plan), None, scaling)
 
 
 @_all_gather_gemm.register_fake
-def _(x, w, bias, group, R, layout, plan):
-    return x.new_empty(x.shape[0] * R, w.shape[0] if layout == "nt" else w.shape[1])
+def _(x, w, bias, group, R, layout, plan, x_scale=None, w_scale=None, out_dtype=None, split=False):
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    return x.new_empty(x.shape[0] * R, N, dtype=_made_dtype(x, out_dtype))
 
 
 @torch.library.custom_op("flux_megatron::gemm_reduce_scatter", mutates_args=())
 def _gemm_reduce_scatter(
-    x: Tensor, w: Tensor, group: str, R: int, layout: str, plan: str
-) -> Tensor:
-    return run_gemm_rs(x, w, group_named(group), layout=layout, plan=plan_of(plan))
+    x: Tensor, w: Tensor, group: str, R: int, layout: str, plan: str,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+) -> Tensor:  # fmt: skip
+    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
+    return _run_gemm_rs(x, w, group_named(group), layout, plan_of(plan), scaling)
 
 
 @_gemm_reduce_scatter.register_fake
-def _(x, w, group, R, layout, plan):
-    return x.new_empty(x.shape[0] // R, w.shape[0] if layout == "nt" else w.shape[1])
+def _(x, w, group, R, layout, plan, x_scale=None, w_scale=None, out_dtype=None, split=False):
+    N = w.shape[0] if layout == "nt" else w.shape[1]
+    return x.new_empty(x.shape[0] // R, N, dtype=_made_dtype(x, out_dtype))
+
+
+def _made_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    return out_dtype or (torch.bfloat16 if is_fp8(x) else x.dtype)
 
 
 @torch.library.custom_op("flux_megatron::gemm_all_reduce", mutates_args=())
@@ -303,7 +344,9 @@ def _no_rows(x: Tensor, w: Tensor, layout: str) -> bool:
     """Whether no rank has rows, as shards are equal: then nobody is asked. Of other errors `decide`
     tells.
     """
-    if x.shape[0] or x.dim() != 2 or w.dim() != 2 or 0 in w.shape or x.dtype != w.dtype:
+    if x.shape[0] or x.dim() != 2 or w.dim() != 2 or 0 in w.shape:
+        return False
+    if x.dtype != w.dtype or is_fp8(x):
         return False
     return x.shape[1] == w.shape[1 if layout == "nt" else 0]
 
@@ -330,41 +373,70 @@ class _Made:
 def run_ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *,
     layout: str = "nt", plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     """`all_gather_gemm` for callers that need the gathered rows [M, K] too: `consume` borrows them
     and enqueues its reads before it returns.
     """
+    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
+    return _run_ag_gemm(x, w, bias, group, layout, plan, consume, scaling)
+
+
+def _run_ag_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, layout: str,
+    plan: Plan | None, consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
+) -> Tensor:  # fmt: skip
     x, w = _memory(Pattern.AG_GEMM, x, w, group)
     if _no_rows(x, w, layout):
         if consume is not None:
             consume(x)
         return _product(x, w, layout)
     bias = bias if bias is None else memory("bias", bias)
-    decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan)
+    decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
-    space = decision.workspace
+    plan, space = decision.plan, decision.workspace
     steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
-    if (y := steady.run(x, w, bias, consume)) is None:
-        with space.guard(), steady.recorded(x, w, bias) as made:
-            y = made(decision.strategy.ag_gemm(x, w, bias, layout, decision.plan, space, consume))
+    scales = scaling[:2] if scaling else ()
+    if (y := steady.run(x, w, bias, consume, scales)) is None:
+        with space.guard(), steady.recorded(x, w, bias, scales) as made:
+            if scaling:
+                run = decision.scaled_strategy.ag_gemm
+                y = made(run(x, w, bias, layout, plan, space, consume, scaling))
+            else:
+                y = made(decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume))
     decision.count()
     return y
 
 
 def run_gemm_rs(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-) -> Tensor:
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+) -> Tensor:  # fmt: skip
     """`gemm_reduce_scatter` without torch's operator."""
+    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
+    return _run_gemm_rs(x, w, group, layout, plan, scaling)
+
+
+def _run_gemm_rs(
+    x: Tensor, w: Tensor, group: ProcessGroup, layout: str, plan: Plan | None,
+    scaling: Scaling | None,
+) -> Tensor:  # fmt: skip
     x, w = _memory(Pattern.GEMM_RS, x, w, group)
     if _no_rows(x, w, layout):
         return _product(x, w, layout)
-    decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
+    decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
-    space, steady = decision.workspace, decision.steady[PLAIN]
-    if (y := steady.run(x, w, None)) is None:
-        with space.guard(), steady.recorded(x, w, None) as made:
-            start = decision.strategy.start_gemm_rs
-            y = made(start(x, w, layout, decision.plan, space).finish())
+    plan, space, steady = decision.plan, decision.workspace, decision.steady[PLAIN]
+    scales = scaling[:2] if scaling else ()
+    if (y := steady.run(x, w, None, None, scales)) is None:
+        with space.guard(), steady.recorded(x, w, None, scales) as made:
+            if scaling:
+                scatter = decision.scaled_strategy.start_gemm_rs(x, w, layout, plan, space, scaling)
+            else:
+                scatter = decision.strategy.start_gemm_rs(x, w, layout, plan, space)
+            y = made(scatter.finish())
     decision.count()
     return y
 

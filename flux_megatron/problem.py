@@ -20,6 +20,9 @@ class Problem:
     `M, N, K` are the global problem y[M,N] = x[M,K] @ w, with w stored [N,K] (`layout="nt"`, a
     layer's weight in fprop) or [K,N] (`layout="nn"`, the same weight in dgrad). `dtype` is torch's
     name without the prefix. With `beside` other kernels share the GPU while the call runs.
+
+    `dtype` is that of x. FP8 operands have scales and an `out_dtype`, "" for that of x; their w is
+    always float8_e4m3fn. `split_accumulator` adds their products up in fp32 registers.
     """
 
     pattern: Pattern
@@ -31,22 +34,33 @@ class Problem:
     layout: str = "nt"
     device: str = "cuda"
     beside: bool = False
+    out_dtype: str = ""
+    split_accumulator: bool = False
 
     @staticmethod
     def of_operands(
         pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
-        layout: str, device: str, beside: bool = False,
+        layout: str, device: str, beside: bool = False, out_dtype: str = "",
+        split_accumulator: bool = False,
     ) -> Problem:  # fmt: skip
         """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local]."""
         spec = pattern.spec
         M = rows * world_size if spec.gathers else rows
         N = N_local * world_size if spec.gathers else N_local
         K = K_local * world_size if spec.reduces else K_local
-        return Problem(pattern, M, N, K, dtype, world_size, layout, device, beside)
+        return Problem(
+            pattern, M, N, K, dtype, world_size, layout, device, beside, out_dtype,
+            split_accumulator,
+        )  # fmt: skip
 
     @property
     def spec(self) -> PatternSpec:
         return self.pattern.spec
+
+    @property
+    def scaled(self) -> bool:
+        """Whether its operands are FP8."""
+        return self.out_dtype != ""
 
     @property
     def M_shard(self) -> int:
@@ -82,8 +96,10 @@ class Problem:
         return replace(self, pattern=self.pattern.dual, N=self.K, K=self.N, layout=layout)
 
     def __str__(self) -> str:
+        result = f"to {self.out_dtype} " if self.scaled else ""
+        result += "with a split accumulator " * self.split_accumulator
         return (
-            f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} "
+            f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} {result}"
             f"over {self.world_size} ranks on {self.device}" + ", beside others" * self.beside
         )
 

@@ -21,37 +21,59 @@ from flux_megatron.patterns import Pattern
 
 def matmul(x: Tensor, w: Tensor, layout: str = "nt") -> Tensor:
     """x [M,K] times w ([N,K] for "nt", [K,N] for "nn") in fp32 or wider: [M,N], not yet rounded."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide(x.dtype)
     right = w.t() if layout == "nt" else w
     return x.to(wide) @ right.to(wide)
 
 
 def all_gather_gemm(
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    layout: str = "nt",
-    bias: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """x[r] [M/R, K], w[r] [N/R, K]  ->  y[r] [M, N/R] = cat(x) @ w[r]^T (+ bias[r])."""
-    gathered = torch.cat(list(x))
-    y = [matmul(gathered, shard, layout) for shard in w]
+    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt",
+    bias: Sequence[Tensor] | None = None, x_scale: Sequence[Tensor] | None = None,
+    w_scale: Sequence[Tensor] | None = None, out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """x[r] [M/R, K], w[r] [N/R, K]  ->  y[r] [M, N/R] = cat(x) @ w[r]^T (+ bias[r]).
+
+    FP8: times x_scale[r], which all ranks have, and w_scale[r] before the bias; in out_dtype.
+    """
+    gathered = torch.cat([one.to(_wide(one.dtype)) for one in x])
+    y = [_scaled_by(matmul(gathered, w[r], layout), x_scale, w_scale, r) for r in range(len(w))]
     if bias is not None:
         y = [out + b.to(out.dtype) for out, b in zip(y, bias, strict=True)]
-    return [out.to(gathered.dtype) for out in y]
+    return [out.to(out_dtype or x[0].dtype) for out in y]
 
 
-def _sum_in_rank_order(x: Sequence[Tensor], w: Sequence[Tensor], layout: str) -> Tensor:
-    dtype = x[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    partials = (matmul(a, b, layout).to(dtype).to(wide) for a, b in zip(x, w, strict=True))
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
+def _scaled_by(
+    y: Tensor, x_scale: Sequence[Tensor] | None, w_scale: Sequence[Tensor] | None, rank: int
+) -> Tensor:
+    return y if x_scale is None or w_scale is None else y * x_scale[rank] * w_scale[rank]
+
+
+def _sum_in_rank_order(
+    x: Sequence[Tensor], w: Sequence[Tensor], layout: str, x_scale: Sequence[Tensor] | None = None,
+    w_scale: Sequence[Tensor] | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    dtype = out_dtype or x[0].dtype
+    partials = (
+        _scaled_by(matmul(x[r], w[r], layout), x_scale, w_scale, r).to(dtype).to(_wide(dtype))
+        for r in range(len(x))
+    )
     return reduce(torch.add, partials).to(dtype)
 
 
 def gemm_reduce_scatter(
-    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt"
-) -> list[Tensor]:
-    """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M/R, N] = rows r of sum over s of x[s] @ w[s]^T."""
-    return list(_sum_in_rank_order(x, w, layout).chunk(len(x)))
+    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt",
+    x_scale: Sequence[Tensor] | None = None, w_scale: Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M/R, N] = rows r of sum over s of x[s] @ w[s]^T.
+
+    FP8: each of these times x_scale[s] and w_scale[s], rounded to out_dtype before the sum.
+    """
+    return list(_sum_in_rank_order(x, w, layout, x_scale, w_scale, out_dtype).chunk(len(x)))
 
 
 def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt") -> list[Tensor]:

@@ -13,6 +13,7 @@
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
+| FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron's groups are made | 0 |
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
@@ -52,6 +53,7 @@ class Settings:
     nvtx: bool = False
     native: bool = True
     allow: tuple[str, ...] = ()
+    enable: bool = False
 
 
 def _switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
@@ -97,7 +99,15 @@ def read(environment: Mapping[str, str]) -> Settings:
         nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
         native=_switch(environment, "FLUX_MEGATRON_NATIVE", "1"),
         allow=tuple(environment.get("FLUX_MEGATRON_ALLOW", "").split()),
+        enable=_switch(environment, "FLUX_MEGATRON_ENABLE"),
     )
+
+
+def enabled() -> bool:
+    """FLUX_MEGATRON_ENABLE alone: it is read in every process that imports torch, and those are not
+    to fail for another variable.
+    """
+    return _switch(os.environ, "FLUX_MEGATRON_ENABLE")
 
 
 def unknown(environment: Mapping[str, str]) -> dict[str, str]:

@@ -104,7 +104,7 @@ def iterations() -> None:
         ][run]
         low, middle, high = row["speedup_low_middle_high"]
         y = 42 + 26 * n
-        p.text(left - 10, y + 17, title, FAINT, "end")
+        p.text(left - 18, y + 17, title, FAINT, "end")
         bar(p, left, y + 4, (middle - 1) * scale, OURS, "")
         line(p, left + (low - 1) * scale, y + 12, left + (high - 1) * scale, y + 12)
         p.text(left + (high - 1) * scale + 8, y + 17, f"{middle:.3f}")

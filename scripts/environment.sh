@@ -30,5 +30,5 @@ if [ -n "$torch_folder" ]; then
     # --system-site-packages would miss it where that Python is itself a virtual environment's.
     echo "$torch_folder" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 fi
-.venv/bin/python -m pip install --quiet "${constraints[@]}" --editable '.[train,launch,bench,docs,dev]'
+.venv/bin/python -m pip install --quiet "${constraints[@]}" --editable '.[train,launch,lab,docs,dev]'
 echo "$stamp" > .venv/stamp

@@ -34,7 +34,8 @@ step() {
 
 iterations() {
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
-    step "$python" tests/gpu/iterations.py "$checkout" "$out/iterations.jsonl" --commit "$commit" --seconds "$limit" "$@"
+    step "$python" -m flux_megatron.lab.measure.iterations "$checkout" "$out/iterations.jsonl" --commit "$commit" \
+        --seconds "$limit" "$@"
 }
 
 ranks() {
@@ -54,7 +55,7 @@ iterations)
     ;;
 launches)
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
-    step "$python" tests/gpu/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit"
+    step "$python" tests/differential/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit"
     ;;
 megatron)
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
@@ -70,7 +71,7 @@ operators)
             --out "$out" --time-limit "$limit" --commit "$commit"
     done
     step "$python" -m flux_megatron bench --tp "$gpus" --with-nccl-load --out "$out" --time-limit "$limit" --commit "$commit"
-    ranks tests/gpu/hold.py "$out/hold.jsonl" --seconds "$limit" --commit "$commit"
+    ranks -m flux_megatron.lab.measure.hold "$out/hold.jsonl" --seconds "$limit" --commit "$commit"
     ;;
 operations)
     step "$python" -m flux_megatron bench operations --tp "$gpus" --out "$out" --time-limit "$limit" \

@@ -1,7 +1,4 @@
-"""How tests compare: exactly, on operands whose sums are exact; else by the error against fp64.
-
-`test_closeness` feeds both assertions wrong answers.
-"""
+"""How tests compare: exactly, on operands whose sums are exact; else by the error against fp64."""
 
 from __future__ import annotations
 

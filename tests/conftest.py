@@ -71,7 +71,7 @@ WHOLE = {
     "test_slurm_faults": ("slurm/", "launch/"),
     "test_faults": ("faults/", "symm/", "lab/train/"),
     "test_train_runs": ("lab/train/", "symm/"),
-    "test_in_small": ("gpu/", "lab/bench/"),
+    "test_in_small": ("lab/measure/", "lab/bench/"),
     "test_differential": ("differential/",),
 }
 # the files that have changed and the mutants that are new, one a line; unset: nobody asked, so
@@ -94,7 +94,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     module = getattr(item, "module", None)
-    if hasattr(module, "on_device") or hasattr(module, "DEVICE"):
+    if any(hasattr(module, name) for name in ("on_device", "on_device_ranks", "DEVICE")):
         item.add_marker("device")
     if item.path.stem in ONE_WORKER:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))

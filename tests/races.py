@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from ranks import DEVICE, here
@@ -24,6 +25,14 @@ def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
 
 def defaults(problem: Problem, *names: str) -> list[Plan]:
     return [registry.strategy(problem, name).default_plan(problem) for name in names]
+
+
+def agreed(value: Any) -> Any:
+    """The value, which every rank has."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    assert all(other == value for other in every), every
+    return value
 
 
 class FakeRace:

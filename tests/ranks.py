@@ -1,4 +1,5 @@
 """Real processes for tests: `run_ranks(body, world_size, *args)` runs `body(rank, *args)` on each.
+A test that is nothing but such a body says `@on_cpu_ranks(2)` or `@on_device_ranks(2)`.
 
 CPU ranks are forked for every test: a parent that has imported and prepared everything starts one
 in 20 ms. It enters no FakeTensorMode: in a CUDA build of torch that sees no GPU, the next backward
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from string import Formatter
 
 import pytest
 import rank_pool
@@ -33,7 +36,9 @@ __all__ = [
     "RankFailure",
     "be_late",
     "here",
+    "on_cpu_ranks",
     "on_device",
+    "on_device_ranks",
     "run_ranks",
 ]
 
@@ -102,6 +107,43 @@ def run_ranks(
         return ranks.answers(limit_s)
     finally:
         ranks.let_go()
+
+
+def on_cpu_ranks(world_size: int | str, **options) -> Callable[[Callable], Callable]:
+    """Of a function of a rank and more arguments makes a test of the latter: `run_ranks` runs it.
+
+    `world_size` may name an argument of the test, and in values of `environment` "{name}" is one.
+    """
+    return _as_test(run_ranks, world_size, options)
+
+
+def on_device_ranks(world_size: int | str, **options) -> Callable[[Callable], Callable]:
+    """The same by `on_device`."""
+    return _as_test(on_device, world_size, options)
+
+
+def _as_test(run: Callable, world_size: int | str, options: dict) -> Callable[[Callable], Callable]:
+    environment = options.pop("environment", {})
+    named = [field for value in environment.values() for _, field, *_ in Formatter().parse(value)]
+    named.append(world_size if isinstance(world_size, str) else None)
+
+    def of_body(body: Callable) -> Callable:
+        args = [*inspect.signature(body).parameters][1:]
+
+        @wraps(body)
+        def test(**given) -> None:
+            size = given[world_size] if isinstance(world_size, str) else world_size
+            variables = {name: value.format(**given) for name, value in environment.items()}
+            run(body, size, *(given[name] for name in args), environment=variables, **options)
+
+        test.__signature__ = inspect.Signature(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in dict.fromkeys([*args, *filter(None, named)])
+        )
+        body.__qualname__ = f"{body.__name__}.__wrapped__"  # where GPU ranks find it
+        return test
+
+    return of_body
 
 
 @cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flux_megatron.perf.schedule import Costs
-from flux_megatron.perf.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
+from flux_megatron.lab.perf.schedule import Costs
+from flux_megatron.launch.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
 
 GPT3 = Model(
     "gpt3-175b", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=50257,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 from flux_megatron.integration import arguments
-from flux_megatron.launch import argument_page, experiment, megatron_arguments
+from flux_megatron.launch import experiment, megatron_arguments
 
 TESTS = Path(__file__).parent
+sys.path.append(str(TESTS.parent / "scripts"))
+
+import argument_page  # noqa: E402
+
 FEATURES = (TESTS / "integration" / "training_cases.py").read_text()
 RELEASES = argument_page.options_by_release()
 SUPPORTED = sorted({r.because for r in arguments.table().values() if r.kind == "supported"})
@@ -33,7 +38,7 @@ def test_rows_are_in_order():
 # whoever changes a verdict changes it here too, with a test of what is right
 REFUSED = """
     batch-invariant-mode delay-wgrad-compute experimental-attention-variant external-cuda-graph
-    fake-process-group fp4-format fp4-param-gather fp8-format fp8-output-proj fp8-param-gather
+    fake-process-group fp4-format fp4-param-gather fp8-output-proj
     heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
     init-model-with-meta-device kitchen-config-file kitchen-recipe-number load-model-opt-format
     mla-down-proj-fusion retro-add-retriever symmetric-ar-type te-precision-config-file
@@ -44,8 +49,8 @@ REFUSED = """
 UNTRIED = """
     dataloader-inter-document-masking enable-mhc-connections
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
-    fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel hybrid-layer-pattern
-    hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
+    fp8-param-gather fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel
+    hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
     log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
     moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph
@@ -114,7 +119,7 @@ def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
 
 def test_the_page_is_that_of_the_table():
     assert argument_page.PAGE.read_text() == argument_page.page(), (
-        "docs/arguments.md is old: python -m flux_megatron.launch.argument_page"
+        "docs/arguments.md is old: python scripts/argument_page.py"
     )
 
 

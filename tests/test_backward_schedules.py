@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact
 from layer_cases import apply, layer, mine, transfers
-from ranks import DEVICE, FUSED, here, on_device
+from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -28,7 +28,16 @@ STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def backward_of_a_plan(rank: int) -> None:
+def _noted(started: list[str], function: Callable) -> Callable:
+    def noted(*given: object) -> object:
+        started.append(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
+        return function(*given)
+
+    return noted
+
+
+@on_device_ranks(2)
+def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
     """What a column layer's backward starts where its forward and its dgrad have two strategies."""
     started: list[str] = []
     for strategy in (sequential, fused, pipelined):
@@ -39,7 +48,7 @@ def backward_of_a_plan(rank: int) -> None:
         space.decisions.clear()
         space.checked.clear()
         names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
-        choice.choose = lambda problem, space, names=names: (
+        choice.choose = lambda problem, table, space, names=names: (
             registry.strategy(problem, names[problem.pattern]).default_plan(problem), None
         )  # fmt: skip
         made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
@@ -53,19 +62,8 @@ def backward_of_a_plan(rank: int) -> None:
         assert_exact(given[1].grad, made.dw[rank], scatters)
 
 
-def _noted(started: list[str], function: Callable) -> Callable:
-    def noted(*given: object) -> object:
-        started.append(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
-        return function(*given)
-
-    return noted
-
-
-def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it():
-    on_device(backward_of_a_plan, 2)
-
-
-def some_rank_is_frozen(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
+def test_a_gather_on_one_rank_only_is_reported(rank):
     """One rank's backward gathers x, the other's does not."""
     made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
     y = apply(made, *mine(made, rank, "xw" if rank else "x"))
@@ -83,11 +81,8 @@ def some_rank_is_frozen(rank: int) -> None:
         backward_and_another()
 
 
-def test_a_gather_on_one_rank_only_is_reported():
-    on_device(some_rank_is_frozen, 2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
-
-
-def custom_wgrad(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_custom_wgrad(rank):
     """A wgrad that accumulates elsewhere sees all rows and leaves the weight without gradient."""
     R = dist.get_world_size()
     for kind, save_gathered in (
@@ -113,11 +108,8 @@ def custom_wgrad(rank: int) -> None:
         assert_exact(x.grad, 2 * made.dx[rank], kind)
 
 
-def test_custom_wgrad():
-    on_device(custom_wgrad, 2, environment=FUSED)
-
-
-def deferred_wgrad(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_deferred_wgrad(rank):
     """With a dy_buffer backward hands dy over, in order, and does nothing else for the weight."""
     R = dist.get_world_size()
     for kind in ("column", "local"):
@@ -146,12 +138,13 @@ def deferred_wgrad(rank: int) -> None:
     assert transfers(forward_and_backward) == (1, 1)
 
 
-def test_deferred_wgrad():
-    on_device(deferred_wgrad, 2, environment=FUSED)
-
-
-def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
-    """Column and row layer without sequence parallelism; the calls, and fallbacks."""
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "rows"),
+    [*itertools.product([*STRATEGIES, "low_latency"], (1, 2, 3), (3,)), ("fused", 3, 5)],
+)
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_layers_of_whole_tokens(rank, strategy, rows):
+    """Column and row layer without sequence parallelism; some rows cannot be shared."""
     group = dist.group.WORLD
     for dtype in DTYPES:
         made = layer("local", group.size(), dtype, (rows, 4), 7, 9, True)
@@ -170,26 +163,15 @@ def of_whole_tokens(rank: int, rows: int) -> tuple[dict, list[str]]:
         assert_exact(x.grad, made.dx[rank])
         assert_exact(w.grad, made.dw[rank])
     report = flux_megatron.report()
-    return report.calls, [reason for _, reason in report.fallbacks]
+    report = flux_megatron.report()
+    ran = strategy if group.size() > 1 and rows == 3 else "sequential"
+    assert report.calls == {("gemm_ar", ran): 2 * len(DTYPES)}
+    reasons = [] if rows == 3 else ["20 rows cannot be divided over 3 ranks"]
+    assert [reason for _, reason in report.fallbacks] == reasons
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "low_latency"])
-def test_layers_of_whole_tokens(strategy, world_size):
-    ran = strategy if world_size > 1 else "sequential"
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for calls, reasons in on_device(of_whole_tokens, world_size, 3, environment=environment):
-        assert calls == {("gemm_ar", ran): 2 * len(DTYPES)}
-        assert not reasons
-
-
-def test_rows_that_ranks_cannot_share_are_all_reduced_without_overlap():
-    for calls, reasons in on_device(of_whole_tokens, 3, 5, environment=FUSED):
-        assert calls == {("gemm_ar", "sequential"): 2 * len(DTYPES)}
-        assert reasons == ["20 rows cannot be divided over 3 ranks"]
-
-
-def hides(rank: int) -> None:
+@on_device_ranks(2)
+def test_wgrad_hides_the_all_reduce(rank):
     group = dist.group.WORLD
     made = layer("local", group.size(), torch.float32, (3, 4), 7, 9, False)
     x, w, _ = mine(made, rank)
@@ -209,7 +191,3 @@ def hides(rank: int) -> None:
     y = local_linear(x, w, None, allreduce_group=group, wgrad=wgrad)
     y.backward(made.dy[rank].to(DEVICE))
     assert order == ["start", "wgrad", "finish"]
-
-
-def test_wgrad_hides_the_all_reduce():
-    on_device(hides, 2)

@@ -234,17 +234,17 @@ def a_new_call_and_a_known_one(rank: int, late: int) -> tuple[str, float]:
     """Rank 1 asks about a problem while the others make a call that all have made before."""
     group = dist.group.WORLD
     check(Case("ag_gemm", 6, 5, 4))
-    x = tensor(9 if rank == 1 else 6, 4)
+    x, w = (tensor(9, 4), tensor(7, 4)) if rank == 1 else (tensor(6, 4), tensor(5, 4))
     if rank == late:
         time.sleep(0.5)
-    return seconds_until(errors.ProblemMismatch, lambda: GATHER(x, tensor(5, 4), group))
+    return seconds_until(errors.ProblemMismatch, lambda: GATHER(x, w, group))
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_new_call_beside_a_known_one_is_reported_to_every_rank(late):
     answers = on_device(a_new_call_and_a_known_one, RANKS, late, environment=FUSED | LONG)
     # by rank 1's question, or where another rank sees the difference first, by that rank's refusal
-    asked = f"rank 1 asks: ag_gemm M={9 * RANKS} N={5 * RANKS} K=4"
+    asked = f"rank 1 asks: ag_gemm M={9 * RANKS} N={7 * RANKS} K=4"
     for said, seconds in answers:
         assert asked in said or "of rank 1 one that is new to it" in said
         assert f"ag_gemm M={6 * RANKS} N={5 * RANKS} K=4" in said, "what the others call"

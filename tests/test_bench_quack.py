@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_cpu_ranks
 
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.competitors import quack
@@ -96,34 +96,34 @@ def _rows(case, competitors=None):
     return {row.candidate: row for row in rows}
 
 
-def _measured(rank, pattern, M):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ran = installed(monkeypatch)
-        return _rows(of_case(pattern, M)), set(ran)
-
-
 @interpreted
 @pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs", "gemm"])
-def test_rows_of_quack(pattern):
-    (rows, ran), _ = run_ranks(_measured, 2, pattern, 512)
+@on_cpu_ranks(2)
+def test_rows_of_quack(rank, pattern):
+    ran = installed(pytest.MonkeyPatch())
+    rows = _rows(of_case(pattern))
     named = {"quack", "quack_gemm"} if pattern == "ag_gemm" else {"quack_gemm"}
     assert {name for name in rows if "quack" in name} == named
     for name in named:
         row = rows[name]
         assert (row.role, row.status, row.reason) == (records.COMPETITOR, records.OK, "")
         assert len(row.times_us) == 12
-    assert ran == set(TILES)
+    assert {*ran} == {*TILES}
 
 
 @interpreted
-def test_tiles_that_span_shards_are_left_out():
-    (_, ran), _ = run_ranks(_measured, 2, "ag_gemm", 256)  # shards of 128 rows
-    assert {Tile(128, 192, 1, True), Tile(64, 192, 1, True)} <= ran
+@on_cpu_ranks(2)
+def test_tiles_that_span_shards_are_left_out(rank):
+    ran = installed(pytest.MonkeyPatch())
+    _rows(of_case(M=256))  # shards of 128 rows
+    assert {Tile(128, 192, 1, True), Tile(64, 192, 1, True)} <= {*ran}
 
 
 @interpreted
-def test_shards_that_no_tile_fits():
-    (rows, _), _ = run_ranks(_measured, 2, "ag_gemm", 64)
+@on_cpu_ranks(2)
+def test_shards_that_no_tile_fits(rank):
+    installed(pytest.MonkeyPatch())
+    rows = _rows(of_case(M=64))
     assert rows["quack"].status == records.FAILED
     assert "shards of 32 rows given, a multiple of 64 expected" in rows["quack"].reason
     assert rows["quack_gemm"].status == records.OK, "it has no shards"
@@ -134,64 +134,51 @@ class Refuses(Runner):
         raise RuntimeError("CUDASymmetricMemory needs peer access")
 
 
-def _refused(rank, broken_on, tiles):
-    """Broken tiles on one rank, or a runner that no rank can make."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        broken = tiles if rank == broken_on else ()
-        installed(monkeypatch, broken, Runner if tiles else Refuses)
-        return _rows(of_case())
-
-
 @interpreted
-def test_a_runner_that_cannot_be_made():
-    rows, _ = run_ranks(_refused, 2, 0, ())
+@on_cpu_ranks(2)
+def test_a_runner_that_cannot_be_made(rank):
+    installed(pytest.MonkeyPatch(), runner_of=Refuses)
+    rows = _rows(of_case())
     assert rows["quack"].status == records.FAILED
     assert rows["quack"].reason == "RuntimeError: CUDASymmetricMemory needs peer access"
     assert rows["serial"].status == rows["quack_gemm"].status == records.OK
 
 
 @interpreted
-def test_a_tile_that_one_rank_cannot_compile_is_left_out_on_all():
-    for rows in run_ranks(_refused, 2, 1, TILES[:4]):
-        assert rows["quack"].status == records.OK
-    for rows in run_ranks(_refused, 2, 1, TILES):
-        assert rows["quack"].status == records.FAILED
-        assert f"no {TILES[0]}" in rows["quack"].reason
-        assert rows["serial"].status == records.OK
+@on_cpu_ranks(2)
+def test_a_tile_that_one_rank_cannot_compile_is_left_out_on_all(rank):
+    installed(pytest.MonkeyPatch(), TILES[:4] if rank else ())
+    assert _rows(of_case())["quack"].status == records.OK
+    installed(pytest.MonkeyPatch(), TILES if rank else ())
+    rows = _rows(of_case())
+    assert rows["quack"].status == records.FAILED
+    assert f"no {TILES[0]}" in rows["quack"].reason
+    assert rows["serial"].status == records.OK
 
 
-def _wrong(rank):
-    class Stale(Runner):
-        @contextmanager
-        def gather(self, shard):
-            with super().gather(shard) as (gathered, arguments):
-                gathered[-1] = 0  # a row that never came
-                yield gathered, arguments
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        installed(monkeypatch, runner_of=Stale)
-        return _rows(of_case())
+class Stale(Runner):
+    @contextmanager
+    def gather(self, shard):
+        with super().gather(shard) as (gathered, arguments):
+            gathered[-1] = 0  # a row that never came
+            yield gathered, arguments
 
 
 @interpreted
-def test_a_row_that_never_came_is_found():
-    rows, _ = run_ranks(_wrong, 2)
-    assert rows["quack"].status == records.WRONG
-
-
-def _runners_made(rank):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        installed(monkeypatch)
-        Runner.made, peer = 0, Quack()
-        for M in (512, 512, 256, 256):
-            experiment = Forward(of_case(M=M), dist.group.WORLD, CPU, torch.float32)
-            peer.build(experiment)
-        return Runner.made
+@on_cpu_ranks(2)
+def test_a_row_that_never_came_is_found(rank):
+    installed(pytest.MonkeyPatch(), runner_of=Stale)
+    assert _rows(of_case())["quack"].status == records.WRONG
 
 
 @interpreted
-def test_one_runner_a_shape():
-    assert run_ranks(_runners_made, 2) == [2, 2]
+@on_cpu_ranks(2)
+def test_one_runner_a_shape(rank):
+    installed(pytest.MonkeyPatch())
+    Runner.made, peer = 0, Quack()
+    for M in (512, 512, 256, 256):
+        peer.build(Forward(of_case(M=M), dist.group.WORLD, CPU, torch.float32))
+    assert Runner.made == 2
 
 
 def test_why_it_is_unavailable(monkeypatch):
@@ -215,13 +202,10 @@ def test_why_it_is_unavailable(monkeypatch):
     assert "quack.distributed cannot be imported: ModuleNotFoundError" in Quack().unavailable()
 
 
-def _missing(rank):
-    return _rows(of_case(), {Quack(): "an older one", QuackGemm(): "an older one"})
-
-
 @interpreted
-def test_a_version_that_lacks_it_has_rows_that_say_so():
-    rows, _ = run_ranks(_missing, 2)
+@on_cpu_ranks(2)
+def test_a_version_that_lacks_it_has_rows_that_say_so(rank):
+    rows = _rows(of_case(), {Quack(): "an older one", QuackGemm(): "an older one"})
     for name in ("quack", "quack_gemm"):
         assert (rows[name].status, rows[name].reason) == (records.MISSING, "an older one")
     assert rows["serial"].status == records.OK

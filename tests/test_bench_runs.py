@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, run_ranks
-from typer.testing import CliRunner
+from races import agreed
+from ranks import DEVICE, on_cpu_ranks, run_ranks
 
-from flux_megatron.cli import app
+from flux_megatron import report, reset_report
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Candidate, with_strategy
@@ -36,38 +36,6 @@ def tiny(pattern, op, M=32):
     return case
 
 
-def _examined(rank, pattern, op):
-    kind = runner.KINDS.get(pattern, Forward)
-    experiment = kind(tiny(pattern, op), dist.group.WORLD, CPU, torch.float32)
-    given = {candidate.name: candidate for candidate in experiment.candidates()}
-    right = given["serial"].call
-
-    def but(change):
-        def call():
-            results = tuple(result.clone() for result in right())
-            change(results[0])
-            return results
-
-        return call
-
-    def fails_here():
-        results = right()  # a collective, in which every rank takes part
-        if rank == 1:
-            raise ValueError("not on this rank")
-        return results
-
-    bad = {
-        "not a number": but(lambda y: y[0, 0].fill_(torch.nan)),
-        "a stale row": but(lambda y: y[1].copy_(y[0])),
-        "wrong on rank 1": but(lambda y: y.mul_(2 if rank == 1 else 1)),
-        "a bit off": but(lambda y: y.mul_(1 + 1e-5)),
-        "wrong shape": lambda: tuple(result[1:] for result in right()),
-        "fails on rank 1": fails_here,
-    }
-    candidates = [*given.values(), *(Candidate(name, "peer", call) for name, call in bad.items())]
-    return examine(experiment, candidates, dist.group.WORLD)
-
-
 @interpreted
 @pytest.mark.parametrize(
     ("pattern", "op"),
@@ -79,10 +47,38 @@ def _examined(rank, pattern, op):
         ("backward_ar", "qkv"),
     ],
 )
-def test_only_right_results_are_timed(pattern, op):
-    first, second = run_ranks(_examined, 2, pattern, op)
-    assert first == second
-    right = {name for name, verdict in first.items() if verdict.right}
+@on_cpu_ranks(2)
+def test_only_right_results_are_timed(rank, pattern, op):
+    kind = runner.KINDS.get(pattern, Forward)
+    experiment = kind(tiny(pattern, op), dist.group.WORLD, CPU, torch.float32)
+    given = {candidate.name: candidate for candidate in experiment.candidates()}
+    serial = given["serial"].call
+
+    def but(change):
+        def call():
+            results = tuple(result.clone() for result in serial())
+            change(results[0])
+            return results
+
+        return call
+
+    def fails_here():
+        results = serial()  # a collective, in which every rank takes part
+        if rank == 1:
+            raise ValueError("not on this rank")
+        return results
+
+    bad = {
+        "not a number": but(lambda y: y[0, 0].fill_(torch.nan)),
+        "a stale row": but(lambda y: y[1].copy_(y[0])),
+        "wrong on rank 1": but(lambda y: y.mul_(2 if rank == 1 else 1)),
+        "a bit off": but(lambda y: y.mul_(1 + 1e-5)),
+        "wrong shape": lambda: tuple(result[1:] for result in serial()),
+        "fails on rank 1": fails_here,
+    }
+    candidates = [*given.values(), *(Candidate(name, "peer", call) for name, call in bad.items())]
+    found = agreed(examine(experiment, candidates, dist.group.WORLD))
+    right = {name for name, verdict in found.items() if verdict.right}
     assert right == {
         "gemm",
         "serial",
@@ -95,29 +91,20 @@ def test_only_right_results_are_timed(pattern, op):
         *(["megatron"] if pattern in suites.BACKWARDS else []),
         "low_latency",
     }
-    assert first["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
-    assert "expected" in first["wrong shape"].failure
-    assert first["not a number"].errors[0] == float("inf")
-
-
-def _strategies(rank):
-    from flux_megatron import report, reset_report
-
-    experiment = Backward(tiny("backward", "qkv"), dist.group.WORLD, CPU, torch.float32)
-    counted = {}
-    for candidate in experiment.candidates():
-        if candidate.role == "ours" and candidate.call is not None:
-            reset_report()
-            candidate.call()
-            counted[candidate.name] = {strategy for _, strategy in report().calls}
-    return counted
+    assert found["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
+    assert "expected" in found["wrong shape"].failure
+    assert found["not a number"].errors[0] == float("inf")
 
 
 @interpreted
-def test_a_strategy_of_backward_is_the_one_that_runs():
-    (counted, _) = run_ranks(_strategies, 2)
+@on_cpu_ranks(2)
+def test_a_strategy_of_backward_is_the_one_that_runs(rank):
+    experiment = Backward(tiny("backward", "qkv"), dist.group.WORLD, CPU, torch.float32)
+    candidates = {candidate.name: candidate for candidate in experiment.candidates()}
     for name in ("fused", "pipelined", "sequential"):
-        assert counted[name] == {name}
+        reset_report()
+        candidates[name].call()
+        assert {strategy for _, strategy in report().calls} == {name}
 
 
 def _run(rank, options):
@@ -231,17 +218,6 @@ def test_the_command_starts_its_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "auto" in done.stdout
     assert len(records.load(file)) == 4 * 6
-
-
-@pytest.mark.parametrize(
-    "words", ["--M 33", "--pattern ag", "--suite gpt4", "--scale 7", "--device cuda"]
-)
-def test_bad_options_end_before_any_rank_is_started(words, monkeypatch, tmp_path):
-    for name in provenance.WITHOUT_MULTICAST:
-        monkeypatch.delenv(name, raising=False)
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "expected" in result.output
 
 
 def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import DEVICE, here, on_device, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.dispatch import PLAIN
@@ -24,7 +24,7 @@ from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, Region, rounded
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import SHAPES, workspace
 
 
 def test_the_entry_that_was_used_longest_ago_goes():
@@ -52,16 +52,13 @@ def test_a_channel_grows_a_few_times():
     assert len({rounded(size) for size in range(2**20, 2**21, 1000)}) == 9
 
 
-def slightly_more(rank: int) -> None:
+@on_device_ranks(1)
+def test_a_slightly_larger_call_needs_no_growth(rank):
     space = workspace(dist.group.WORLD, here())
     begins(rank, Channel, 10**6)
     regions = space.channels["gather"]._regions
     begins(rank, Channel, 10**6 + 40_000)
     assert space.channels["gather"]._regions is regions
-
-
-def test_a_slightly_larger_call_needs_no_growth():
-    on_device(slightly_more, 1)
 
 
 def begins(rank: int, kind: type[Channel], *sizes: int) -> None:
@@ -70,18 +67,15 @@ def begins(rank: int, kind: type[Channel], *sizes: int) -> None:
         space.end(space.begin("gather", size, kind))
 
 
-def differing_sizes(rank: int) -> str:
+@on_device_ranks(2, limit_s=60)
+def test_ranks_that_disagree_about_a_growth_are_all_told(rank):
     begins(rank, Channel, 5000)
     with pytest.raises(errors.ProblemMismatch) as raised:
         begins(rank, Channel, (10**6, 10**6 + 1)[rank])
     begins(rank, Channel, 10**6)  # nothing is lost
-    return str(raised.value)
-
-
-def test_ranks_that_disagree_about_a_growth_are_all_told():
-    for text in on_device(differing_sizes, 2, limit_s=60):
-        assert "rank 0: gather grows to 1000000 bytes" in text
-        assert "rank 1: gather grows to 1000001 bytes" in text
+    text = str(raised.value)
+    assert "rank 0: gather grows to 1000000 bytes" in text
+    assert "rank 1: gather grows to 1000001 bytes" in text
 
 
 def grows_alone(rank: int) -> str:
@@ -116,7 +110,9 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told():
     assert "rank 0: refused: no answer of rank 1 within 1 s" in late
 
 
-def frees(rank: int, kind: type[Channel]) -> list[bool]:
+@pytest.mark.parametrize("kind", [Channel, WordChannel])
+@on_device_ranks(2)
+def test_growth_frees_the_memory_before(rank, kind):
     """Which regions live on when a channel has grown, though a recorded call knew them."""
     space = workspace(dist.group.WORLD, here())
     begins(rank, kind, 5000)
@@ -130,13 +126,8 @@ def frees(rank: int, kind: type[Channel]) -> list[bool]:
     known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]
     del channel, region, decision
     begins(rank, kind, 10**6)
-    return [one() is not None for one in known]
-
-
-@pytest.mark.parametrize("kind", [Channel, WordChannel])
-def test_growth_frees_the_memory_before(kind):
-    for alive in on_device(frees, 2, kind):
-        assert not any(alive)
+    alive = [one() is not None for one in known]
+    assert not any(alive)
 
 
 def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
@@ -153,19 +144,17 @@ def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch)
     assert stage.table(first) is captured
 
 
-def describes_many(rank: int) -> int:
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of several nodes have no log")
+@on_cpu_ranks(1)
+def test_descriptions_of_calls_are_bounded(rank):
     space = workspace(dist.group.WORLD, here())
     for number in range(2 * call_log.ENTRIES):
         space.note(f"call {number}")
-    return len(space.calls._digests)
+    assert len(space.calls._digests) == call_log.ENTRIES
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of several nodes have no log")
-def test_descriptions_of_calls_are_bounded():
-    assert run_ranks(describes_many, 1) == [call_log.ENTRIES]
-
-
-def asks_many(rank: int) -> set[int]:
+@on_cpu_ranks(2)
+def test_keys_of_questions_are_taken_back(rank):
     """How many keys the job's store has after each question."""
     agreement = workspace(dist.group.WORLD, here()).agreement
     store, counts = dist.distributed_c10d._get_default_store(), set()
@@ -174,16 +163,14 @@ def asks_many(rank: int) -> set[int]:
         dist.barrier()
         counts.add(store.num_keys())
         dist.barrier()
-    return counts
+    assert len(counts) == 1, counts
 
 
-def test_keys_of_questions_are_taken_back():
-    for counts in run_ranks(asks_many, 2):
-        assert len(counts) == 1, counts
-
-
-def drops_one(rank: int) -> list[bool]:
-    """Whether a call asks the other ranks: for the first time, again, and when it was dropped."""
+@on_device_ranks(2)
+def test_a_decision_that_was_dropped_asks_nobody(rank):
+    """Whether a call asks the other ranks: for the first time, again, and when it was dropped:
+    ranks need not drop the same, so the table of the layer kind stays.
+    """
     space, w = workspace(dist.group.WORLD, here()), torch.ones(4, 2, device=DEVICE)
     asked = []
     for _ in range(3):
@@ -194,33 +181,27 @@ def drops_one(rank: int) -> list[bool]:
         if len(asked) == 2:
             space.decisions.clear()
             space.checked.clear()
-    return asked
-
-
-def test_a_decision_that_was_dropped_asks_nobody():
-    """Ranks need not drop the same: the table of the layer kind stays."""
-    assert on_device(drops_one, 2) == [[True, False, False]] * 2
+    assert asked == [True, False, False]
 
 
 def made(region: Region, size: int) -> int:
     return size
 
 
-def knows_many(rank: int) -> int:
+@on_device_ranks(1)
+def test_what_a_region_knows_of_shapes_is_bounded(rank):
     begins(rank, Channel, 5000)
     region = workspace(dist.group.WORLD, here()).channels["gather"]._regions[0]
     for size in range(2000):
         region.prepared(made, size)
-    return len(region._prepared)
+    assert len(region._prepared) == recent.LIMIT
 
 
-def test_what_a_region_knows_of_shapes_is_bounded():
-    assert on_device(knows_many, 1) == [recent.LIMIT]
-
-
-def many_rows(rank: int, count: int) -> dict[str, int]:
+@on_device_ranks(2)
+def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
     """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
     space, plan = workspace(dist.group.WORLD, here()), Plan("pipelined")
+    count = SHAPES
     order = [*range(1, count + 1), *random.Random(0).sample(range(1, count + 1), count)]
     sizes, w = [], torch.ones(4, 2, device=DEVICE)
     for rows in order:
@@ -229,9 +210,4 @@ def many_rows(rank: int, count: int) -> dict[str, int]:
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
         sizes.append(space.size_bytes)
     assert len({*sizes[count - 1 :]}) == 1, "memory follows the largest call and stays"
-    return {"decisions": len(space.decisions), "checked": len(space.checked)}
-
-
-def test_what_is_kept_does_not_grow_with_the_number_of_shapes():
-    for kept in on_device(many_rows, 2, 600):
-        assert {*kept.values()} == {recent.LIMIT}, kept
+    assert len(space.decisions) == len(space.checked) == SHAPES

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, FUSED, here, on_device
+from ranks import DEVICE, FUSED, here, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -53,7 +53,9 @@ def _layers(rank: int, kind: str) -> Callable[[], None]:
     return lambda: y.sum().backward()
 
 
-def one_fails(rank: int, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["consume", "column", "frozen column", "row"])
+@on_device_ranks(2, environment=SHORT)
+def test_an_error_in_the_middle_is_reported_to_every_rank(rank, kind):
     group = dist.group.WORLD
     middle = _layers(rank, kind)
     engine = copy_engine(here())
@@ -74,18 +76,13 @@ def one_fails(rank: int, kind: str) -> list[str]:
     assert len(workspace(group, here()).open_calls()) == rank * (2 if kind == "column" else 1)
     other = dist.new_group([0, 1])
     check(known, other)  # another group is as it was
-    return message
+    for text in message:
+        assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
+        assert text.endswith("ZeroDivisionError: no wgrad today")
 
 
-@pytest.mark.parametrize("kind", ["consume", "column", "frozen column", "row"])
-def test_an_error_in_the_middle_is_reported_to_every_rank(kind):
-    for message in on_device(one_fails, 2, kind, environment=SHORT):
-        for text in message:
-            assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
-            assert text.endswith("ZeroDivisionError: no wgrad today")
-
-
-def both_fail(rank: int) -> str:
+@on_device_ranks(2, environment=SHORT)
+def test_the_first_error_is_reported(rank):
     """Rank 0 fails later, and differently."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     store = dist.distributed_c10d._get_default_store()
@@ -100,15 +97,12 @@ def both_fail(rank: int) -> str:
     if rank == 1:
         store.set("rank 1 has failed", "")
     dist.barrier()
-    return refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
+    message = refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
+    assert message.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
 
 
-def test_the_first_error_is_reported():
-    for message in on_device(both_fail, 2, environment=SHORT):
-        assert message.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
-
-
-def one_waits(rank: int) -> str:
+@on_device_ranks(2, environment=SHORT)
+def test_a_missing_signal_is_explained_by_the_failure(rank):
     """Rank 1 fails before its pushes: rank 0 learns why nothing comes."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
@@ -128,19 +122,17 @@ def one_waits(rank: int) -> str:
         with pytest.raises(ZeroDivisionError):
             begun()
         dist.barrier()
-        return refused(errors.GroupBroken, done)
-    with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
-        done()
-    dist.barrier()
-    return str(caught.value)
+        message = refused(errors.GroupBroken, done)
+    else:
+        with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
+            done()
+        dist.barrier()
+        message = str(caught.value)
+    assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
 
 
-def test_a_missing_signal_is_explained_by_the_failure():
-    for message in on_device(one_waits, 2, environment=SHORT):
-        assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
-
-
-def errors_before_a_call(rank: int) -> None:
+@on_device_ranks(2, environment=SHORT)
+def test_errors_before_a_call_break_nothing(rank):
     """What is refused before it begins breaks nothing."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
@@ -154,10 +146,6 @@ def errors_before_a_call(rank: int) -> None:
     scatter.finish()
     check(Case("gemm_rs", 3, 8, 4))
     check(Case("ag_gemm", 6, 8, 4))
-
-
-def test_errors_before_a_call_break_nothing():
-    on_device(errors_before_a_call, 2, environment=SHORT)
 
 
 def runs_ahead(rank: int) -> tuple[str, float]:

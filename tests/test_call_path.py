@@ -53,15 +53,17 @@ KERNELS = {
     ("fused", "gemm_ar"): {"gemm_rs", "reduce_received", "wait_sources"},
 }
 if ON_HOPPER:
-    KERNELS |= {("hopper", pattern): {f"hopper_{pattern}"} for pattern in ("ag_gemm", "gemm_rs")}
-    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "wait_sources"}
+    KERNELS["hopper", "ag_gemm"] = {"hopper_ag_gemm"}
+    KERNELS["hopper", "gemm_rs"] = {"hopper_gemm_rs", "hopper_gemm"}  # when a tile is made
+    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm", "wait_sources"}
 # These hand no operand on: what repeats a call, how any kernel is launched, what describes,
 # divides, counts, names and records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "overlap/operands", "overlap/phase", "overlap/report", "overlap/steady",
+    "kernels/hopper_config", "kernels/split_k",
+    "overlap/operands", "overlap/phase", "overlap/report", "overlap/steady", "scaling",
 }  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> set[
     w = torch.ones(128, 512, dtype=x.dtype, device=DEVICE)
     tile = Tile(128, 256, 64, num_stages=3, tma=True) if strategy == "hopper" else Tile(64, 64, 64)
     call, plan = OPERATIONS[pattern], Plan(strategy, tile=tile)
-    for _ in range(3):
+    for _ in range(5):  # the last two of them are recorded
         call(x, w, dist.group.WORLD, plan=plan)
     found = set()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, check, operands
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, be_late, here, on_device
+from ranks import DEVICE, FUSED, be_late, here, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -38,11 +38,8 @@ def half_of(space: Workspace, rank: int, size_bytes: int) -> int:
     return address
 
 
-def test_channels_are_made_when_calls_ask_for_them():
-    assert on_device(channels_made, 2) == [[[], ["gather"], ["gather", "scatter"]]] * 2
-
-
-def channels_made(rank: int) -> list[list[str]]:
+@on_device_ranks(2)
+def test_channels_are_made_when_calls_ask_for_them(rank):
     names = []
     for strategy, pattern in (
         ("sequential", "ag_gemm"),
@@ -51,10 +48,11 @@ def channels_made(rank: int) -> list[list[str]]:
     ):
         check(Case(pattern, 5, 4, 3, plan=Plan(strategy)))
         names.append([*workspace(dist.group.WORLD, here()).channels])
-    return names
+    assert names == [[], ["gather"], ["gather", "scatter"]]
 
 
-def halves(rank: int) -> None:
+@on_device_ranks(2)
+def test_calls_alternate_between_two_halves(rank):
     space = workspace(dist.group.WORLD, here())
     places = [half_of(space, rank, 5000) for _ in range(4)]
     channel = space.channels["gather"]
@@ -70,11 +68,8 @@ def halves(rank: int) -> None:
     assert channel.size_bytes >= 6 * 10**6
 
 
-def test_calls_alternate_between_two_halves():
-    on_device(halves, 2)
-
-
-def grows(rank: int) -> None:
+@on_device_ranks(2)
+def test_growth_between_calls(rank):
     """Small, large, small: the memory follows the largest call and stays."""
     sizes = []
     for M_shard in (5, 900, 5, 901, 4):
@@ -87,10 +82,6 @@ def grows(rank: int) -> None:
     assert sizes[2] == sizes[1]
     assert sizes[4] == sizes[3]
     assert len(workspaces()) == 1
-
-
-def test_growth_between_calls():
-    on_device(grows, 2)
 
 
 def grows_together(rank: int) -> tuple[float, float]:
@@ -142,7 +133,9 @@ def test_epochs_cross_the_wrap(pattern, strategy):
         on_device(crosses, 2, pattern, strategy, start)
 
 
-def reads_stale(rank: int) -> tuple[bool, bool, bool]:
+@pytest.mark.parametrize("poison", ["1", "0"])
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_POISON": "{poison}"})
+def test_poison_is_what_a_stale_read_finds(rank, poison):
     """What a reader finds in a buffer after the call that owned it: NaN, if poison is on."""
     x, w = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4)))
     gather = ops.start_gather(x, w, dist.group.WORLD)
@@ -151,18 +144,12 @@ def reads_stale(rank: int) -> tuple[bool, bool, bool]:
     gather.close()
     scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
     scatter.finish()
-    return alive, bool(gathered.isnan().all()), bool(scatter.received.isnan().all())
+    assert alive
+    assert gathered.isnan().all() == scatter.received.isnan().all() == (poison == "1")
 
 
-@pytest.mark.parametrize("poison", ["1", "0"])
-def test_poison_is_what_a_stale_read_finds(poison):
-    environment = FUSED | {"FLUX_MEGATRON_POISON": poison}
-    for alive, gathered, slots in on_device(reads_stale, 2, environment=environment):
-        assert alive
-        assert gathered == slots == (poison == "1")
-
-
-def poisons_all_dtypes(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_poison_is_nan_in_every_dtype(rank):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, w = (torch.ones(s, dtype=dtype, device=DEVICE) for s in ((6, 4), (5, 4)))
         gather = ops.start_gather(x, w, dist.group.WORLD)
@@ -171,11 +158,8 @@ def poisons_all_dtypes(rank: int) -> None:
         assert gathered.isnan().all(), dtype
 
 
-def test_poison_is_nan_in_every_dtype():
-    on_device(poisons_all_dtypes, 2, environment=FUSED)
-
-
-def two_in_flight(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_both_directions_in_flight(rank):
     """A gather and a scatter of one group are open at once, as in a column layer's backward."""
     group = dist.group.WORLD
     for seed in range(4):
@@ -191,11 +175,8 @@ def two_in_flight(rank: int) -> None:
         assert_exact(y, given.expected[rank])
 
 
-def test_both_directions_in_flight():
-    on_device(two_in_flight, 2, environment=FUSED)
-
-
-def wrong_order(rank: int) -> None:
+@on_device_ranks(1)
+def test_a_channel_has_one_open_call(rank):
     space = workspace(dist.group.WORLD, here())
     opened = space.begin("gather", 100)
     with pytest.raises(errors.WorkspaceError, match="while another was open"):
@@ -205,11 +186,8 @@ def wrong_order(rank: int) -> None:
         space.end(opened)
 
 
-def test_a_channel_has_one_open_call():
-    on_device(wrong_order, 1)
-
-
-def captures(rank: int) -> None:
+@on_device_ranks(2)
+def test_captured_calls_have_a_part_of_their_own(rank):
     """Captured calls share a region and an epoch; memory can only be had before."""
     space = workspace(dist.group.WORLD, here())
     eager = [half_of(space, rank, 5000) for _ in range(2)]
@@ -233,26 +211,17 @@ def captures(rank: int) -> None:
     assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
 
 
-def test_captured_calls_have_a_part_of_their_own():
-    on_device(captures, 2)
-
-
-def late_entry(rank: int) -> str:
+@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
+@on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+def test_a_rank_that_does_not_come_to_a_captured_call_is_named(rank):
     """Rank 1 does not come to a captured call."""
     check(Case("gemm_rs", 5, 4, 3))
     if rank == 1:
-        return ""
+        return
     with (
         mock.patch.object(workspace_module, "capturing", return_value=True),
         pytest.raises(errors.SignalTimeout) as raised,
     ):
         check(Case("gemm_rs", 5, 4, 3))
-    return str(raised.value)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
-def test_a_rank_that_does_not_come_to_a_captured_call_is_named():
-    message, _ = on_device(late_entry, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
-    assert (
-        "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen" in message
-    )
+    said = "waited 1 s for rank 1 to begin the same captured call: epoch 1 expected, 0 seen"
+    assert said in str(raised.value)

@@ -49,7 +49,7 @@ def failing(monkeypatch):
         (
             ModuleNotFoundError("No module named 'yaml'", name="yaml"),
             2,
-            "flux-megatron results: yaml is not installed: pip install 'flux-megatron[launch]'",
+            "flux-megatron results: yaml is not installed: pip install 'flux-megatron[lab]'",
         ),
         (
             OSError(28, "No space left\non device"),
@@ -101,10 +101,6 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
     assert "abc" not in words or "'abc'" in said
 
 
-def test_version(monkeypatch, capsys):
-    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
-
-
 @pytest.fixture
 def core(monkeypatch):
     """A Python that has the core alone."""
@@ -119,7 +115,7 @@ def core(monkeypatch):
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [("train", "train"), ("launch", "launch"), ("bench", "bench"), ("run", "megatron")],
+    [("train", "train"), ("launch", "launch"), ("bench", "lab"), ("run", "megatron")],
 )
 def test_a_command_names_the_extra_that_it_needs(monkeypatch, capsys, command, extra):
     line = f"flux-megatron {command}: typer is not installed: pip install 'flux-megatron[{extra}]'"

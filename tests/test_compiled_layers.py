@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, on_device
+from ranks import DEVICE, FUSED, on_device, on_device_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -90,7 +90,8 @@ def compiled(layer: Layer, backend: str = "aot_eager", **options) -> Layer:
     return torch.compile(layer, fullgraph=True, backend=backend, **options)
 
 
-def as_eager(rank: int) -> dict[tuple[str, str], int]:
+@on_device_ranks(2, environment=FUSED)
+def test_compiled_layers_do_what_eager_ones_do(rank):
     for kind, layer in layers().items():
         given = operands()
         expected = passes(layer, given)
@@ -100,12 +101,8 @@ def as_eager(rank: int) -> dict[tuple[str, str], int]:
         layer, given = layers()[kind], operands()
         given[frozen].requires_grad_(False)
         same(passes(compiled(layer), given), passes(layer, given), f"{kind} {frozen}")
-    return flux_megatron.report().calls
-
-
-def test_compiled_layers_do_what_eager_ones_do():
-    for calls in on_device(as_eager, 2, environment=FUSED):
-        assert {strategy for _, strategy in calls} == {"fused"}
+    calls = flux_megatron.report().calls
+    assert {strategy for _, strategy in calls} == {"fused"}
 
 
 def mlp(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -115,13 +112,10 @@ def mlp(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return x + row(column(normal, w, bias).relu() * 2, w.t().contiguous(), None)
 
 
-def without_breaks(rank: int) -> None:
+@on_device_ranks(1)
+def test_a_block_has_no_graph_break(rank):
     explained = torch._dynamo.explain(mlp)(*operands())
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-
-
-def test_a_block_has_no_graph_break():
-    on_device(without_breaks, 1)
 
 
 def by_inductor(rank: int) -> None:
@@ -143,7 +137,8 @@ def test_inductor_compiles_a_block(tmp_path):
     on_device(by_inductor, 1, environment=environment, limit_s=250)
 
 
-def into_main_grad(rank: int) -> None:
+@on_device_ranks(1)
+def test_the_weight_s_gradient_is_added_to_main_grad(rank):
     """Two microbatches, one after the other."""
     for kind, layer in layers().items():
         sums = []
@@ -164,11 +159,8 @@ def into_main_grad(rank: int) -> None:
         first.backward()  # autograd looks after main_grad, as after all that a graph keeps
 
 
-def test_the_weight_s_gradient_is_added_to_main_grad():
-    on_device(into_main_grad, 1)
-
-
-def other_tokens(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_tokens_may_change_without_another_graph(rank):
     """One graph for all numbers of tokens; layers of other groups or sizes have their own."""
     for kind in ("column", "gathered", "row"):
         layer = layers()[kind]
@@ -179,22 +171,16 @@ def other_tokens(rank: int) -> None:
         assert graphs() == 1, kind
 
 
-def test_tokens_may_change_without_another_graph():
-    on_device(other_tokens, 2, environment=PLAIN)
-
-
-def not_tensors(rank: int) -> None:
+@on_device_ranks(1)
+def test_a_function_as_wgrad_is_refused_by_name(rank):
     options = {"group": dist.group.WORLD, "wgrad": lambda w, dy, x: dy.t() @ x}
     column = partial(functions.column_parallel_linear, **options)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="IntoMainGrad as wgrad expected"):
         compiled(column)(*operands())
 
 
-def test_a_function_as_wgrad_is_refused_by_name():
-    on_device(not_tensors, 1)
-
-
-def norms(rank: int) -> None:
+@on_device_ranks(1)
+def test_norms_compile_with_their_kernels(rank):
     x = torch.randn(4, BATCH, K, device=DEVICE, requires_grad=True)
     gain, shift = (torch.randn(K, device=DEVICE, requires_grad=True) for _ in range(2))
     interpreted = mock.patch.object(norm, "INTERPRET", True) if DEVICE == "cpu" else nullcontext()
@@ -210,11 +196,24 @@ def norms(rank: int) -> None:
     assert flux_megatron.report().fallbacks
 
 
-def test_norms_compile_with_their_kernels():
-    on_device(norms, 1)
+@on_device_ranks(1)
+def test_shapes_follow_from_the_arguments_alone(rank):
+    """A graph on disk is found by the arguments, so they say how large the group is."""
+    name = dist.group.WORLD.group_name
+    with FakeTensorMode():
+        x, w = torch.empty(6, BATCH, K), torch.empty(N, K)
+        y, kept = operators.column_parallel_linear(x, w, None, name, 3, None, True)
+        assert (y.shape, kept.shape) == ((18, BATCH, N), (18 * BATCH, K))
+        assert operators.row_parallel_linear(x, w, None, name, 3).shape == (2, BATCH, N)
+        assert ops._all_gather_gemm(x[:, 0], w, None, name, 3, "nt", "").shape == (18, N)
+        assert ops._gemm_reduce_scatter(x[:, 0], w, name, 3, "nt", "").shape == (2, N)
 
 
-def sound(rank: int) -> None:
+CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@on_device_ranks(1)
+def test_opcheck(rank):
     name = dist.group.WORLD.group_name
     x, w, bias = operands()
     main_grad, dy = torch.zeros_like(w), torch.ones(4, BATCH, N, device=DEVICE)
@@ -236,26 +235,3 @@ def sound(rank: int) -> None:
         gain = torch.ones(K, device=DEVICE, requires_grad=True)
         check(norm_operators.norm, (x, gain, bias.detach().new_zeros(K), "layer_norm", 1e-5, False))
         check(norm_operators.norm, (x, gain, None, "rms_norm", 1e-5, True))
-
-
-def shapes_of_three(rank: int) -> None:
-    """A graph on disk is found by the arguments, so they say how large the group is."""
-    name = dist.group.WORLD.group_name
-    with FakeTensorMode():
-        x, w = torch.empty(6, BATCH, K), torch.empty(N, K)
-        y, kept = operators.column_parallel_linear(x, w, None, name, 3, None, True)
-        assert (y.shape, kept.shape) == ((18, BATCH, N), (18 * BATCH, K))
-        assert operators.row_parallel_linear(x, w, None, name, 3).shape == (2, BATCH, N)
-        assert ops._all_gather_gemm(x[:, 0], w, None, name, 3, "nt", "").shape == (18, N)
-        assert ops._gemm_reduce_scatter(x[:, 0], w, name, 3, "nt", "").shape == (2, N)
-
-
-def test_shapes_follow_from_the_arguments_alone():
-    on_device(shapes_of_three, 1)
-
-
-CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-def test_opcheck():
-    on_device(sound, 1)

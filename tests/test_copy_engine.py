@@ -2,131 +2,69 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from ranks import on_device
+from fake_engines import CALLERS, EPOCHS, GATED_PUSHES, NEEDS, STREAM, engines
+from ranks import on_device_ranks
 
-from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
+from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
-STREAM, CALLERS, EVENT = 7, 5, 77
-GATED_PUSHES = tuple(
-    GatedPush(counter=100 + n, tiles=3 + n, push=Push(1000 + n, 16 * n, 8 + n, signal=2000 + n))
-    for n in range(3)
-)
+pytest_plugins = ("fake_engines",)
 
 
-class Driver:
-    """CUDA's driver, as far as the engine calls it; `done` is what came to the streams."""
-
-    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
-    )
-
-    def __init__(self) -> None:
-        self.done: list[tuple] = []
-
-    def CUstream(self, handle: int) -> int:
-        return handle
-
-    def CUevent(self, handle: int) -> int:
-        return handle
-
-    def CUstreamBatchMemOpParams(self) -> SimpleNamespace:
-        return SimpleNamespace(writeValue=SimpleNamespace(), waitValue=SimpleNamespace())
-
-    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
-        return self._note("record", stream)
-
-    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
-        return self._note("follow", stream)
-
-    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[int]:
-        return self._note("copy", target, source, size, stream)
-
-    def cuStreamWriteValue32(self, stream: int, address: int, word: int, flags: int) -> tuple[int]:
-        return self._note("write", address, word, stream)
-
-    def cuStreamWaitValue32(self, stream: int, address: int, count: int, flags: int) -> tuple[int]:
-        return self._note("wait", address, count, stream)
-
-    def cuStreamBatchMemOp(self, stream: int, count: int, given: list, flags: int) -> tuple[int]:
-        assert len(given) == count
-        for one in given:
-            if getattr(one.writeValue, "operation", None) == "write":
-                self._note("write", one.writeValue.address, one.writeValue.value, stream)
-            else:
-                self._note("wait", one.waitValue.address, one.waitValue.value, stream)
-        return (0,)
-
-    def _note(self, *what: object) -> tuple[int]:
-        self.done.append(what)
-        return (0,)
+def pretended(test: Callable) -> Callable:
+    for mark in NEEDS:
+        test = mark(test)
+    return test
 
 
-@pytest.fixture
-def engine(monkeypatch) -> CudaCopyEngine:
-    driver = Driver()
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    stream = SimpleNamespace(cuda_stream=STREAM)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
-    event = SimpleNamespace(record=lambda stream: None, cuda_event=EVENT)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLERS, raising=False)
-    return CudaCopyEngine(torch.device("cuda", 0))
-
-
-def done(engine: CudaCopyEngine) -> list[tuple]:
-    return engine._driver.done
-
-
-@pytest.mark.parametrize("epoch", [1, 2**31, 2**32 + 5])
-def test_gated_pushes_wait_push_signal_and_clear_their_counters(engine, epoch):
+@pretended
+@pytest.mark.parametrize("epoch", EPOCHS)
+def test_gated_pushes_wait_push_signal_and_clear_their_counters(driver, epoch):
     """What the engine gives the driver in few calls is what any engine does in many."""
+    engine, _ = engines()
     for _ in range(2):  # the second time what was kept of the first is used
-        done(engine).clear()
         engine.push_gated(GATED_PUSHES, 50, epoch)
-        together = [*done(engine)]
-        done(engine).clear()
+        together = [*driver.done()]
         CopyEngine.push_gated(engine, GATED_PUSHES, 50, epoch)
-        assert together == done(engine)
-    word = epoch % 2**32
+        assert together == [*driver.done()]
     expected = [
         one
         for gated in GATED_PUSHES
         for one in (
-            ("wait", gated.counter, gated.tiles, STREAM),
-            ("copy", gated.push.destination, 50 + gated.push.offset,
-             gated.push.size_bytes, STREAM),
-            ("write", gated.push.signal, word, STREAM),
+            ("wait", STREAM, gated.counter, gated.tiles, 0),
+            ("copy", STREAM, gated.push.destination, 50 + gated.push.offset, gated.push.size_bytes),
+            ("write", STREAM, gated.push.signal, epoch % 2**32, 0),
         )
-    ]  # fmt: skip
-    cleared = [("write", gated.counter, 0, STREAM) for gated in GATED_PUSHES]
+    ]
+    cleared = [("write", STREAM, gated.counter, 0, 0) for gated in GATED_PUSHES]
     assert together == expected + cleared
 
 
-def test_fork_and_join_order_the_two_streams(engine):
+@pretended
+def test_fork_and_join_order_the_two_streams(driver):
+    engine, _ = engines()
     engine.fork()
     engine.join()
     orders = [("record", CALLERS), ("follow", STREAM), ("record", STREAM), ("follow", CALLERS)]
-    assert done(engine) == orders
+    assert [one[:2] for one in driver.done()] == orders
 
 
-def test_a_refusal_of_the_driver_is_an_error(engine):
-    with (
-        mock.patch.object(engine._driver, "cuStreamBatchMemOp", return_value=(1,)),
-        pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"),
-    ):
-        engine.push_gated(GATED_PUSHES, 50, 1)
+@pretended
+def test_a_refusal_of_the_driver_is_an_error(driver):
+    driver.refuse(2, code=1)
+    with pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"):
+        engines()[0].push_gated(GATED_PUSHES, 50, 1)
 
 
-def in_a_new_thread(rank: int) -> int:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@on_device_ranks(1)
+def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine(rank):
     """An engine is made where the process has a context and the thread has none, as in backward."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.Stream(device, priority=-1)  # torch keeps a pool, from which the engine's comes
@@ -135,11 +73,4 @@ def in_a_new_thread(rank: int) -> int:
     engine.fork()
     engine.join()
     torch.cuda.synchronize(device)
-    return engine.capture(engine.current())
-
-
-@pytest.mark.gpu
-def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine():
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
-    assert on_device(in_a_new_thread, 1) == [0]
+    assert engine.capture(engine.current()) == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import FUSED, run_ranks
+from ranks import FUSED, on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -43,8 +43,9 @@ def every_kind_of_call() -> None:
         ops.note_fallback("own", "a kernel is launched here")
 
 
-def steps_outside(rank: int) -> tuple[list[str], int]:
-    """Those that are made while the device is not the current one; how many were made at all."""
+@on_cpu_ranks(2, environment=FUSED)
+def test_every_step_is_made_with_the_operands_device(rank):
+    """None is made while the device is not the current one."""
     depth, outside, made = [0], [], []
 
     @contextmanager
@@ -81,8 +82,4 @@ def steps_outside(rank: int) -> tuple[list[str], int]:
             watch(module, name)
     every_kind_of_call()
     assert depth == [0]
-    return outside, len({*made})
-
-
-def test_every_step_is_made_with_the_operands_device():
-    assert run_ranks(steps_outside, 2, environment=FUSED) == [([], 14)] * 2
+    assert (outside, len({*made})) == ([], 14)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from ranks import here, on_device
+from ranks import here, on_device, on_device_ranks
 
 import flux_megatron
 
@@ -42,17 +42,14 @@ def test_losses_are_equal():
     assert abs(fused[0] - fused[1]) > 10 * script().CLOSE  # steps differ by more than strategies
 
 
-def with_sparse_gradients(rank: int) -> tuple[list[float], list[float]]:
+@on_device_ranks(2)
+def test_sparse_gradients_give_the_same_losses(rank):
     dlrm = script()
     options = {"steps": 4, "batch": 32, "rows": 50, "D": 12, "lr": 0.2}
     lines = dlrm.generated(64)
     dense = dlrm.train(lines, "sequential", here(), **options)
-    return dense, dlrm.train(lines, "fused", here(), **options, sparse=True)
-
-
-def test_sparse_gradients_give_the_same_losses():
-    for dense, sparse in on_device(with_sparse_gradients, 2):
-        assert sparse == pytest.approx(dense, abs=script().CLOSE)
+    sparse = dlrm.train(lines, "fused", here(), **options, sparse=True)
+    assert sparse == pytest.approx(dense, abs=script().CLOSE)
 
 
 def test_a_line_is_read_as_criteo_writes_it():

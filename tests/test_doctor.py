@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -88,30 +87,20 @@ def test_the_link_of_one_visible_gpu(monkeypatch, kind, said):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "link", "capability", "kernels", "bands"),
-    [
-        ("NVIDIA H200", "nvlink", (9, 0), "run in 16 bits", "curves of H200, measured on 4 x H200"),
-        ("NVIDIA H200", "pcie", (9, 0), "run in 16 bits", "assumed: PCIe of 32 GB/s"),
-        ("Another", "pcie", (8, 9), "capability 9", "of equal size"),
-    ],
-)  # fmt: skip
-def test_which_kernels_and_bands_there_will_be(monkeypatch, gpu, link, capability, kernels, bands):
+    ("capability", "kernels"), [((9, 0), "run in 16 bits"), ((8, 9), "capability 9")]
+)
+def test_which_kernels_there_will_be(monkeypatch, capability, kernels):
     torch = pytest.importorskip("torch")
     pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
     from flux_megatron.kernels import hopper_gemm
-    from flux_megatron.tuning import environment
 
     hopper_gemm.refuses_bands.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    where = SimpleNamespace(gpu=gpu, link=link)
-    monkeypatch.setattr(environment, "of", lambda device: where)
-    first, second = calls.kernels(Wanted())
+    (found,) = calls.kernels(Wanted())
     hopper_gemm.refuses_bands.cache_clear()
-    assert (kernels in first.text, bands in second.text) == (True, True), (first, second)
-    assert [first.status, second.status] == [
-        "ok" if capability == (9, 0) else "note", "ok" if link == "nvlink" else "note"
-    ]  # fmt: skip
+    assert kernels in found.text
+    assert found.status == ("ok" if capability == (9, 0) else "note")
 
 
 @pytest.mark.parametrize(
@@ -131,22 +120,25 @@ def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
     assert (finding.status, said in finding.text) == (status, True), finding
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.9.1+cu126", "missing"), ("2.10.0", "ok")])
-def test_old_torch_stops_a_run(monkeypatch, version, status):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch, "__version__", version)
-    assert found("torch").status == status
-
-
 @pytest.mark.parametrize(
-    ("version", "status", "text"),
-    [(None, "missing", "not installed"), ("3.0.0", "missing", "3.0.0"), ("3.6.0", "ok", "3.6.0")],
-)
-def test_an_old_triton_or_none_stops_a_run(monkeypatch, version, status, text):
+    ("subject", "version", "status"),
+    [
+        ("torch", "2.9.1+cu126", "missing"), ("torch", "2.10.0", "ok"),
+        ("triton", None, "missing"), ("triton", "3.0.0", "missing"), ("triton", "3.6.0", "ok"),
+        ("megatron-core", "0.13.0", "note"), ("megatron-core", "0.14.0", "ok"),
+        ("megatron-core", "0.19.2", "ok"), ("megatron-core", "0.21.0", "note"),
+        ("megatron-core", None, "missing"),
+    ],
+)  # fmt: skip
+def test_versions_are_held_against_those_that_run(monkeypatch, subject, version, status):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "__version__", version if subject == "torch" else "2.10.0")
     monkeypatch.setattr(packages, "version_of", lambda name: version)
-    finding = found("triton")
-    assert (finding.status, finding.text) == (status, text)
-    assert finding.remedy.startswith("pip install") == (status == "missing")
+    finding = found(subject)
+    assert finding.status == status
+    assert (version or "not in") in finding.text
+    assert finding.remedy or status != "missing"
+    assert "0.16.1" in finding.remedy or status != "note"
 
 
 @pytest.mark.parametrize(
@@ -177,17 +169,6 @@ def test_what_nobody_has_run_is_noted(monkeypatch):
     assert "newer than" in subjects["version of torch"].text
     for name in ("triton", "megatron-core", "transformer-engine"):
         assert subjects[f"version of {name}"].status == "note"
-
-
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [("0.13.0", "note"), ("0.14.0", "ok"), ("0.19.2", "ok"), ("0.21.0", "note"), (None, "missing")],
-)
-def test_megatron_core_is_held_against_the_releases_we_know(monkeypatch, version, status):
-    monkeypatch.setattr(packages, "version_of", lambda name: version)
-    finding = found("megatron-core")
-    assert finding.status == status
-    assert "0.16.1" in finding.remedy or status != "note"
 
 
 def test_checkout_is_looked_at_in_its_place(tmp_path):

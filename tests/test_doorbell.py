@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.overlap import collectives
@@ -48,7 +48,8 @@ def test_an_answer_that_fails_is_reported_and_the_next_ring_is_answered():
     assert "a doorbell's answer failed: RuntimeError" in warned.call_args.args[0]
 
 
-def ranks_of_two_machines(rank: int) -> list[str]:
+@on_cpu_ranks(2)
+def test_ranks_have_symmetric_memory_where_they_can_open_each_others(rank):
     group = dist.group.WORLD
     said = [why_unavailable(places.places(group, CPU, ""), group)]
     with mock.patch.object(places, "machine", return_value=f"kernel {rank}"):
@@ -56,28 +57,18 @@ def ranks_of_two_machines(rank: int) -> list[str]:
     hidden = mock.patch.object(places, "_read", return_value="")  # another container's /proc
     with hidden if rank else contextlib.nullcontext():
         said.append(why_unavailable(places.places(group, CPU, ""), group))
-    return said
-
-
-def test_ranks_have_symmetric_memory_where_they_can_open_each_others():
-    for here, two_nodes, two_containers in run_ranks(ranks_of_two_machines, 2):
-        assert here is None
-        assert "spans 2 nodes" in two_nodes
-        assert "rank 1 that of rank 0, rank 1 that of rank 1" in two_containers
-
-
-def in_two_containers(rank: int) -> str | None:
-    places._read = lambda path: ""
-    y = ops.all_gather_gemm(torch.ones(2, 3), torch.ones(4, 3), dist.group.WORLD)
-    assert y.tolist() == [[3.0] * 4] * 4
-    return workspaces()[0].unavailable
+    assert said[0] is None
+    assert "spans 2 nodes" in said[1]
+    assert "rank 1 that of rank 0, rank 1 that of rank 1" in said[2]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fused", "sequential"])
-def test_containers_that_cannot_see_each_other_do_without_symmetric_memory(strategy):
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for reason in run_ranks(in_two_containers, 2, environment=environment):
-        assert "cannot open each other's memory" in reason
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_containers_that_cannot_see_each_other_do_without_symmetric_memory(rank):
+    places._read = lambda path: ""
+    y = ops.all_gather_gemm(torch.ones(2, 3), torch.ones(4, 3), dist.group.WORLD)
+    assert y.tolist() == [[3.0] * 4] * 4
+    assert "cannot open each other's memory" in workspaces()[0].unavailable
 
 
 def test_ranks_on_different_devices_are_refused():

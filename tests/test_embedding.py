@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, here, on_device
+from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import reference
@@ -104,24 +104,29 @@ def call(case: Case, rank: int, seed: int, strategy: str) -> tuple[torch.Tensor,
     return y.detach(), weight.grad
 
 
-def calls(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+def exact_calls(rank: int, cases: list[Case], strategy: str) -> None:
     got = [(case, seed, *call(case, rank, seed, strategy)) for seed in range(3) for case in cases]
     for case, seed, y, dw in got:  # all of them now: later calls leave results alone
         expected_y, expected_dw = case.expected(case.operands(seed), rank)
         assert_exact(y, expected_y, f"{case} seed {seed}")
         assert_exact(dw, expected_dw, f"{case} gradient, seed {seed}")
-    return flux_megatron.report().calls
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("strategy", ["fused", "sequential"])
-def test_exact(world_size, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == world_size]
-    for counted in on_device(calls, world_size, cases, strategy):
-        assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
+@on_device_ranks("world_size")
+def test_exact(rank, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
+    exact_calls(rank, cases, strategy)
+    counted = flux_megatron.report().calls
+    assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
 
 
-def sparse(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["fused", "sequential"])
+@on_device_ranks("world_size")
+def test_sparse_gradients_are_exact(rank, strategy):
+    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
     for case in cases:
         weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(0)[rank])
         weight.requires_grad_()
@@ -137,21 +142,13 @@ def sparse(rank: int, cases: list[Case], strategy: str) -> dict[tuple[str, str],
         torch.optim.SGD([weight], 1.0).step()
         if case.dtype == torch.float32:
             assert_exact(weight.detach().cpu(), case.operands(0)[rank][0] - expected_dw, "a step")
-    return flux_megatron.report().calls
+    counted = {("embedding_a2a", "sequential"): len(cases)}
+    counted |= {("embedding_a2a", strategy): (1 + (strategy == "sequential")) * len(cases)}
+    assert flux_megatron.report().calls == counted
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", ["fused", "sequential"])
-def test_sparse_gradients_are_exact(world_size, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == world_size]
-    for counted in on_device(sparse, world_size, cases, strategy):
-        backward = {("embedding_a2a", "sequential"): len(cases)}
-        both = {("embedding_a2a", "sequential"): 2 * len(cases)}
-        forward = {("embedding_a2a", "fused"): len(cases)}
-        assert counted == (both if strategy == "sequential" else forward | backward)
-
-
-def in_pieces(rank: int) -> None:
+@on_device_ranks(2)
+def test_exact_in_pieces(rank):
     """Slices of two samples and chunks of four entries, which nobody asks for by the operator."""
     case = Case((2, 3), samples=7, longest=16, hot=True, rows=5)
     space = workspace(dist.group.WORLD, here())
@@ -165,11 +162,8 @@ def in_pieces(rank: int) -> None:
         assert_exact(dw, expected_dw, "dw")
 
 
-def test_exact_in_pieces():
-    on_device(in_pieces, 2)
-
-
-def sums_of_unequal(rank: int) -> None:
+@on_device_ranks(2)
+def test_sums_are_rounded_once(rank):
     """In bf16: 256 + 1 + 1 + 1 is 260 and 256 + 1 + 1 is 258, but 256 where each is rounded."""
     weight = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16, device=DEVICE)
     weight = weight[None, :, None].expand(1, 4, 8).contiguous()
@@ -185,11 +179,8 @@ def sums_of_unequal(rank: int) -> None:
         assert_exact(dw.float(), torch.full((1, 4, 8), 258.0), f"dw in chunks of {chunk}")
 
 
-def test_sums_are_rounded_once():
-    on_device(sums_of_unequal, 2)
-
-
-def repeated(rank: int) -> None:
+@on_device_ranks(2)
+def test_the_same_bits_every_time(rank):
     torch.manual_seed(rank)
     weight = torch.randn(2, 5, 8, device=DEVICE, requires_grad=True)
     offsets = torch.arange(0, 2 * 6 * 40 + 1, 40, device=DEVICE)
@@ -207,11 +198,23 @@ def repeated(rank: int) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_the_same_bits_every_time():
-    on_device(repeated, 2)
+WRONG = {
+    "index": "index 3 given at 2, 0 to 2 expected",
+    "negative": "index -1 given at 1, 0 to 2 expected",
+    "falling": "offsets 3, 1 given at 1, rising ones expected",
+    "short": "offsets from 0 to 3 given, 0 to 4 expected",
+    "late": "offsets from 1 to 4 given, 0 to 4 expected",
+    "batch": "1 + a multiple of 2 tables x 2 ranks expected",
+    "tables": "[2, 3] tables a rank expected",
+    "ranks": "tables [2] given, one number for each of 2 ranks expected",
+    "mode": "mode 'max' given",
+    "dtype": "indices [4] int32",
+    "other D": "ProblemMismatch: the ranks of the group do not agree on the call: rank 0",
+}
 
 
-def bad_input(rank: int) -> dict[str, str]:
+@on_device_ranks(2)
+def test_bad_input_is_refused_on_every_rank_and_the_next_call_works(rank):
     group, said = dist.group.WORLD, {}
     weight = torch.ones(2, 3, 4, device=DEVICE)
     indices, offsets = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, 3, 4])
@@ -238,33 +241,14 @@ def bad_input(rank: int) -> dict[str, str]:
     attempt("dtype", indices=indices.int())
     attempt("other D", weight=torch.ones(2, 3, 5))
     attempt("no mistake")
-    return said
+    assert said.keys() == WRONG.keys()
+    for name, words in WRONG.items():
+        assert words in said[name], name
+        assert "rank 1" in said[name], name
 
 
-WRONG = {
-    "index": "index 3 given at 2, 0 to 2 expected",
-    "negative": "index -1 given at 1, 0 to 2 expected",
-    "falling": "offsets 3, 1 given at 1, rising ones expected",
-    "short": "offsets from 0 to 3 given, 0 to 4 expected",
-    "late": "offsets from 1 to 4 given, 0 to 4 expected",
-    "batch": "1 + a multiple of 2 tables x 2 ranks expected",
-    "tables": "[2, 3] tables a rank expected",
-    "ranks": "tables [2] given, one number for each of 2 ranks expected",
-    "mode": "mode 'max' given",
-    "dtype": "indices [4] int32",
-    "other D": "ProblemMismatch: the ranks of the group do not agree on the call: rank 0",
-}
-
-
-def test_bad_input_is_refused_on_every_rank_and_the_next_call_works():
-    for said in on_device(bad_input, 2):
-        assert said.keys() == WRONG.keys()
-        for name, words in WRONG.items():
-            assert words in said[name], name
-            assert "rank 1" in said[name], name
-
-
-def unchecked(rank: int) -> None:
+@on_device_ranks(2)
+def test_without_validation_nothing_outside_a_table_is_read(rank):
     """An index outside its table adds nothing, and shapes are refused on their rank alone."""
     weight = torch.ones(1, 3, 4, device=DEVICE)
     indices, offsets = torch.tensor([0, 9, -1, 1]).to(DEVICE), torch.tensor([0, 2, 4]).to(DEVICE)
@@ -274,11 +258,8 @@ def unchecked(rank: int) -> None:
         operate(weight, indices, offsets, dist.group.WORLD, mode="max", validate=False)
 
 
-def test_without_validation_nothing_outside_a_table_is_read():
-    on_device(unchecked, 2)
-
-
-def fallen_back(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
+def test_a_fallback_is_counted_with_its_reason(rank):
     case = CASES["odd sizes"]
     with pytest.warns(UserWarning, match="embedding_a2a runs without overlap: pipelined"):
         call(case, rank, 0, "auto")
@@ -286,28 +267,22 @@ def fallen_back(rank: int) -> list[str]:
     indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     with pytest.raises(ValueError, match="dtype float64 is none of"):
         operate(wide, indices.to(DEVICE), offsets.to(DEVICE), dist.group.WORLD, strategy="fused")
-    return [f"{pattern}: {why}" for pattern, why in flux_megatron.report().fallbacks]
+    reasons = [f"{pattern}: {why}" for pattern, why in flux_megatron.report().fallbacks]
+    assert reasons == ["embedding_a2a: pipelined is not built for embedding_a2a"]
 
 
-def test_a_fallback_is_counted_with_its_reason():
-    for reasons in on_device(fallen_back, 2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"}):
-        assert reasons == ["embedding_a2a: pipelined is not built for embedding_a2a"]
-
-
-def alone(rank: int) -> dict:
+@on_device_ranks(1)
+def test_one_rank_has_nobody_to_send_to(rank):
     case = Case((3,))
     y, dw = call(case, 0, 0, "auto")
     expected_y, expected_dw = case.expected(case.operands(0), 0)
     assert_exact(y, expected_y)
     assert_exact(dw, expected_dw)
-    return flux_megatron.report().fallbacks
+    assert flux_megatron.report().fallbacks == {}
 
 
-def test_one_rank_has_nobody_to_send_to():
-    assert on_device(alone, 1) == [{}]
-
-
-def module(rank: int) -> None:
+@on_device_ranks(2)
+def test_module_has_the_tables_of_one_process(rank):
     torch.manual_seed(0)
     layer = ShardedEmbeddingBag(3, 5, 4, device=DEVICE)
     torch.manual_seed(0)
@@ -320,26 +295,6 @@ def module(rank: int) -> None:
     assert_exact(layer(indices, offsets)[:, 0], whole[0][[rank]])
     with pytest.raises(ValueError, match="1 tables given, at least one for each of 2 ranks"):
         ShardedEmbeddingBag(1, 5, 4)
-
-
-def test_module_has_the_tables_of_one_process():
-    on_device(module, 2)
-
-
-def compiled(rank: int) -> None:
-    case = CASES["odd sizes"]
-    weight, indices, offsets, _ = (one.to(DEVICE) for one in case.operands(0)[rank])
-
-    def twice(weight: torch.Tensor) -> torch.Tensor:
-        return 2 * operate(weight, indices, offsets, dist.group.WORLD)
-
-    y = torch.compile(twice, backend="aot_eager", fullgraph=True)(weight.requires_grad_())
-    assert_exact(y, 2 * case.expected(case.operands(0), rank)[0])
-    y.sum().backward()
-
-
-def test_it_compiles_without_a_break():
-    on_device(compiled, 2)
 
 
 def test_operators_have_the_shape_of_the_result():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -182,31 +182,6 @@ def test_any_number_of_ranks(world_size, strategy):
         assert counted == {strategy: 2 * len(routings)}
 
 
-def refused(rank: int, name: str, spoil: str) -> list[str]:
-    group, plan = dist.group.WORLD, PLANS[name]
-    given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
-    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
-    capacity = given.capacity
-    if spoil == "capacity":
-        capacity -= 1
-    elif rank == 1:
-        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
-        if spoil == "negative, the sum right":
-            counts[0, 0] += given.counts[rank].sum() - counts.sum()
-    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
-    reported = []
-
-    def called() -> None:
-        ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
-        flux_megatron.synchronize()  # on GPUs only the device knows
-
-    for _ in range(2):  # and every call after it
-        with pytest.raises(errors.CapacityExceeded) as caught:
-            called()
-        reported.append(str(caught.value))
-    return reported
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -218,9 +193,28 @@ def refused(rank: int, name: str, spoil: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("name", ["fused", "sequential"])
-def test_rows_that_do_not_fit_are_refused_by_all_ranks(name, spoil, message):
-    for reported in on_device(refused, 2, name, spoil, fresh=True):
-        assert all(message in text for text in reported), reported
+@on_device_ranks(2, fresh=True)
+def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, name, spoil, message):
+    group, plan = dist.group.WORLD, PLANS[name]
+    given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
+    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
+    capacity = given.capacity
+    if spoil == "capacity":
+        capacity -= 1
+    elif rank == 1:
+        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
+        if spoil == "negative, the sum right":
+            counts[0, 0] += given.counts[rank].sum() - counts.sum()
+    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
+
+    def called() -> None:
+        ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
+        flux_megatron.synchronize()  # on GPUs only the device knows
+
+    for _ in range(2):  # and every call after it
+        with pytest.raises(errors.CapacityExceeded) as caught:
+            called()
+        assert message in str(caught.value)
 
 
 def wrong(rank: int, change: dict, message: str) -> None:
@@ -243,7 +237,8 @@ BAD = [
 ]
 
 
-def all_wrong(rank: int) -> None:
+@on_device_ranks(2)
+def test_wrong_arguments_are_refused(rank):
     z, v = torch.ones(5, 8, device=DEVICE), torch.ones(3, 4, 8, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="6 rows and capacity 5 given"):
@@ -252,37 +247,26 @@ def all_wrong(rank: int) -> None:
         wrong(rank, change, message)
 
 
-def test_wrong_arguments_are_refused():
-    on_device(all_wrong, 2)
-
-
-def other_capacity(rank: int, plan: Plan | None) -> str:
+@pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
+@on_device_ranks(2)
+def test_disagreement_of_ranks_is_reported(rank, plan):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(errors.ProblemMismatch) as caught:
         ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank, plan=plan)
-    return str(caught.value)
+    reported = str(caught.value)
+    assert "capacity 16" in reported
+    assert "capacity 17" in reported
 
 
-@pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
-def test_disagreement_of_ranks_is_reported(plan):
-    for reported in on_device(other_capacity, 2, plan):
-        assert "capacity 16" in reported
-        assert "capacity 17" in reported
-
-
-def fallen_back(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
+def test_a_strategy_that_is_not_built_falls_back_and_is_reported(rank):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     y, _ = ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=7)
     assert_exact(y, torch.cat([torch.full((6, 8), 4.0), torch.zeros(1, 8)]))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
-
-
-def test_a_strategy_that_is_not_built_falls_back_and_is_reported():
-    environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-    for reasons in on_device(fallen_back, 2, environment=environment):
-        assert reasons == ["pipelined is not built for a2a_gemm"]
+    reasons = [reason for _, reason in flux_megatron.report().fallbacks]
+    assert reasons == ["pipelined is not built for a2a_gemm"]
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])
@@ -299,16 +283,6 @@ def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
     assert (decision.plan.strategy, decision.fallback) == ("fused", None)
     whys = ["flux_megatron: a2a_gemm runs the portable kernels: K 12 is odd"]
     assert [str(one.message) for one in said] == whys * on_hopper
-
-
-def test_operators_have_the_shapes_of_their_results():
-    with torch.device("meta"):
-        x, w = torch.empty(6, 4), torch.empty(3, 4, 8)
-        counts = torch.empty(2, 3, dtype=torch.int32)
-        y, received, rows = ops._a2a_gemm(x, w, counts, 9, "no group is asked", "nn", "", True)
-        back = ops._gemm_a2a(x, w, counts, 5, "no group is asked", "nn", "")
-    assert (y.shape, received.shape, rows.shape) == ((9, 8), (2, 3), (9, 4))
-    assert back.shape == (5, 8)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 70), (33, 0, 0)])

@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from ranks import DEVICE, on_device
 from test_expert_parallel import calls, even
-from typer.testing import CliRunner
 
 import flux_megatron
-from flux_megatron.cli import app
 from flux_megatron.expert_parallel import fused, plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
-from flux_megatron.lab.bench import tune_experts
 from flux_megatron.problem import Plan
-from flux_megatron.tuning import environment, tuner
+from flux_megatron.tune_command import experts as tune_experts
+from flux_megatron.tuning import environment
 from flux_megatron.tuning.plan_entry import Measured
 
 CPU = torch.device("cpu")
@@ -165,12 +163,6 @@ def test_all_strategies_are_measured_and_a_wrong_one_is_not(wrong):
     assert came.tolist() == [14, 14], "half of the capacity at each rank"
 
 
-def test_the_slower_one_does_not_win(monkeypatch):
-    monkeypatch.setattr(tuner, "CHANCE", 0.0)
-    times = {PLAIN.dumps(): [9.0] * 4, tuner.AGAIN: [9.1] * 4, Plan("fused").dumps(): [9.5] * 4}
-    assert tuner.settle(times, PLAIN)[0] == PLAIN
-
-
 def test_the_problems_of_a_layer():
     found = tune_experts.problems(4096, 14336, 8, 2, 8192, 2, "bfloat16", "cuda", gated=True)
     assert {one.capacity for one in found} == {8192 * 2 * 2}
@@ -178,22 +170,3 @@ def test_the_problems_of_a_layer():
         ("a2a_gemm", "nt", 28672, 4096), ("gemm_a2a", "nt", 4096, 14336),
         ("gemm_a2a", "nn", 4096, 28672), ("a2a_gemm", "nn", 14336, 4096),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--experts", "5"], "5 experts over 2 ranks given"),
-        (["--topk", "9"], "topk 9 of 4 experts given"),
-        (["--ep", "1"], "--ep 1 given, at least 2 expected"),
-        (["--ep", "0"], "--ep 0 given, at least 2 expected"),
-        (["--topk", None], "--experts needs --topk too"),
-    ],
-)
-def test_wrong_options_end_before_any_rank_is_started(options, message):
-    given = {"--hidden": "8", "--ffn": "8", "--experts": "4", "--topk": "2", "--tokens": "8"}
-    given |= dict([options])
-    words = [word for pair in given.items() if pair[1] for word in pair]
-    result = CliRunner().invoke(app, ["tune", "--device", "cpu", *words])
-    assert result.exit_code == 2
-    assert message in result.output

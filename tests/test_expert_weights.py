@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device_ranks
 from test_expert_parallel import PLANS, expected, idle_source, leaves, operands, uneven
 from test_signalled_experts import plan_of
 from torch import Tensor
@@ -89,7 +89,12 @@ def laid(w: Tensor, reverse: bool) -> Tensor:
     return view.copy_(w.flip(0) if reverse else w)
 
 
-def calls(rank: int, name: str, reverse: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "reverse"),
+    [("sequential", True), ("small tiles", False), ("TMA", True), ("signalled", True)],
+)
+@on_device_ranks(2)
+def test_strategies_read_matrices_where_they_lie(rank, name, reverse):
     """Both operations and their backward with matrices that lie apart."""
     group = dist.group.WORLD
     plan = plan_of(2, tma=True) if name == "signalled" else PLANS[name]
@@ -108,27 +113,18 @@ def calls(rank: int, name: str, reverse: bool) -> None:
             assert_exact(got, right[rank], f"{name} {layout}")
 
 
-@pytest.mark.parametrize(
-    ("name", "reverse"),
-    [("sequential", True), ("small tiles", False), ("TMA", True), ("signalled", True)],
-)
-def test_strategies_read_matrices_where_they_lie(name, reverse):
-    on_device(calls, 2, name, reverse)
-
-
-def bad(rank: int) -> None:
+@on_device_ranks(2)
+def test_other_strides_are_refused_by_all_ranks(rank):
     x, counts = torch.ones(6, 4, device=DEVICE), torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     w = torch.ones(3, 4, 8, device=DEVICE).transpose(1, 2)
     with pytest.raises(ValueError, match="whole rows apart"):
         ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16)
 
 
-def test_other_strides_are_refused_by_all_ranks():
-    on_device(bad, 2)
-
-
-def with_parameters(rank: int, scattered: bool) -> list[str]:
-    """As autograd sees one parameter an expert."""
+@pytest.mark.parametrize("scattered", [False, True])
+@on_device_ranks(2)
+def test_parameters_that_lie_apart_are_not_copied(rank, scattered):
+    """As autograd sees one parameter an expert; others are copied, which is said once."""
     group = dist.group.WORLD
     given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
     counts = given.counts[rank].to(DEVICE)
@@ -155,22 +151,17 @@ def with_parameters(rank: int, scattered: bool) -> list[str]:
         assert kept.call_args.args[7] is False, "rows are kept though nothing is differentiated"
     copies = flux_megatron.report().copies
     assert [*copies.values()] == ([3, 2] if scattered else []), "all calls are counted"
-    return [str(one.message) for one in said if "copied" in str(one.message)]
-
-
-def test_parameters_that_lie_apart_are_not_copied():
-    assert on_device(with_parameters, 2, False) == [[], []]
-
-
-def test_others_are_copied_and_that_is_said_once():
-    for said in on_device(with_parameters, 2, True):
-        assert len(said) == len(set(said)) >= 1
+    texts = [str(one.message) for one in said if "copied" in str(one.message)]
+    assert bool(texts) == scattered
+    assert len(texts) == len(set(texts))
+    if scattered:
         assert (
-            "weights of experts are copied: 3 of [8, 16] do not lie one distance apart" in said[0]
+            "weights of experts are copied: 3 of [8, 16] do not lie one distance apart" in texts[0]
         )
 
 
-def with_one_frozen(rank: int) -> None:
+@on_device_ranks(2)
+def test_one_expert_of_several_is_frozen(rank):
     """The first of each linear; the others learn as before."""
     group = dist.group.WORLD
     given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
@@ -189,10 +180,6 @@ def with_one_frozen(rank: int) -> None:
         assert first.grad is None
         for one, gradient in zip(others, right[1:], strict=True):
             assert_exact(one.grad, gradient)
-
-
-def test_one_expert_of_several_is_frozen():
-    on_device(with_one_frozen, 2)
 
 
 @pytest.mark.parametrize("into", [None, torch.bfloat16, torch.float32])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from layer_cases import Layer, apply, check, layer, mine, solve, transfers
-from ranks import DEVICE, FUSED, be_late, on_device
+from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import reference
@@ -25,8 +25,12 @@ SIZES = [((5, 3), 7, 9), ((3, 1), 18, 5), ((17,), 5, 3), ((2, 2, 2), 3, 20)]
 LAYERS = ["column", "row", "local"]
 
 
-def run_layers(rank: int, sizes: list) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_exact_forward_and_backward(rank, strategy):
     R = dist.get_world_size()
+    sizes = {1: SIZES, 2: SIZES, 3: SIZES[:2], 4: SIZES[1:3], 8: SIZES[2:3]}[R]
     for kind, dtype, (rows, N, K), bias in itertools.product(LAYERS, DTYPES, sizes, [True, False]):
         if bias and kind == "row":
             continue
@@ -34,21 +38,13 @@ def run_layers(rank: int, sizes: list) -> dict[tuple[str, str], int]:
         check(made, rank)
         if kind == "column":
             check(made, rank, save_gathered=True)
-    return flux_megatron.report().calls
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_exact_forward_and_backward(world_size, strategy):
-    sizes = {1: SIZES, 2: SIZES, 3: SIZES[:2], 4: SIZES[1:3], 8: SIZES[2:3]}[world_size]
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    ran = strategy if world_size > 1 else "sequential"
+    ran = strategy if R > 1 else "sequential"
     each = 3 * len(sizes) * 5  # forward and backward: 4 times column, once row
-    for calls in on_device(run_layers, world_size, sizes, environment=environment):
-        assert calls == {("ag_gemm", ran): each, ("gemm_rs", ran): each}
+    assert flux_megatron.report().calls == {("ag_gemm", ran): each, ("gemm_rs", ran): each}
 
 
-def every_need(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_what_needs_no_gradient_costs_nothing(rank):
     """What needs no gradient is not gathered, not computed and not kept."""
     R = dist.get_world_size()
     sizes = ((5, 3), 7, 9)
@@ -83,11 +79,8 @@ def every_need(rank: int) -> None:
         ) == (0, 0)
 
 
-def test_what_needs_no_gradient_costs_nothing():
-    on_device(every_need, 2, environment=FUSED)
-
-
-def without_gradients(rank: int) -> None:
+@on_device_ranks(2)
+def test_layers_without_gradients(rank):
     """No layer makes a node of autograd, which no one would ask for anything."""
     for kind in ("column", "row"):
         made = layer(kind, dist.get_world_size(), torch.float32, (4, 3), 7, 5, bias=True)
@@ -99,26 +92,18 @@ def without_gradients(rank: int) -> None:
             assert_exact(apply(made, *given), made.y[rank], kind)
 
 
-def test_layers_without_gradients():
-    on_device(without_gradients, 2)
-
-
-def saved_by(rank: int) -> list[list[int]]:
+@on_device_ranks(2, environment=FUSED)
+def test_save_gathered_keeps_all_rows_and_nothing_else_does(rank):
     made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
     shapes = []
     for save_gathered in (False, True):
         y = apply(made, *mine(made, rank), save_gathered=save_gathered)
         shapes.append(list(y.grad_fn.saved_tensors[0].shape))
-    return shapes
+    assert shapes == [[5, 3, 9], [30, 9]]  # the first as it was given
 
 
-def test_save_gathered_keeps_all_rows_and_nothing_else_does():
-    for own, gathered in on_device(saved_by, 2, environment=FUSED):
-        assert own == [5, 3, 9], "as it was given"
-        assert gathered == [30, 9]
-
-
-def strides(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_inputs_and_gradients_of_any_strides(rank):
     """Inputs and gradients as Megatron makes them: transposed, expanded, sliced."""
     R = dist.get_world_size()
     for kind in LAYERS:
@@ -140,11 +125,9 @@ def strides(rank: int) -> None:
         assert_exact(w.grad, ones.dw[rank], kind)
 
 
-def test_inputs_and_gradients_of_any_strides():
-    on_device(strides, 2, environment=FUSED)
-
-
-def mlp(rank: int, late: int) -> None:
+@pytest.mark.parametrize(("world_size", "late"), [(1, 0), (2, 1), (4, 2)])
+@on_device_ranks("world_size", environment=FUSED)
+def test_layers_back_to_back(rank, late):
     """Column into row, twice, as in a transformer; one workspace for all, and one rank is late."""
     R = dist.get_world_size()
     generator = torch.Generator().manual_seed(3)
@@ -177,12 +160,8 @@ def mlp(rank: int, late: int) -> None:
         assert_exact(w.grad, shards[rank].grad.float(), f"dw of layer {number}")
 
 
-@pytest.mark.parametrize(("world_size", "late"), [(1, 0), (2, 1), (4, 2)])
-def test_layers_back_to_back(world_size, late):
-    on_device(mlp, world_size, late, environment=FUSED)
-
-
-def in_place(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_results_may_be_changed_in_place(rank):
     """Megatron's loss changes logits in place; and a layer is one node, for the host's sake."""
     for kind, rows in itertools.product(LAYERS, [(5,), (5, 3)]):
         made = layer(kind, dist.get_world_size(), torch.float32, rows, 7, 9, kind != "row")
@@ -194,7 +173,3 @@ def in_place(rank: int) -> None:
         y.backward(made.dy[rank].to(DEVICE))
         assert_exact(y, made.y[rank] - 1, kind)
         assert_exact(given[0].grad, made.dx[rank], kind)
-
-
-def test_results_may_be_changed_in_place():
-    on_device(in_place, 2, environment=FUSED)

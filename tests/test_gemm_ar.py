@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, FUSED, here, on_device, run_ranks
+from races import agreed
+from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, reference
 from flux_megatron.kernels import launch
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.perf.hardware import H200
+from flux_megatron.lab.perf.operator_cost import gemms_us, predict_us
 from flux_megatron.patterns import Pattern
-from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.operator_cost import exposed_us, predict_us
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import tuner
@@ -42,7 +44,11 @@ def operands(M, N, K_local, world_size, dtype, layout):
     return x, w, reference.gemm_all_reduce(x, w, layout)
 
 
-def calls(rank: int, plan: Plan) -> dict[str, int]:
+@pytest.mark.parametrize(
+    ("plan", "world_size"), [("sequential", 1), *itertools.product(PLANS, (2, 3))]
+)
+@on_device_ranks("world_size")
+def test_exact(rank, plan):
     group = dist.group.WORLD
     flux_megatron.reset_report()
     results = []
@@ -53,33 +59,22 @@ def calls(rank: int, plan: Plan) -> dict[str, int]:
                     M = M_shard * group.size()
                     xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
                     x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-                    y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
+                    y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=PLANS[plan])
                     results.append((y, expected[rank], f"{turn} {M_shard} {N} {dtype} {layout}"))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
-    return {name: count for (_, name), count in flux_megatron.report().calls.items()}
+    counted = {name: count for (_, name), count in flux_megatron.report().calls.items()}
+    assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("plan", PLANS)
-def test_exact(world_size, plan):
-    if world_size == 1 and plan != "sequential":
-        pytest.skip("one rank has nobody to send to")
-    for counted in on_device(calls, world_size, PLANS[plan]):
-        assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
-
-
-def every_plan(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [4, 8])
+@on_device_ranks("world_size")
+def test_exact_of_many_ranks(rank):
     group = dist.group.WORLD
     for plan in PLANS.values():
         xs, ws, expected = operands(3 * group.size(), 5, 8, group.size(), torch.bfloat16, "nt")
         y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
         assert_exact(y, expected[rank], str(plan))
-
-
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_exact_of_many_ranks(world_size):
-    on_device(every_plan, world_size)
 
 
 def sum_of_unequal(rank: int, plans: list[Plan]) -> None:
@@ -98,7 +93,8 @@ def test_sums_are_rounded_once():
     on_device(sum_of_unequal, 4, overlapping)
 
 
-def ragged(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
+def test_rows_that_cannot_be_divided_are_reduced_without_overlap(rank):
     group = dist.group.WORLD
     x, w = (torch.ones(shape, device=DEVICE) for shape in ((5, 4), (3, 4)))
     for strategy in ("pipelined", "fused"):
@@ -107,28 +103,12 @@ def ragged(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="'eager' given"):
         ops.gemm_all_reduce(x, w, group, plan=Plan("eager"))
     assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((5, 3), 8.0))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
+    reasons = [reason for _, reason in flux_megatron.report().fallbacks]
+    assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
-def test_rows_that_cannot_be_divided_are_reduced_without_overlap():
-    wanted = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
-    for reasons in on_device(ragged, 2, environment=wanted):
-        assert reasons == ["5 rows cannot be divided over 2 ranks"]
-
-
-def compiled(rank: int) -> dict[tuple[str, str], int]:
-    x, w = (torch.ones(shape, device=DEVICE) for shape in ((6, 4), (3, 4)))
-    operation = torch.compile(ops.gemm_all_reduce, backend="eager", fullgraph=True)
-    assert_exact(operation(x, w, dist.group.WORLD), torch.full((6, 3), 8.0))
-    return flux_megatron.report().calls
-
-
-def test_the_operator_of_torch_runs_the_strategy_that_is_wanted():
-    for calls in on_device(compiled, 2, environment=FUSED):
-        assert calls == {("gemm_ar", "fused"): 1}
-
-
-def in_flight(rank: int) -> None:
+@on_device_ranks(2)
+def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     """Between start and finish the sums are under way, and another layer's calls may run."""
     group = dist.group.WORLD
     xs, ws, expected = operands(6, 5, 8, group.size(), torch.float32, "nn")
@@ -147,23 +127,15 @@ def in_flight(rank: int) -> None:
     assert_exact(reduction.finish(), expected[rank])
 
 
-def test_the_sums_are_on_their_way_between_start_and_finish():
-    on_device(in_flight, 2)
-
-
-def measured(rank: int, layout: str):
+@pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
+@on_device_ranks(2)
+def test_the_tuner_measures_it(rank, layout):
     device = here()
     problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
     plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"])
-    return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
-def test_the_tuner_measures_it(layout):
-    first, second = on_device(measured, 2, layout)
-    assert first == second
-    assert not first.failed
-    assert {(one.plan.strategy, one.plan.splits) for one in first.measured} == {
+    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60))
+    assert not entry.failed
+    assert {(one.plan.strategy, one.plan.splits) for one in entry.measured} == {
         ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
     }  # fmt: skip
 
@@ -178,22 +150,14 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     assert [*dict.fromkeys(found)] == ["sequential", *names]
 
 
-def test_operator_has_the_shape_of_the_result():
-    with torch.device("meta"):
-        x, w = torch.empty(6, 4), torch.empty(4, 3)
-        y = ops._gemm_all_reduce(x, w, "no group is asked", "nn", "")
-    assert y.shape == (6, 3)
-
-
-def benched(rank: int, file: str) -> None:
+@on_cpu_ranks(2)
+def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
+    file = str(tmp_path / "rows.jsonl")
     options = Options(
         ("llama2-70b",), ("gemm_ar",), (32,), file, rounds=2, tp=2, device="cpu", scale=512
     )
     runner.run(options, dist.group.WORLD, torch.device("cpu"), lambda case, rows: None)
-
-
-def test_the_bench_measures_it_beside_the_all_reduce(tmp_path):
-    run_ranks(benched, 2, str(tmp_path / "rows.jsonl"))
+    dist.barrier()
     rows = records.load(tmp_path / "rows.jsonl")
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
     names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
@@ -216,5 +180,8 @@ def test_in_a_backward_wgrad_hides_the_second_trip():
     forward = Problem(Pattern.GEMM_AR, 8192, 8192, 28672, "bfloat16", 4)
     backward = dataclasses.replace(forward, layout="nn")
     for strategy in ("sequential", "pipelined", "hopper"):
-        exposed = [exposed_us(one, Plan(strategy), H200) for one in (forward, backward)]
+        plan = Plan(strategy)
+        exposed = [
+            predict_us(one, plan, H200) - sum(gemms_us(one, H200)) for one in (forward, backward)
+        ]
         assert 0 < exposed[1] < 0.6 * exposed[0], strategy

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, Operands, operands
 from closeness import assert_exact
-from ranks import FUSED, GPU_RANKS, SHARED, be_late, on_device
+from ranks import FUSED, GPU_RANKS, SHARED, be_late, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -115,7 +115,8 @@ def test_replays_of_hopper_between_eager_calls(world_size, plan):
     on_device(replays, world_size, HOPPER[plan])
 
 
-def grows_later(rank: int) -> None:
+@on_device_ranks(2)
+def test_growth_after_a_capture(rank):
     """A graph keeps the memory that it was captured with, whatever later calls need."""
     captured = Captured(PLANS["fused"])
     expected = captured.load(0)
@@ -131,11 +132,8 @@ def grows_later(rank: int) -> None:
     same([*results, big], [*expected, torch.full((8192, 32), 64.0, dtype=x.dtype)], "after growth")
 
 
-def test_growth_after_a_capture():
-    on_device(grows_later, 2)
-
-
-def needs_memory(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_a_capture_that_would_need_memory_is_refused(rank):
     x = torch.ones(32, 64, device="cuda", requires_grad=True)
     w = torch.ones(16, 64, device="cuda")
     column_parallel_linear(x[:16], w, None, group=dist.group.WORLD)
@@ -145,7 +143,3 @@ def needs_memory(rank: int) -> None:
         torch.cuda.graph(graph),
     ):
         column_parallel_linear(x.repeat(1000, 1), w, None, group=dist.group.WORLD)
-
-
-def test_a_capture_that_would_need_memory_is_refused():
-    on_device(needs_memory, 2, environment=FUSED)

@@ -52,13 +52,13 @@ TABLE = {
     "command_group": room("command_errors lab_commands", "typer"),
     "patterns": room(),
     "problem": room("patterns"),
+    "scaling": room(packages="torch"),  # FP8's scales go from a call's checks down to the kernels
     "config_files": room(packages="yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
-    "perf": room("errors patterns problem", lazily="matplotlib"),
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "config_files errors option_values problem perf version versions.python "
+        "config_files errors option_values problem version versions.python "
         "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
@@ -69,25 +69,26 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem settings symm.enqueue symm.recording symm.signals versions",
+        "errors problem scaling settings symm.enqueue symm.recording symm.signals versions",
         "torch triton",
         lazily="numpy",
     ),
-    "overlap": room("errors patterns problem settings symm kernels", "torch"),
+    "overlap": room("errors patterns problem scaling settings symm kernels", "torch"),
     # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the
     # link between the GPUs; which tiles are split, for a prediction of them
     "tuning": room(
-        "errors patterns problem settings perf symm kernels.sizes kernels.split_k overlap wgrad",
+        "errors patterns problem settings symm kernels.sizes kernels.triton_launch overlap wgrad",
         "torch",
         lazily="cuda triton",
     ),
     "dispatch": room(
-        "errors problem settings perf symm.groups symm.workspace overlap.operands overlap.registry"
+        "errors problem scaling settings symm.groups symm.workspace overlap.operands"
+        " overlap.registry"
         " overlap.report overlap.steady overlap.transfer"
         " tuning.choice tuning.environment",
         "torch",
     ),
-    "ops": room("errors problem overlap dispatch symm.groups", "torch"),
+    "ops": room("errors problem scaling overlap dispatch symm.groups", "torch"),
     # for rows that are counted on the device: what `ops` and `overlap` do for the others
     "expert_parallel": room(
         "errors problem settings dispatch symm kernels overlap tuning versions ops", "torch"
@@ -100,10 +101,16 @@ TABLE = {
     # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one
     # that was recorded; what a run counts, and the end of its steps
     "integration": room(
-        "errors settings ops nn wgrad expert_parallel patching.installed overlap.report symm.step "
-        "versions",
-        "torch megatron",
+        "errors settings ops nn wgrad scaling expert_parallel patching.installed overlap.report "
+        "symm.step versions",
+        "torch megatron transformer_engine transformer_engine_torch",
         lazily="fused_weight_gradient_mlp_cuda",
+    ),
+    # measures ahead of a run, on ranks that it starts; the names of Megatron's options
+    "tune_command": room(
+        "command_errors errors machine option_values patterns problem settings expert_parallel "
+        "launch.parser_signature overlap.registry symm.workspace tuning",
+        "torch typer rich",
     ),
     "specs": room("integration.spec_argument"),  # the name that Megatron's --spec is given
 }
@@ -122,10 +129,14 @@ LABORATORY = {
         "torch megatron pydantic rich typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
-    "lab.results": room("errors launch option_values perf", "typer", lazily="matplotlib rich"),
-    "lab.simulate": room("errors launch option_values perf", "typer", lazily="rich"),
-    # beside other libraries; plans for the models of `train`
-    "lab.bench": Room(BELOW | {"lab.train"}, ANY),
+    "lab.results": room(
+        "errors launch option_values lab.perf", "scipy typer", lazily="matplotlib rich"
+    ),
+    "lab.perf": room("errors launch.memory launch.stages launch.workload patterns problem"),
+    "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
+    # beside other libraries
+    "lab.bench": Room(BELOW, ANY),
+    "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),
 }
 TABLE |= LABORATORY
 TABLE |= {
@@ -143,7 +154,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"config_files", "version", "errors", "option_values", "problem", "perf"}),
+        frozenset({"config_files", "version", "errors", "option_values", "problem"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),
@@ -152,7 +163,7 @@ AT_IMPORT = {
     "cli": Room(
         BASE
         | {"command_errors", "command_group", "doctor", "launch.commands", "option_values"}
-        | {"patching", "versions"},
+        | {"patching", "tune_command.commands", "versions"},
         frozenset({"rich", "typer"}),
     ),
 }
@@ -275,7 +286,7 @@ BAD = {
     "the package itself, from above": ("lab/train/loop.py", "import flux_megatron"),
     "measuring from a strategy": ("overlap/fused.py", "from flux_megatron.tuning import timing"),
     "megatron outside integration": ("nn/functions.py", "import megatron.core"),
-    "torch in perf": ("perf/cost.py", "import torch.distributed"),
+    "torch in perf": ("lab/perf/cost.py", "import torch.distributed"),
     "torch in launch": ("launch/sbatch.py", "def f():\n    from torch import Tensor"),
     "megatron when launch loads": (
         "launch/sbatch.py",
@@ -341,7 +352,7 @@ def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
     for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "lab/train/loop", "lab/bench/suite", "perf/cost",
+                 "integration/layers", "lab/train/loop", "lab/bench/suite", "lab/perf/cost",
                  "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

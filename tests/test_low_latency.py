@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, be_late, here, on_device
+from races import agreed
+from ranks import DEVICE, be_late, here, on_device, on_device_ranks
 from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
@@ -28,31 +29,14 @@ PLANS = {
     "parts of K": Plan("low_latency", tile=SMALL, splits=2),
     "parts by TMA": Plan("low_latency", tile=replace(SMALL, tma=True), splits=3, two_phase=True),
 }
-SIZES = [(1, 33, 20), (3, 16, 7), (16, 40, 16), (128, 1, 33)]  # M, N, K_local
 
 
-def calls(rank: int, plan: Plan) -> None:
-    group = dist.group.WORLD
-    results = []
-    for turn in range(2):
-        for M, N, K_local in SIZES:
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                layout = ("nt", "nn")[turn]
-                xs, ws, truth = operands(M, N, K_local, group.size(), dtype, layout)
-                x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-                y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
-                results.append((y, truth[rank], f"{turn} {M} {N} {dtype} {layout}"))
-    for y, truth, what in results:
-        assert_exact(y, truth, what)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("plan", PLANS)
-def test_exact(world_size, plan):
-    on_device(calls, world_size, PLANS[plan])
-
-
-def divided(rank: int, plan: Plan) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [*itertools.product((1, 2), PLANS), *((ranks, "one shot") for ranks in (3, 4, 8))],
+)
+@on_device_ranks("world_size")
+def test_exact(rank, plan):
     """AG+GEMM and GEMM+RS, in turns with GEMM+AR: their words lie in the same memory."""
     group = dist.group.WORLD
     R, results = group.size(), []
@@ -65,38 +49,26 @@ def divided(rank: int, plan: Plan) -> None:
                 rows = [x[:M_shard].contiguous() for x in xs]
                 gathered = reference.all_gather_gemm(rows, ws, layout)[rank]
                 scattered = reference.gemm_reduce_scatter(xs, ws, layout)[rank]
-                given = {"layout": layout, "plan": plan}
+                given = {"layout": layout, "plan": PLANS[plan]}
                 shard, x, w = (one[rank].to(DEVICE) for one in (rows, xs, ws))
                 results += [
                     (ops.all_gather_gemm(shard, w, group, **given), gathered, f"ag {what}"),
                     (ops.gemm_reduce_scatter(x, w, group, **given), scattered, f"rs {what}"),
                     (ops.gemm_all_reduce(x, w, group, **given), truth[rank], f"ar {what}"),
+                    (ops.gemm_all_reduce(x[:1], w, group, **given), truth[rank][:1], f"1 {what}"),
                 ]
     for y, expected, what in results:
         assert_exact(y, expected, what)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_gathers_and_scatters_are_exact(world_size):
-    on_device(divided, world_size, PLANS["one shot"])
-
-
-@pytest.mark.parametrize("plan", ["by TMA", "parts of K", "parts by TMA"])
-def test_rows_that_have_come_are_loaded_by_every_plan(plan):
-    on_device(divided, 2, PLANS[plan])
-
-
-def every_plan(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [4, 8])
+@on_device_ranks("world_size")
+def test_exact_of_many_ranks(rank):
     group = dist.group.WORLD
     for plan in PLANS.values():
         xs, ws, truth = operands(3, 16, 7, group.size(), torch.bfloat16, "nt")
         y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
         assert_exact(y, truth[rank], str(plan))
-
-
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_exact_of_many_ranks(world_size):
-    on_device(every_plan, world_size)
 
 
 def sums(rank: int, plan: Plan) -> torch.Tensor:
@@ -122,7 +94,8 @@ def test_sums_are_rounded_once():
     on_device(sum_of_unequal, 4, [*PLANS.values()])
 
 
-def parts_of_unequal(rank: int) -> None:
+@on_device_ranks(2)
+def test_parts_of_k_are_not_rounded(rank):
     """Parts of K that are 257 and 1: their sum is 258 if neither is rounded to bf16."""
     group, plan = dist.group.WORLD, PLANS["parts of K"]
     x = torch.zeros(2, 32, dtype=torch.bfloat16, device=DEVICE)
@@ -133,10 +106,6 @@ def parts_of_unequal(rank: int) -> None:
     assert_exact(y.float(), torch.full((2, 16), 258.0), "y")
     gathered = ops.all_gather_gemm(x, w, group, plan=plan)[:2]
     assert_exact(gathered.float(), torch.full((2, 16), 258.0), "rows of rank 0")
-
-
-def test_parts_of_k_are_not_rounded():
-    on_device(parts_of_unequal, 2)
 
 
 def alone(rank: int, pattern: str) -> str:
@@ -163,7 +132,8 @@ def test_words_that_do_not_come_are_reported(pattern):
     assert "for words of rank 1: epoch 2 expected, 0 seen" in said
 
 
-def refused(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "low_latency"})
+def test_more_rows_are_refused_or_fall_back_with_the_reason(rank):
     group = dist.group.WORLD
     x, w = torch.ones(129, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
     with pytest.raises(ValueError, match="129 rows given, 128 at most expected"):
@@ -171,16 +141,13 @@ def refused(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="gemv_all_reduce: 129 rows given, 128 at most expected"):
         ops.gemv_all_reduce(x, w, group)
     assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((129, 3), 8.0))
-    return [reason for _, reason in flux_megatron.report().fallbacks]
+    reasons = [reason for _, reason in flux_megatron.report().fallbacks]
+    assert reasons == ["129 rows given, 128 at most expected"]
 
 
-def test_more_rows_are_refused_or_fall_back_with_the_reason():
-    wanted = {"FLUX_MEGATRON_STRATEGY": "low_latency"}
-    for reasons in on_device(refused, 2, environment=wanted):
-        assert reasons == ["129 rows given, 128 at most expected"]
-
-
-def differentiated(rank: int, layout: str) -> dict[str, int]:
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@on_device_ranks(2)
+def test_the_public_operation_is_differentiable(rank, layout):
     """Gradients beside those of one process that has all of K; then compiled."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
@@ -196,13 +163,8 @@ def differentiated(rank: int, layout: str) -> dict[str, int]:
     assert_exact(w.grad, whole_w.grad, "dw")
     compiled = torch.compile(ops.gemv_all_reduce, backend="eager", fullgraph=True)
     assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth[rank], "compiled")
-    return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_the_public_operation_is_differentiable(layout):
-    for counted in on_device(differentiated, 2, layout):
-        assert counted == {"low_latency": 2}
+    counted = {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
+    assert counted == {"low_latency": 2}
 
 
 def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
@@ -265,21 +227,19 @@ def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
         assert not plan.tile.tma
 
 
-def measured(rank: int):
+@on_device_ranks(2)
+def test_the_tuner_measures_it(rank):
     device = here()
     problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
     plans = tuner.candidates(problem, ["low_latency"])
-    return tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60)
+    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device, seconds=60))
+    assert not entry.failed
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "low_latency"}
 
 
-def test_the_tuner_measures_it():
-    first, second = on_device(measured, 2)
-    assert first == second
-    assert not first.failed
-    assert {one.plan.strategy for one in first.measured} == {"sequential", "low_latency"}
-
-
-def long_waits(rank: int) -> None:
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")
+@on_device_ranks(2, limit_s=40)
+def test_warps_do_not_part_while_they_wait(rank):
     """Sums of 4 rows: fewer words than a CTA has threads, which hundreds of CTAs wait for."""
     group, made = dist.group.WORLD, torch.Generator().manual_seed(8)
     plan = Plan("low_latency", tile=Tile(16, 32, 64, num_warps=4, num_stages=3))
@@ -294,14 +254,12 @@ def long_waits(rank: int) -> None:
     flux_megatron.synchronize()
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted, a kernel has no warps")
-def test_warps_do_not_part_while_they_wait():
-    on_device(long_waits, 2, limit_s=40)
-
-
-def replayed(rank: int, plan: Plan) -> None:
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
+@pytest.mark.parametrize("plan", PLANS)
+@on_device_ranks(2)
+def test_replays_between_eager_calls(rank, plan):
     """Replays and eager calls in turn, in the same two halves; a rank is late now and then."""
-    group, (M, N, K_local) = dist.group.WORLD, (3, 200, 64)
+    group, (M, N, K_local), plan = dist.group.WORLD, (3, 200, 64), PLANS[plan]
     made = torch.Generator().manual_seed(7)
     ws = [small_integers((N, K_local), torch.bfloat16, made) for _ in range(group.size())]
     x, w = torch.zeros(M, K_local, dtype=torch.bfloat16, device=DEVICE), ws[rank].to(DEVICE)
@@ -320,9 +278,3 @@ def replayed(rank: int, plan: Plan) -> None:
         y = captured if turn % 3 else ops.gemm_all_reduce(x, w, group, plan=plan)
         assert_exact(y, reference.gemm_all_reduce(xs, ws)[rank], f"turn {turn}")
     flux_megatron.synchronize()
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need GPUs")
-@pytest.mark.parametrize("plan", PLANS)
-def test_replays_between_eager_calls(plan):
-    on_device(replayed, 2, PLANS[plan])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
 from layer_cases import check, layer
-from ranks import DEVICE, here, on_device
+from ranks import DEVICE, here, on_device_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -178,7 +178,10 @@ def train(rank: int, rows: int) -> None:
     flux_megatron.confirm_step()
 
 
-def both_orders(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_no_mode_outlives_its_call(rank, mode):
     """First in the mode, then training; then larger calls in the mode, and training like them."""
     for rows in (4, 24):
         forward(rank, mode, rows)
@@ -188,36 +191,15 @@ def both_orders(rank: int, mode: str) -> None:
     forward(rank, mode, 40)
 
 
-def others(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", ["sequential", "fused", "signalled"])
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_experts_and_bags(rank, mode):
     for rows in (4, 24):
         for work in (experts, bags):
             work(rank, mode, rows)
             assert_lasting()
             work(rank, "no_grad", rows)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_mode_outlives_its_call(strategy, mode):
-    on_device(both_orders, 2, mode, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", ["sequential", "fused", "signalled"])
-def test_experts_and_bags(strategy, mode):
-    on_device(others, 2, mode, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
-def recorded(rank: int) -> None:
-    """More launches than buffers, which are cleared when they come again."""
-    forward(rank, "inference", 4)
-    for _ in range(20):
-        forward(rank, "no_grad", 4)
-
-
-def test_records_of_waits():
-    environment = {"FLUX_MEGATRON_STRATEGY": "fused", "FLUX_MEGATRON_RECORD_WAITS": "1"}
-    on_device(recorded, 2, environment=environment)
 
 
 def _opened(name: str, size_bytes: int) -> list[Tensor]:
@@ -228,7 +210,8 @@ def _opened(name: str, size_bytes: int) -> list[Tensor]:
     return []
 
 
-def own_channels(rank: int) -> None:
+@on_device_ranks(2)
+def test_channels_of_own_kernels(rank):
     """Channels of own kernels are opened in a mode itself, not within an operator."""
     for number, mode in enumerate(EVERY):
         for size_bytes in (64, 8192):
@@ -239,22 +222,15 @@ def own_channels(rank: int) -> None:
             opened()
 
 
-def test_channels_of_own_kernels():
-    on_device(own_channels, 2)
-
-
 def test_lasting_leaves_gradients_off():
     with torch.inference_mode(), lasting():
         assert not torch.is_grad_enabled()
 
 
-def timed(rank: int) -> None:
+@on_device_ranks(1)
+def test_times_have_a_dtype_of_their_own(rank):
     """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
     with default_dtype(torch.bfloat16):
         measure = timing._cuda_rounds if DEVICE == "cuda" else timing._cpu_rounds
         found = measure([lambda: None], dist.group.WORLD, here(), 1, None)
     assert found.dtype == torch.float64
-
-
-def test_times_have_a_dtype_of_their_own():
-    on_device(timed, 1)

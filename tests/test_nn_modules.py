@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
-from ranks import DEVICE, FUSED, on_device
+from ranks import DEVICE, FUSED, on_device, on_device_ranks
 from torch import Tensor, nn
 
 import flux_megatron
@@ -105,18 +105,17 @@ def check(
             assert parameter.grad is None, f"d{name} of {what}"
 
 
-def exact_layers(rank: int) -> None:
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "auto"), (2, "fused"), (3, "sequential")])
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_exact_forward_and_backward(rank):
     for kind, (dtype, bias) in itertools.product(LAYERS, CASES):
         whole = integer_linear(bias, dtype)
         check(sharded(kind, whole, dtype=dtype), whole, dtype)
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "auto"), (2, "fused"), (3, "sequential")])
-def test_exact_forward_and_backward(world_size, strategy):
-    on_device(exact_layers, world_size, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
-def block_with_a_scale(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_device_ranks("world_size", environment=FUSED)
+def test_parameters_that_all_ranks_hold_get_whole_gradients(rank):
     """Column into row, and a parameter that all ranks hold whole, each on its x_local tokens."""
     R = dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
@@ -146,12 +145,9 @@ def block_with_a_scale(rank: int) -> None:
         assert_exact(layer.weight.grad, expected_grad.float(), str(layer))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_that_all_ranks_hold_get_whole_gradients(world_size):
-    on_device(block_with_a_scale, world_size, environment=FUSED)
-
-
-def initial_values(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_device_ranks("world_size")
+def test_the_ranks_together_begin_as_one_linear_layer_does(rank):
     for kind, (dtype, bias) in itertools.product(LAYERS, CASES):
         options = {"device": DEVICE, "dtype": dtype}
         torch.manual_seed(5)
@@ -170,12 +166,8 @@ def initial_values(rank: int) -> None:
         assert torch.equal(later.weight, layer.weight)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_ranks_together_begin_as_one_linear_layer_does(world_size):
-    on_device(initial_values, world_size)
-
-
-def state(rank: int) -> None:
+@on_device_ranks(2)
+def test_the_state_has_shards_and_is_gathered_as_whole_tensors(rank):
     R = dist.get_world_size()
     whole = integer_linear(True, torch.float32)
     model = nn.Sequential(*(sharded(kind, whole) for kind in LAYERS), nn.LayerNorm(3))
@@ -196,10 +188,6 @@ def state(rank: int) -> None:
         assert gathered[name].to_local().data_ptr() == model.state_dict()[name].data_ptr()
     assert not hasattr(gathered["2.weight"], "full_tensor")
     assert sharded_state_dict(model[1]).keys() == {"weight", "bias"}
-
-
-def test_the_state_has_shards_and_is_gathered_as_whole_tensors():
-    on_device(state, 2)
 
 
 def save(rank: int, folder: str) -> None:
@@ -224,7 +212,13 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(tmp_path):
     on_device(load, 3, str(tmp_path))
 
 
-def compiles(rank: int) -> None:
+def compiled(layer: Callable, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(layer, fullgraph=True, backend=backend)
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_compile_without_a_graph_break(rank):
     whole = integer_linear(True, torch.float32)
     for kind, frozen in [*zip(LAYERS, ((), ()), strict=True), (ColumnParallelLinear, ("weight",))]:
         layer = sharded(kind, whole)
@@ -233,16 +227,8 @@ def compiles(rank: int) -> None:
         check(layer, whole, torch.float32, compiled(layer))
 
 
-def compiled(layer: Callable, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(layer, fullgraph=True, backend=backend)
-
-
-def test_compile_without_a_graph_break():
-    on_device(compiles, 2, environment=FUSED)
-
-
-def under_autocast(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_autocast(rank):
     """Parameters in fp32, GEMMs in bf16, gradients in fp32 again."""
     _, dy = operands(torch.bfloat16)
     for kind in LAYERS:
@@ -258,11 +244,8 @@ def under_autocast(rank: int) -> None:
             assert_exact(parameter.grad, getattr(low, name).grad.float(), name)
 
 
-def test_autocast():
-    on_device(under_autocast, 2, environment=FUSED)
-
-
-def captured(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_compile_under_autocast_and_of_a_wrong_width(rank):
     """What Dynamo sees: autocast, an input that the operator refuses, a whole parameter."""
     layer = sharded(RowParallelLinear, integer_linear(True, torch.bfloat16))
     x = local(layer, operands(torch.float32)[0], "x").to(DEVICE)
@@ -275,11 +258,8 @@ def captured(rank: int) -> None:
     assert_exact(scale.grad, torch.full((3,), 2.0), "the sum over 2 ranks")
 
 
-def test_compile_under_autocast_and_of_a_wrong_width():
-    on_device(captured, 2, environment=FUSED)
-
-
-def fakes(rank: int) -> dict[tuple[str, str], int]:
+@on_device_ranks(2)
+def test_fake_tensors_give_the_shapes_and_run_nothing(rank):
     """Shapes and memory without a run: what planners of memory and checkpointing ask for."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -293,14 +273,11 @@ def fakes(rank: int) -> dict[tuple[str, str], int]:
         assert y.shape == x.shape
         y.sum().backward()
         assert all(t.grad.shape == t.shape for t in (x, *block.parameters()))
-    return flux_megatron.report().calls
+    assert flux_megatron.report().calls == {}
 
 
-def test_fake_tensors_give_the_shapes_and_run_nothing():
-    assert on_device(fakes, 2) == [{}, {}]
-
-
-def refusals(rank: int) -> None:
+@on_device_ranks(3)
+def test_wrong_sizes_are_refused_on_every_rank(rank):
     for kind, split in zip(LAYERS, ("out_features", "in_features"), strict=True):
         sizes = {"in_features": 6, "out_features": 6}
         for wrong in (7, 0):
@@ -320,22 +297,16 @@ def refusals(rank: int) -> None:
         layer(torch.ones(4, width, device=DEVICE))
 
 
-def test_wrong_sizes_are_refused_on_every_rank():
-    on_device(refusals, 3)
-
-
-def one_is_wrong(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_another_width_on_one_rank_is_reported_to_the_others(rank):
     layer = ColumnParallelLinear(4, 4, device=DEVICE)
     said = rf"x \[3, {4 + rank}\] given, \[tokens / R, ..., 4\] expected" if rank else "rank 1"
     with pytest.raises(errors.ProblemMismatch if rank == 0 else ValueError, match=said):
         layer(torch.ones(3, 4 + rank, device=DEVICE))
 
 
-def test_another_width_on_one_rank_is_reported_to_the_others():
-    on_device(one_is_wrong, 2, environment=FUSED)
-
-
-def groups(rank: int) -> None:
+@on_device_ranks(3, environment=FUSED)
+def test_a_group_of_some_ranks(rank):
     """A group of some ranks computes; who is not in it is refused before anybody waits."""
     group = dist.new_group([0, 2])
     for kind in LAYERS:
@@ -347,10 +318,6 @@ def groups(rank: int) -> None:
         layer = sharded(kind, whole, group=group)
         assert (layer.rank, layer.world_size) == (rank // 2, 2)
         check(layer, whole, torch.float32)
-
-
-def test_a_group_of_some_ranks():
-    on_device(groups, 3, environment=FUSED)
 
 
 def test_without_a_process_group():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from layer_cases import Layer, apply, check, layer, mine
-from ranks import FUSED, here, on_device
+from ranks import FUSED, here, on_device_ranks
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +33,9 @@ def strange(w: Tensor) -> list[Tensor]:
     return [odd, columns, transposed, negated]
 
 
-def any_memory(rank: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_any_address_and_any_strides(rank):
     made = layer("column", dist.get_world_size(), torch.bfloat16, (4, 3), 8, 16, True)
     for index in range(4):
         x, w, bias = mine(made, rank, "")
@@ -50,18 +52,15 @@ def any_memory(rank: int) -> None:
         assert_exact(gemv(x, one, dist.group.WORLD), whole, "gemv")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_address_and_any_strides(strategy):
-    on_device(any_memory, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
 def test_aligned_rows_are_not_copied():
     x = torch.ones(4, 8)
     assert operands.memory("x", x) is x
     assert operands.memory("x", x[:, :4], contiguous=False).data_ptr() == x.data_ptr()
 
 
-def wrapped(rank: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_tensors_that_stand_for_others(rank):
     R, group = dist.get_world_size(), dist.group.WORLD
     made = layer("column", R, torch.float32, (4, 3), 8, 16, True)
     x, w, bias = mine(made, rank, "")
@@ -85,12 +84,8 @@ def wrapped(rank: int) -> None:
     assert_exact(apply(made, x, w, bias), made.y[rank], "after refusals")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensors_that_stand_for_others(strategy):
-    on_device(wrapped, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-
-
-def biased(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_a_bias_of_another_dtype_is_added_as_torch_adds_it(rank):
     """An fp32 bias, as of a model whose biases are kept in fp32: added and returned as by torch."""
     group = dist.group.WORLD
     given = [
@@ -110,11 +105,19 @@ def biased(rank: int) -> None:
     assert w.grad.dtype is torch.bfloat16
 
 
-def test_a_bias_of_another_dtype_is_added_as_torch_adds_it():
-    on_device(biased, 2, environment=FUSED)
+def empty(kind: str, R: int) -> Layer:
+    def shards(*shape: int) -> list[Tensor]:
+        return [torch.zeros(shape) for _ in range(R)]
+
+    x, y, w = shards(0, 3, 16), shards(0, 3, 8), shards(8, 16)
+    bias = None if kind == "row" else shards(8)
+    return Layer(kind, torch.float32, x, w, bias, y, y, x, w, shards(8))
 
 
-def no_rows(rank: int) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_an_empty_micro_batch(rank):
     R = dist.get_world_size()
     for kind in ("column", "row", "local"):
         made = empty(kind, R)
@@ -131,18 +134,3 @@ def no_rows(rank: int) -> None:
         assert_exact(w.grad, torch.zeros(8, 16), "dw")
         assert x.grad.shape == x.shape
     assert flux_megatron.report().total == 0, "no rows, no call"
-
-
-def empty(kind: str, R: int) -> Layer:
-    def shards(*shape: int) -> list[Tensor]:
-        return [torch.zeros(shape) for _ in range(R)]
-
-    x, y, w = shards(0, 3, 16), shards(0, 3, 8), shards(8, 16)
-    bias = None if kind == "row" else shards(8)
-    return Layer(kind, torch.float32, x, w, bias, y, y, x, w, shards(8))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_empty_micro_batch(strategy, world_size):
-    on_device(no_rows, world_size, environment={"FLUX_MEGATRON_STRATEGY": strategy})

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, Operands, call, check, expected, hopper_cases
 from closeness import assert_as_close_as
-from ranks import DEVICE, FUSED, SHARED, be_late, on_device
+from ranks import DEVICE, FUSED, SHARED, be_late, on_device, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.versions.torch import compiles_plans
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
 STRATEGIES = ["fused", "pipelined", "sequential"]
@@ -88,14 +87,11 @@ def test_hopper_is_exact(world_size, pattern):
         assert calls == {(pattern, "hopper"): len(cases)}
 
 
-def tma_where_it_cannot_be(rank: int) -> None:
+@on_device_ranks(2)
+def test_a_plan_with_tma_holds_for_unaligned_rows(rank):
     plan = Plan("fused", tile=replace(SMALL, tma=True))
     for pattern, layout, (N, K) in itertools.product(PATTERNS, LAYOUTS, [(16, 30), (10, 32)]):
         check(Case(pattern, 6, N, K, dtype=torch.bfloat16, layout=layout, plan=plan))
-
-
-def test_a_plan_with_tma_holds_for_unaligned_rows():
-    on_device(tma_where_it_cannot_be, 2)
 
 
 def test_every_dtype_layout_shape_and_plan_is_drawn():
@@ -129,37 +125,30 @@ def test_one_rank_has_nothing_to_overlap():
     assert calls == {("ag_gemm", "sequential"): 6, ("gemm_rs", "sequential"): 6}
 
 
-def falls_back(rank: int) -> tuple[dict, dict]:
+@on_device_ranks(2)
+def test_float64_falls_back_and_says_why(rank):
     for pattern in PATTERNS:  # of more rows than `low_latency` takes, whose reason that is
         check(Case(pattern, 72, 5, 7, dtype=torch.float64))
         check(Case(pattern, 72, 5, 7, dtype=torch.float64, seed=1))
     report = flux_megatron.report()
-    return report.calls, report.fallbacks
+    calls, fallbacks = report.calls, report.fallbacks
+    assert calls == {("ag_gemm", "sequential"): 2, ("gemm_rs", "sequential"): 2}
+    why = "dtype float64 is none of float32, bfloat16, float16"
+    assert fallbacks == {("ag_gemm", why): 2, ("gemm_rs", why): 2}
 
 
-def test_float64_falls_back_and_says_why():
-    for calls, fallbacks in on_device(falls_back, 2):
-        assert calls == {("ag_gemm", "sequential"): 2, ("gemm_rs", "sequential"): 2}
-        why = "dtype float64 is none of float32, bfloat16, float16"
-        assert fallbacks == {("ag_gemm", why): 2, ("gemm_rs", why): 2}
-
-
-def refuses_to_fall_back(rank: int) -> list[str]:
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1"})
+def test_strict_mode_refuses_float64_and_nothing_else(rank):
     said = []
     for pattern in PATTERNS:
         with pytest.raises(errors.FallbackRefused) as caught:
             check(Case(pattern, 6, 5, 7, dtype=torch.float64))
         said.append(str(caught.value))
         check(Case(pattern, 6, 5, 7))
-    return said
-
-
-def test_strict_mode_refuses_float64_and_nothing_else():
-    for said in on_device(refuses_to_fall_back, 2, environment={"FLUX_MEGATRON_STRICT": "1"}):
-        assert said == [
-            f"{p} cannot be overlapped: dtype float64 is none of float32, bfloat16, float16"
-            for p in PATTERNS
-        ]
+    assert said == [
+        f"{p} cannot be overlapped: dtype float64 is none of float32, bfloat16, float16"
+        for p in PATTERNS
+    ]
 
 
 def random_operands(case: Case, world_size: int) -> Operands:
@@ -189,26 +178,20 @@ def plain_torch(case: Case, given: Operands, rank: int) -> torch.Tensor:
     return total.chunk(len(x))[rank]
 
 
-def stays_close(rank: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_device_ranks("world_size", environment=FUSED)
+def test_random_data_is_as_close_as_plain_torch(rank):
     group = dist.group.WORLD
-    for case in cases:
+    plans = None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined")
+    for pattern, dtype, plan in itertools.product(PATTERNS, DTYPES, plans):
+        case = Case(pattern, 65, 50, 129, dtype=dtype, bias=pattern == "ag_gemm", plan=plan)
         given = random_operands(case, group.size())
         baseline = plain_torch(case, given, rank)
         assert_as_close_as(call(case, given, group), baseline, given.expected[rank], str(case))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_random_data_is_as_close_as_plain_torch(world_size):
-    cases = [
-        Case(pattern, 65, 50, 129, dtype=dtype, bias=pattern == "ag_gemm", plan=plan)
-        for pattern in PATTERNS
-        for dtype in DTYPES
-        for plan in (None, Plan("fused", comm_rows=24, tile=Tile(32, 32, 32)), Plan("pipelined"))
-    ]
-    on_device(stays_close, world_size, cases, environment=FUSED)
-
-
-def same_bits(rank: int) -> None:
+@on_device_ranks(3)
+def test_the_sum_does_not_depend_on_who_is_late(rank):
     group = dist.group.WORLD
     case = Case("gemm_rs", 40, 24, 64, dtype=torch.float32, plan=Plan("fused", 7, Tile(16, 16, 16)))
     given = random_operands(case, group.size())
@@ -217,72 +200,3 @@ def same_bits(rank: int) -> None:
         if rank == late:
             be_late(0.05)
         assert torch.equal(call(case, given, group), first), f"rank {late} was late"
-
-
-def test_the_sum_does_not_depend_on_who_is_late():
-    on_device(same_bits, 3)
-
-
-def opchecks(rank: int) -> None:
-    name = dist.group.WORLD.group_name
-    x, w, bias = (torch.ones(s, device=DEVICE) for s in ((6, 4), (5, 4), (5,)))
-    for layout, weight in (("nt", w), ("nn", w.t().contiguous())):
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, None, name, 1, layout, ""))
-        torch.library.opcheck(ops._all_gather_gemm, (x, weight, bias, name, 1, layout, ""))
-        torch.library.opcheck(ops._gemm_reduce_scatter, (x, weight, name, 1, layout, ""))
-
-
-def test_opcheck():
-    on_device(opchecks, 1)
-
-
-def compiles(rank: int) -> None:
-    group = dist.group.WORLD
-    plan = Plan("pipelined", comm_rows=3)
-
-    def block(x, w1, w2):
-        """Both operations and arithmetic between them, as in a transformer's MLP."""
-        h = ops.all_gather_gemm(x, w1, group).relu()
-        y = ops.gemm_reduce_scatter(h, w2, group)
-        return y + ops.gemm_reduce_scatter(h, w2, group, plan=plan) + x
-
-    generator = torch.Generator().manual_seed(rank)
-    x, w1, w2 = (
-        torch.randint(-2, 3, s, generator=generator).float().to(DEVICE)
-        for s in ((4, 6), (10, 6), (6, 10))
-    )
-    expected = block(x, w1, w2)
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        compiled = torch.compile(block, fullgraph=True, backend=backend)
-        assert torch.equal(compiled(x, w1, w2), expected), backend
-    assert flux_megatron.report().calls == {
-        ("ag_gemm", "fused"): 3, ("gemm_rs", "fused"): 3, ("gemm_rs", "pipelined"): 3
-    }  # fmt: skip
-
-
-@pytest.mark.xfail(
-    not compiles_plans(), reason="older torch.compile takes no frozen dataclass as plan"
-)
-def test_compile_without_a_graph_break():
-    on_device(compiles, 2, environment=FUSED)
-
-
-def fakes(rank: int) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    group = dist.group.WORLD
-    R = group.size()
-    with FakeTensorMode():
-        x = torch.empty(6 * R, 4, dtype=torch.bfloat16, device=DEVICE)
-        for layout, shape in (("nt", (5, 4)), ("nn", (4, 5))):
-            w = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-            y = ops.all_gather_gemm(x, w, group, layout=layout)
-            assert (y.shape, y.dtype, y.device) == ((6 * R * R, 5), x.dtype, x.device)
-            y = ops.gemm_reduce_scatter(x, w, group, layout=layout)
-            assert (y.shape, y.dtype, y.device) == ((6, 5), x.dtype, x.device)
-    assert flux_megatron.report().total == 0
-
-
-def test_fake_kernels_give_the_shapes_and_run_nothing():
-    on_device(fakes, 2)

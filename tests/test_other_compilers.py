@@ -92,7 +92,7 @@ def test_what_was_run_is_not_asked(gpu):
 def test_the_probe_asks_for_three_kernels_and_runs_none(monkeypatch):
     asked = []
 
-    def called(launcher, tensors, numbers) -> None:
+    def called(launcher, tensors, numbers, grid=()) -> None:
         asked.append((launcher._name, triton_launch._compiling))
 
     monkeypatch.setattr(triton_launch.Launcher, "__call__", called)

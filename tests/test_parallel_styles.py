@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -102,29 +102,24 @@ def compare(model: nn.Module, layout: Any, plan: list[dict[str, Any]], compiled:
         assert_exact(our_state[name][1], shard, name)
 
 
-def as_torch(rank: int) -> dict[tuple[str, str], int]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_device_ranks("world_size", environment=PLAIN)
+def test_layers_do_what_pytorch_s_styles_do(rank):
     for bias in (True, False):
         for layout in (Shard(1), Shard(0), Replicate()):
             compare(Mlp(bias), layout, plans(layout), compiled=False)
-    return flux_megatron.report().calls
+    calls = flux_megatron.report().calls
+    patterns = {pattern for pattern, _ in calls}
+    assert patterns == {"ag_gemm", "gemm_rs", "gemm_ar"}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_layers_do_what_pytorch_s_styles_do(world_size):
-    for calls in on_device(as_torch, world_size, environment=PLAIN):
-        patterns = {pattern for pattern, _ in calls}
-        assert patterns == {"ag_gemm", "gemm_rs", "gemm_ar"}
-
-
-def traced(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_layers_compile_to_one_graph(rank):
     compare(Mlp(True), Shard(1), plans(Shard(1)), compiled=True)
 
 
-def test_layers_compile_to_one_graph():
-    on_device(traced, 2, environment=PLAIN)
-
-
-def with_dtensors(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_inputs_may_be_dtensors(rank):
     """Inputs that are DTensors: replicated ones, whose gradient DTensor sums, and sharded ones."""
 
     def prepared(desired: Any, column: Any, row: Any, layout: Any = None) -> dict[str, Any]:
@@ -142,11 +137,8 @@ def with_dtensors(rank: int) -> None:
         made(tokens(Shard(1)))
 
 
-def test_inputs_may_be_dtensors():
-    on_device(with_dtensors, 2, environment=PLAIN)
-
-
-def of_a_whole_output(rank: int) -> None:
+@on_device_ranks(2, environment=PLAIN)
+def test_an_output_may_be_gathered(rank):
     """The last layer of a model: the logits of all tokens and words on every rank."""
     styles = (ColwiseParallel, FluxColwiseParallel)
     plan = [{"up": one(input_layouts=Shard(1), output_layouts=Replicate())} for one in styles]
@@ -155,11 +147,8 @@ def of_a_whole_output(rank: int) -> None:
     compare(model, Shard(1), plan, compiled=False)
 
 
-def test_an_output_may_be_gathered():
-    on_device(of_a_whole_output, 2, environment=PLAIN)
-
-
-def refusals(rank: int) -> None:
+@on_device_ranks(2)
+def test_what_cannot_be_parallelized_is_refused(rank):
     here = mesh()
     for style, module, said in (
         (FluxColwiseParallel(), nn.Embedding(4, 4), "Embedding given, torch.nn.Linear expected"),
@@ -180,7 +169,3 @@ def refusals(rank: int) -> None:
     two = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="a mesh of one dimension expected"):
         FluxColwiseParallel()._apply(nn.Linear(4, 4), two)
-
-
-def test_what_cannot_be_parallelized_is_refused():
-    on_device(refusals, 2)

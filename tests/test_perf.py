@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron.perf.hardware import A100, GPUS, H100, H200, find
-from flux_megatron.perf.operator_cost import (
+from flux_megatron.lab.perf import operator_cost
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.hardware import A100, GPUS, H100, H200, find
+from flux_megatron.lab.perf.operator_cost import (
     collective_us,
-    exposed_us,
     gemm_us,
     gemms_us,
     moved_bytes,
@@ -150,5 +154,93 @@ def test_facts_are_found_by_the_name_of_the_gpu(gpu, link, expected):
 def test_what_is_exposed_is_the_collective_where_nothing_overlaps():
     large = problem("ag_gemm", 8192, 12288, 12288)
     collective = collective_us(H200, moved_bytes(large), 4)
-    assert exposed_us(large, SEQUENTIAL, H200) == pytest.approx(collective)
-    assert 0.0 <= exposed_us(large, Plan("hopper"), H200) < 0.2 * collective
+    gemms = sum(gemms_us(large, H200))
+    assert predict_us(large, SEQUENTIAL, H200) - gemms == pytest.approx(collective)
+    assert 0.0 <= predict_us(large, Plan("hopper"), H200) - gemms < 0.2 * collective
+
+
+@pytest.mark.parametrize(("mebibytes", "measured"), [(8, 62), (64, 324), (192, 901)])
+def test_all_reduces_of_four_ranks(mebibytes, measured):
+    assert all_reduce_us(H200, mebibytes * 2**20, 4) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "measured"),
+    [(1, 8192, 8192, 27.6), (16, 8192, 8192, 29.5), (16, 12288, 49152, 162.8)],
+)
+def test_all_reduces_of_few_rows(M, N, K, measured):
+    """mm and its all-reduce in decoding, of `gemv_ar.jsonl`."""
+    problem = Problem(Pattern.GEMM_AR, M, N, K, "bfloat16", 2)
+    found = predict_us(problem, Plan("sequential"), H200)
+    assert found == pytest.approx(measured, rel=0.15)
+
+
+ROWS = Path(__file__).parents[1] / "docs/results/h200x2/gemv_ar.jsonl"
+FEW = 16
+WORDS = Plan("low_latency")
+
+
+def measured() -> dict[Problem, dict[str, float]]:
+    """Microseconds by the first word of the candidate, of each problem."""
+    found: dict[Problem, dict[str, float]] = {}
+    for line in ROWS.read_text().splitlines():
+        row = json.loads(line)
+        if row["table"] == "gemv_ar" and row["captured"]:
+            sizes = (row["M"], row["N"], row["K"])
+            problem = Problem(Pattern.GEMM_AR, *sizes, "bfloat16", row["tp"])
+            name = row["candidate"].removeprefix("mm ").split()[0]
+            found.setdefault(problem, {})[name] = row["us"]
+    return found
+
+
+def test_the_trip_is_what_rows_of_few_rows_show():
+    trips = []
+    for problem, us in measured().items():
+        if problem.M <= FEW:
+            words = 2 * operator_cost.moved_bytes(problem) / H200.copy_gbps * 1e-3
+            trips.append(us["low_latency"] - us["alone"] - words)
+    assert len(trips) == 13
+    assert round(statistics.median(trips), 1) == operator_cost.WORDS_TRIP_US
+
+
+@pytest.mark.parametrize(("M", "lowest", "highest"), [(FEW, 0.0, 0.1), (64, -0.23, 0.0)])
+def test_predictions_are_as_wrong_as_it_says(M, lowest, highest):
+    errors = [
+        predict_us(problem, WORDS, H200) / us["low_latency"] - 1
+        for problem, us in measured().items()
+        if problem.K > 1000 and (problem.M <= FEW if M == FEW else problem.M == M)
+    ]
+    assert len(errors) == (12 if M == FEW else 4)
+    assert lowest < min(errors)
+    assert max(errors) < highest
+
+
+def test_two_phases_take_two_trips():
+    problem = Problem(Pattern.GEMM_AR, 1, 8192, 8192, "bfloat16", 8)
+    once, twice = (
+        predict_us(problem, Plan("low_latency", two_phase=two), H200) for two in (False, True)
+    )
+    assert twice - once == pytest.approx(operator_cost.WORDS_TRIP_US, abs=0.5)
+
+
+RACED = Path(__file__).parents[1] / "docs/results/h100x2"
+ONE_GEMM = Plan("pipelined", splits=1)
+
+
+def test_it_takes_as_long_beyond_the_gemm_as_predicted():
+    raced: dict[tuple[str, str], dict[str, float]] = {}
+    for file in ("held_out.jsonl", "k_parts.jsonl"):
+        for row in map(json.loads, (RACED / file).read_text().splitlines()):
+            if row["case"].startswith("ag_gemm") and not row["beside"]:
+                plan = row["plan"].replace('"split_k_shards": 0, ', "")  # which plans had
+                raced.setdefault((row["case"], row["run"]), {})[plan] = row["median_us"]
+    shapes = set()
+    for (case, _), us in raced.items():
+        M, N, K = map(int, case.split()[1].split("x"))
+        problem = Problem.of_operands(Pattern.AG_GEMM, M // 2, N, K, "bfloat16", 2, "nt", "cuda")
+        if ONE_GEMM.dumps() not in us:
+            continue
+        predicted = predict_us(problem, ONE_GEMM, H100) - gemms_us(problem, H100)[0]
+        assert abs(us[ONE_GEMM.dumps()] - us["gemm"] - predicted) < 4, case
+        shapes.add(case)
+    assert len(shapes) == 12

@@ -1,4 +1,4 @@
-"""The plans of a layer kind by ranges of M."""
+"""The plans of a layer kind by ranges of M, and which plans of `hopper` the tuner tries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flux_megatron.overlap import registry
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import hopper, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import plan_table
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, problem_of, range_of
@@ -31,8 +32,8 @@ def test_the_nearest_point_of_the_range_gives_the_plan():
     assert table.plan(replace(LAYER, M=2100), NAMES) == PLAIN
     assert table.plan(replace(LAYER, M=3100), NAMES).strategy == "pipelined"
     assert table.plan(replace(LAYER, M=5700), NAMES) == Plan("fused")
-    with_hopper = plan_table.ruled(replace(LAYER, M=16384), ["pipelined"])
-    assert table.plan(replace(LAYER, M=16384), ["pipelined"]) == with_hopper, "no point is near"
+    far = PlanTable({4096: PLAIN})
+    assert far.plan(replace(LAYER, M=16384), ["pipelined"]) == Plan("pipelined"), "by the rule"
 
 
 def test_a_plan_keeps_its_share_of_rows():
@@ -86,3 +87,29 @@ def test_a_race_leaves_out_what_never_wins(monkeypatch):
     assert few == [PLAIN, *tried["pipelined"]]
     assert plan_table.racers(LAYER, ["signalled"]) == [PLAIN, *tried["signalled"][:2]]
     assert Plan("fused") in plan_table.racers(LAYER, NAMES[1:])
+
+
+def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
+    def tried(M: int, K: int) -> set[tuple[int, int]]:
+        problem = Problem(Pattern.AG_GEMM, M, 2 * 5120, K, "bfloat16", 2)
+        plans = [plan for plan in hopper.candidates(problem) if plan.splits]
+        assert {plan.splits for plan in plans} <= {4}
+        return {(plan.tile.block_m, plan.tile.block_n) for plan in plans}
+
+    assert tried(256, 2048) == tried(1024, 8192) == {(128, 256), (128, 128)}
+    assert tried(112, 2048) == {(64, 128), (64, 64)}
+    assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
+
+
+def test_short_sums_over_two_ranks_are_pushed_in_quarters_or_by_sms():
+    def tried(M: int, K_local: int, world_size: int = 2) -> set[tuple[str, int]]:
+        """Transports, and communication tiles of a shard."""
+        problem = Problem(Pattern.GEMM_RS, M, 8192, world_size * K_local, "bfloat16", world_size)
+        plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
+        return {(plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans}
+
+    halves, quarters, by_sm = ("copy_engine", 2), ("copy_engine", 4), ("sm", 8)
+    assert tried(8192, 1024) == {halves, quarters, by_sm}
+    assert tried(8192, 2048) == tried(8192, 4096) == {halves, quarters}
+    assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
+    assert tried(1024, 8192) == {halves, by_sm}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flux_megatron.errors import RunFailed
-from flux_megatron.lab.bench import rank_processes
+from flux_megatron.tune_command import rank_processes
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)
@@ -60,11 +60,11 @@ def test_a_killed_rank_is_named():
 
 PARENT = """
 import signal, sys
-from flux_megatron.lab.bench import launch
+from flux_megatron.tune_command import ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has them ignored
 code = "import os, time; open(sys_file, 'a').write(f'{os.getpid()} '); time.sleep(60)"
 code = code.replace("sys_file", repr(sys.argv[1]))
-sys.exit(launch.run(["-c", code], 2, launch.inherited(), "go on so"))
+sys.exit(ranks.run(["-c", code], 2, ranks.inherited(), "go on so"))
 """
 
 

@@ -23,10 +23,7 @@ from flux_megatron.overlap.steady import Steady
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.workspace import workspaces
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
 PLANS = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, FUSED, on_device
+from ranks import DEVICE, FUSED, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops, settings
+from flux_megatron import errors, ops
 from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
@@ -67,19 +67,6 @@ def test_a_fallback_is_counted_as_sequential_and_said_once():
     assert (now.share, now.chosen_sequential) == (0.0, 0)
 
 
-def test_strict_mode_raises_and_counts_nothing(monkeypatch):
-    monkeypatch.setenv("FLUX_MEGATRON_STRICT", "1")
-    settings.reload()
-    try:
-        with pytest.raises(errors.FallbackRefused, match="ag_gemm cannot be overlapped: because"):
-            note_fallback("ag_gemm", "because")
-    finally:
-        monkeypatch.undo()
-        settings.reload()
-    assert report().total == 0
-    assert report().fallbacks == {}
-
-
 def test_the_text():
     note_call("ag_gemm", "fused")
     with pytest.warns(UserWarning, match="odd"):
@@ -99,7 +86,8 @@ def test_a_reset_starts_anew():
     assert report() == Report({}, {}, 0)
 
 
-def failing(rank: int) -> tuple[dict, dict]:
+@on_device_ranks(2, environment=FUSED)
+def test_a_call_is_counted_when_it_is_enqueued(rank):
     """Calls that end with an error were not enqueued: no strategy has any in the report."""
     x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
     group = dist.group.WORLD
@@ -123,30 +111,27 @@ def failing(rank: int) -> tuple[dict, dict]:
         module = call.STRATEGIES["fused"]
         with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
             getattr(expert_ops, name)(x[:2], w[None], counts, group, **{size: 2})
-    return report().calls, report().fallbacks
+    assert report().calls == {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
+    assert report().fallbacks == {}
 
 
-def test_a_call_is_counted_when_it_is_enqueued():
-    environment = {"FLUX_MEGATRON_STRATEGY": "fused"}
-    expected = {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
-    assert on_device(failing, 2, environment=environment) == [(expected, {})] * 2
-
-
-def refused(rank: int) -> dict:
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_STRICT": "1"})
+def test_strict_mode_refuses_a_fallback_before_the_call(rank):
     """Before the call, so no rank has begun it."""
     x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
     made = mock.patch.object(sequential, "ag_gemm", side_effect=KeyError)
     with made, pytest.raises(errors.FallbackRefused):
         ops.all_gather_gemm(x.double(), w.double(), dist.group.WORLD)
-    return report().calls
+    assert (report().calls, report().fallbacks) == ({}, {})
 
 
-def test_strict_mode_refuses_a_fallback_before_the_call():
-    environment = {"FLUX_MEGATRON_STRATEGY": "fused", "FLUX_MEGATRON_STRICT": "1"}
-    assert on_device(refused, 2, environment=environment) == [{}, {}]
+def check_refused() -> None:
+    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
+    column_parallel_linear(x, w, None, group=dist.group.WORLD)
 
 
-def real_calls(rank: int) -> tuple[Report, list[str]]:
+@on_device_ranks(2, environment=FUSED)
+def test_real_calls(rank):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -156,25 +141,14 @@ def real_calls(rank: int) -> tuple[Report, list[str]]:
             check(Case("ag_gemm", 5, 4, 3, seed=seed, dtype=torch.float64))
         with pytest.raises(ValueError, match="equal K"):
             check_refused()
-    return flux_megatron.report(), [
-        str(w.message) for w in said if "flux_megatron" in str(w.message)
-    ]
-
-
-def check_refused() -> None:
-    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
-    column_parallel_linear(x, w, None, group=dist.group.WORLD)
-
-
-def test_real_calls():
-    reason = "dtype float64 is none of float32, bfloat16, float16"
-    for now, said in on_device(real_calls, 2, environment=FUSED):
-        assert now.calls == {
-            ("ag_gemm", "fused"): 2, ("gemm_rs", "pipelined"): 2,
-            ("gemm_rs", "sequential"): 2, ("ag_gemm", "sequential"): 2,
-        }  # fmt: skip
-        # a plan that asks for sequential is no fallback
-        assert now.fallbacks == {("ag_gemm", reason): 2}
-        assert said == [f"flux_megatron: ag_gemm runs without overlap: {reason}"]
-        assert (now.share, now.chosen_sequential) == (0.5, 2)
-        assert now.workspace_bytes > 0
+    now, reason = flux_megatron.report(), "dtype float64 is none of float32, bfloat16, float16"
+    assert now.calls == {
+        ("ag_gemm", "fused"): 2, ("gemm_rs", "pipelined"): 2,
+        ("gemm_rs", "sequential"): 2, ("ag_gemm", "sequential"): 2,
+    }  # fmt: skip
+    # a plan that asks for sequential is no fallback
+    assert now.fallbacks == {("ag_gemm", reason): 2}
+    said = [str(one.message) for one in said if "flux_megatron" in str(one.message)]
+    assert said == [f"flux_megatron: ag_gemm runs without overlap: {reason}"]
+    assert (now.share, now.chosen_sequential) == (0.5, 2)
+    assert now.workspace_bytes > 0

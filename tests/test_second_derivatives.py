@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import here, on_device
+from ranks import here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -41,7 +41,10 @@ def expected() -> list[Tensor]:
     return list(torch.autograd.grad(penalty(y, x, [first, second]), given))
 
 
-def penalized(rank: int, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_device_ranks("world_size")
+def test_second_derivatives_are_those_of_one_process(rank, sequence):
     R, group = dist.get_world_size(), dist.group.WORLD
     x, first, second, gamma = whole()
     given = [
@@ -77,13 +80,8 @@ def penalized(rank: int, sequence: bool) -> None:
     assert any("create_graph" in reason for _, reason in flux_megatron.report().fallbacks)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_second_derivatives_are_those_of_one_process(world_size, sequence):
-    on_device(penalized, world_size, sequence)
-
-
-def refused(rank: int) -> None:
+@on_device_ranks(2)
+def test_what_cannot_be_differentiated_again_is_an_error(rank):
     group = dist.group.WORLD
     x, w, _, _ = (tensor.float().to(here()) for tensor in whole())
     x.requires_grad_()
@@ -98,7 +96,3 @@ def refused(rank: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="create_graph=True given, but weight gradients"):
             torch.autograd.grad(make().sum(), x, create_graph=True)
-
-
-def test_what_cannot_be_differentiated_again_is_an_error():
-    on_device(refused, 2)

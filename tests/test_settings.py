@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flux_megatron import settings
 from flux_megatron.settings import Settings, read
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_defaults():
@@ -30,6 +34,7 @@ def test_every_variable_is_read():
         "FLUX_MEGATRON_NVTX": "1",
         "FLUX_MEGATRON_NATIVE": "0",
         "FLUX_MEGATRON_ALLOW": "sft  train_step",
+        "FLUX_MEGATRON_ENABLE": "1",
     }
     assert environment.keys() == {
         f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
@@ -37,7 +42,7 @@ def test_every_variable_is_read():
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
-        nvtx=True, native=False, allow=("sft", "train_step"),
+        nvtx=True, native=False, allow=("sft", "train_step"), enable=True,
     )  # fmt: skip
 
 
@@ -121,6 +126,8 @@ def test_frozen():
         settings.get().strict = True
 
 
-def test_every_field_is_a_variable_in_the_table():
+def test_every_field_is_a_variable_in_the_table_and_the_page_has_that_table():
     for name in Settings.__dataclass_fields__:
         assert f"| FLUX_MEGATRON_{name.upper()} |" in settings.__doc__
+    tables = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/reference_tables.py")))
+    assert tables.block("variables", tables.variables()) in tables.VARIABLES.read_text()

@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from cases import Case, check
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, be_late, on_device
+from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops
+from flux_megatron.nn import all_reduced, functions
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import release, workspaces
 
 PATTERNS = ("ag_gemm", "gemm_rs")
 
 
-def two_by_two(rank: int) -> list[int]:
+@on_device_ranks(4, environment=FUSED)
+def test_subgroups_at_the_same_time(rank):
     """TP 2 x DP 2: both pairs call at the same time with data of their own; then pairs across."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -35,31 +37,25 @@ def two_by_two(rank: int) -> list[int]:
     epochs = [space.channels["gather"].epoch for space in workspaces()]
     release()
     assert workspaces() == []
-    return epochs
-
-
-def test_subgroups_at_the_same_time():
-    assert on_device(two_by_two, 4, environment=FUSED) == [[3, 3, 1]] * 4
-
-
-def unordered(rank: int) -> int:
-    """Ranks are ranks of the group: of 0, 1 and 2 rank 2 comes first."""
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
-    for pattern in PATTERNS:
-        check(Case(pattern, 13, 7, 5), group)
-        check(Case(pattern, 13, 7, 5, plan=Plan("pipelined", comm_rows=5)), group)
-    return group.rank()
+    assert epochs == [3, 3, 1]
 
 
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters,
     reason="this torch sorts the ranks of every group",
 )
-def test_a_group_in_another_order():
-    assert on_device(unordered, 3, environment=FUSED) == [1, 2, 0]
+@on_device_ranks(3, environment=FUSED)
+def test_a_group_in_another_order(rank):
+    """Ranks are ranks of the group: of 0, 1 and 2 rank 2 comes first."""
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    for pattern in PATTERNS:
+        check(Case(pattern, 13, 7, 5), group)
+        check(Case(pattern, 13, 7, 5, plan=Plan("pipelined", comm_rows=5)), group)
+    assert group.rank() == (1, 2, 0)[rank]
 
 
-def part_of_the_world(rank: int) -> None:
+@on_device_ranks(4, environment=FUSED)
+def test_a_group_that_is_part_of_the_world(rank):
     """A group without rank 0, and with ranks that are not their numbers."""
     group = dist.new_group([1, 3])
     if rank in (1, 3):
@@ -68,11 +64,8 @@ def part_of_the_world(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_group_that_is_part_of_the_world():
-    on_device(part_of_the_world, 4, environment=FUSED)
-
-
-def shared_ranks(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_two_groups_over_the_same_ranks(rank):
     """Two groups over the same ranks have memory of their own, also with calls of both open."""
     first, second = dist.group.WORLD, dist.new_group([0, 1])
     x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
@@ -82,11 +75,8 @@ def shared_ranks(rank: int) -> None:
     assert len(workspaces()) == 2
 
 
-def test_two_groups_over_the_same_ranks():
-    on_device(shared_ranks, 2, environment=FUSED)
-
-
-def comes_back(rank: int) -> None:
+@on_device_ranks(2, environment=FUSED)
+def test_release_and_start_again(rank):
     """Memory released and asked for again: the old answers and epochs are not those of the new."""
     for seed in range(3):
         check(Case("ag_gemm", 5, 4, 3, seed=seed))
@@ -95,5 +85,29 @@ def comes_back(rank: int) -> None:
     assert flux_megatron.report().workspace_bytes == 0
 
 
-def test_release_and_start_again():
-    on_device(comes_back, 2, environment=FUSED)
+X, W = torch.ones(4, 4), torch.ones(4, 4)
+COUNTS = torch.ones(1, 1, dtype=torch.int32)
+INDICES, OFFSETS = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])
+CALLS = {
+    "all_gather_gemm": lambda: flux_megatron.all_gather_gemm(X, W, None),
+    "with gradients": lambda: flux_megatron.all_gather_gemm(X.clone().requires_grad_(), W, None),
+    "gemm_reduce_scatter": lambda: flux_megatron.gemm_reduce_scatter(X, W, None),
+    "gemm_all_reduce": lambda: flux_megatron.gemm_all_reduce(X, W, None),
+    "gemv_all_reduce": lambda: flux_megatron.gemv_all_reduce(X, W, None),
+    "many rows": lambda: flux_megatron.gemv_all_reduce(torch.ones(99, 4), W, None),
+    "a2a_gemm": lambda: flux_megatron.a2a_gemm(X, W[None], COUNTS, None, capacity=4),
+    "gemm_a2a": lambda: flux_megatron.gemm_a2a(X, W[None], COUNTS, None, tokens=4),
+    "embedding_all_to_all": lambda: flux_megatron.embedding_all_to_all(
+        W[None], INDICES, OFFSETS, None
+    ),
+    "column_parallel_linear": lambda: functions.column_parallel_linear(X, W, None, group=None),
+    "row_parallel_linear": lambda: functions.row_parallel_linear(X, W, group=None),
+    # it would return this rank's share for the sum
+    "row_linear": lambda: all_reduced.row_linear(X, W, group=None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_none_is_no_group(name):
+    with pytest.raises(ValueError, match=r"^group None given, the process group of the ranks"):
+        CALLS[name]()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from cases import Case, check
-from ranks import FUSED, run_ranks
+from ranks import FUSED, on_cpu_ranks, run_ranks
 
 from flux_megatron import errors
 from flux_megatron.overlap.report import report
@@ -57,8 +57,10 @@ def torch_s(rank: int, uuid: str, failures: dict[str, str]):
     )
 
 
-def allocated(rank: int, case: str) -> tuple[list, str | None, int]:
-    gpus, before, _ = CASES[case]
+@pytest.mark.parametrize("case", CASES)
+@on_cpu_ranks(2)
+def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(rank, case):
+    gpus, before, found = CASES[case]
     uuid, number = gpus[rank]
     os.environ.pop(VARIABLE, None)
     if before is not None:
@@ -67,28 +69,19 @@ def allocated(rank: int, case: str) -> tuple[list, str | None, int]:
     device = torch.device("cpu") if number is None else torch.device("cpu", number)
     with a, b, c, d:
         buffer = cuda_backend.allocate(SIZE, dist.group.WORLD, device)
-    return seen, os.environ.get(VARIABLE), int(buffer.shards[rank].count_nonzero())
+    assert (seen, os.environ.get(VARIABLE)) == ([found], before)
+    assert not buffer.shards[rank].count_nonzero()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(case):
-    _, before, found = CASES[case]
-    assert run_ranks(allocated, 2, case) == [([found], before, 0)] * 2
-
-
-def too_little(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_every_rank_learns_which_one_has_too_little_memory(rank):
     """On one rank only: no rank waits for it in the rendezvous."""
     failures = {"empty": "out of memory\nC++ stack"} if rank == 1 else {}
     seen, (a, b, c, d) = torch_s(rank, str(rank), failures)
     with a, b, c, d, pytest.raises(errors.WorkspaceError) as raised:
         cuda_backend.allocate(SIZE, dist.group.WORLD, torch.device("cpu", 0))
     assert not seen
-    return str(raised.value)
-
-
-def test_every_rank_learns_which_one_has_too_little_memory():
-    said = "symmetric memory of 2097152 bytes: rank 1: out of memory"
-    assert run_ranks(too_little, 2) == [said] * 2
+    assert str(raised.value) == "symmetric memory of 2097152 bytes: rank 1: out of memory"
 
 
 def tried(rank: int, failures: dict[str, str]) -> str | None:
@@ -114,16 +107,12 @@ def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
     assert objects._device(also_on_host) == torch.device("cpu")
 
 
-def without_shared_memory(rank: int) -> tuple[dict, dict]:
+@on_cpu_ranks(2, environment=FUSED)
+def test_calls_fall_back_where_gpus_share_no_memory(rank):
     workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
     check(Case("ag_gemm", 4, 4, 4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "flux_megatron")  # it has been said
         check(Case("ag_gemm", 4, 4, 4, seed=1))
-    return report().calls, report().fallbacks
-
-
-def test_calls_fall_back_where_gpus_share_no_memory():
-    fallbacks = {("ag_gemm", "the GPUs share no memory: rank 0: closed"): 2}
-    expected = ({("ag_gemm", "sequential"): 2}, fallbacks)
-    assert run_ranks(without_shared_memory, 2, environment=FUSED) == [expected] * 2
+    assert report().calls == {("ag_gemm", "sequential"): 2}
+    assert report().fallbacks == {("ag_gemm", "the GPUs share no memory: rank 0: closed"): 2}

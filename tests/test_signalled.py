@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import DEVICE, here, on_device, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -51,7 +51,9 @@ def cases() -> list[Case]:
 ALL = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
-def exact(rank: int, turns: int) -> dict:
+@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
+@on_device_ranks("world_size")
+def test_exact(rank, turns):
     """Every case of both patterns; from the second turn on with counters that were used before."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
@@ -72,24 +74,12 @@ def exact(rank: int, turns: int) -> dict:
     by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
     assert report.kernels["signalled_gemm"] == by_us
     assert f"signalled_gemm {report.kernels['signalled_gemm']}" in str(report)
-    return report.calls
+    calls = turns * (len(GROUPS) if group.size() < 8 else 3)
+    assert report.calls == {(name, "signalled"): calls for name in ALL}
 
 
-@pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
-def test_exact(world_size, turns):
-    calls = turns * (len(GROUPS) if world_size < 8 else 3)
-    for counted in on_device(exact, world_size, turns):
-        assert counted == {(name, "signalled"): calls for name in ALL}
-
-
-def ragged(rank: int) -> None:
-    x, w = torch.ones(5, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
-    plan = Plan("signalled", tile=SMALL, group_rows=(2, 2))
-    y = ops.gemm_all_reduce(x, w, dist.group.WORLD, plan=plan)
-    assert_exact(y, torch.full((5, 3), 8.0))
-
-
-def gathered(rank: int) -> None:
+@on_device_ranks(3)
+def test_gathered_rows_of_a_late_rank_in_order(rank):
     """The rows that wgrad gets, in order, and y, from ranks of which the last is late."""
     group, plan = dist.group.WORLD, Plan("signalled", tile=SMALL, group_rows=(2, 3))
     x, w = (torch.arange(rows * 4, device=DEVICE).view(rows, 4).float() for rows in (7, 3))
@@ -106,24 +96,19 @@ def gathered(rank: int) -> None:
             tensor.fill_(torch.nan)  # what the next call may get for its buffers
 
 
-def test_gathered_rows_of_a_late_rank_in_order():
-    on_device(gathered, 3)
-
-
-def test_bands_of_a_gather_cover_all_rows_in_order():
-    for rows in (1, 15, 16, 100):
-        for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
-            made = bands(rows, 40, 1, group_rows, SMALL)
-            assert ends_of(rows, group_rows) == [band.first + band.rows for band in made]
-
-
-def test_rows_of_an_all_reduce_need_not_be_divided_over_the_ranks():
-    on_device(ragged, 2)
+@on_device_ranks(2)
+def test_rows_of_an_all_reduce_need_not_be_divided_over_the_ranks(rank):
+    x, w = torch.ones(5, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    plan = Plan("signalled", tile=SMALL, group_rows=(2, 2))
+    y = ops.gemm_all_reduce(x, w, dist.group.WORLD, plan=plan)
+    assert_exact(y, torch.full((5, 3), 8.0))
 
 
 def test_bands_cover_all_rows_in_order():
     for rows in (1, 15, 16, 100):
         for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
+            gathered = bands(rows, 40, 1, group_rows, SMALL)
+            assert ends_of(rows, group_rows) == [band.first + band.rows for band in gathered]
             made = bands(rows, 40, 3, group_rows, SMALL)
             assert [band.first for band in made] == [
                 sum(b.rows for b in made[:n]) for n in range(len(made))
@@ -241,16 +226,13 @@ def test_between_nodes_where_nothing_else_overlaps(strategy):
         assert counted == OVERLAPPED
 
 
-def opened(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_one_open_call(rank):
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=SMALL)
     ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
     with pytest.raises(errors.WorkspaceError, match="another was open"):
         ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
-
-
-def test_one_open_call():
-    run_ranks(opened, 2)
 
 
 def test_a_communicator_for_each_number_of_sms(monkeypatch):
@@ -280,7 +262,8 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     assert sorted(ended) == made
 
 
-def broken(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_an_error_in_the_middle_breaks_the_group(rank):
     x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
     plan = Plan("signalled", tile=SMALL)
     with (
@@ -290,9 +273,5 @@ def broken(rank: int) -> str:
         ops.gemm_reduce_scatter(x, w, group, plan=plan)
     with pytest.raises(errors.GroupBroken) as refused:
         ops.gemm_reduce_scatter(x, w, group, plan=plan)
-    return str(refused.value)
-
-
-def test_an_error_in_the_middle_breaks_the_group():
-    for reported in run_ranks(broken, 2):
-        assert "no kernel" in reported
+    reported = str(refused.value)
+    assert "no kernel" in reported

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, on_device, run_ranks
+from ranks import DEVICE, on_cpu_ranks, on_device, run_ranks
 from test_expert_parallel import (
     PLANS,
     ROUTINGS,
@@ -137,7 +137,8 @@ def test_rows_that_do_not_fit_are_refused_by_all_ranks():
         assert "the counts of rank 1 name 14 rows, 12 expected" in reported
 
 
-def broken(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_an_error_in_the_middle_breaks_the_group(rank):
     given = operands(uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
     x, w, counts, group = given.x[rank], given.w[rank], given.counts[rank], dist.group.WORLD
     call = {"capacity": given.capacity, "plan": plan_of(2)}
@@ -148,15 +149,12 @@ def broken(rank: int) -> str:
         ops.a2a_gemm(x, w, counts, group, **call)
     with pytest.raises(errors.GroupBroken) as caught:
         ops.a2a_gemm(x, w, counts, group, **call)
-    return str(caught.value)
+    reported = str(caught.value)
+    assert "no kernel" in reported
 
 
-def test_an_error_in_the_middle_breaks_the_group():
-    for reported in run_ranks(broken, 2):
-        assert "no kernel" in reported
-
-
-def captured(rank: int) -> None:
+@on_cpu_ranks(1)
+def test_a_capture_is_refused_by_name(rank):
     counts, space = (
         torch.ones(1, 2, dtype=torch.int32),
         workspace(dist.group.WORLD, torch.device("cpu")),
@@ -166,10 +164,6 @@ def captured(rank: int) -> None:
         pytest.raises(errors.WorkspaceError, match="counts on the host"),
     ):
         host_counts.all_counts(counts, 2, 4, space)
-
-
-def test_a_capture_is_refused_by_name():
-    run_ranks(captured, 1)
 
 
 def counts_of(ranks: int, experts: int, seed: int) -> torch.Tensor:

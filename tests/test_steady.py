@@ -254,6 +254,7 @@ def test_an_error_leaves_the_call_open_and_breaks_the_group_off(space, driver):
 
 
 def test_a_kernel_with_other_parameters_is_not_recorded(space, driver):
+    native_launch._layout.cache_clear()
     driver.expect_parameters(Compiled.function, *Compiled.SIZES[:-1])
     steady = Steady(space, "gather", True)
     assert not any(through(steady, space, number)[0] for number in range(20))

@@ -16,14 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 from flux_megatron import errors, ops
+from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.overlap import fused, pipelined
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.cpu_backend import CpuCopyEngine
+from flux_megatron.symm.workspace import workspace
 
 COPY = -1  # the copy engine's stream
 SMALL = Tile(16, 16, 16)
@@ -80,21 +83,6 @@ class Recorder:
         return stack
 
 
-def on_streams(rank: int, scenario: str) -> list[tuple[str, str]]:
-    """The pairs of kernels that nothing orders."""
-    record = Recorder()
-    groups = dist.group.WORLD, dist.new_group([0, 1])
-    with record.recording():
-        SCENARIOS[scenario](record, groups)
-    kernels = [item for item in record.items if item.name != "push"]
-    assert len({item.stream for item in kernels}) > 1, "the scenario uses one stream only"
-    return [
-        (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
-        for a, b in itertools.combinations(kernels, 2)
-        if not a.before(b)
-    ]
-
-
 def _x_and_w() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(16, 16), torch.ones(16, 16)
 
@@ -146,8 +134,20 @@ SCENARIOS = {f.__name__: f for f in (two_groups, two_directions, backward)}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_two_kernels_are_ordered(scenario):
-    assert run_ranks(on_streams, 2, scenario) == [[], []]
+@on_cpu_ranks(2)
+def test_every_two_kernels_are_ordered(rank, scenario):
+    """The pairs of kernels that nothing orders."""
+    record = Recorder()
+    groups = dist.group.WORLD, dist.new_group([0, 1])
+    with record.recording():
+        SCENARIOS[scenario](record, groups)
+    kernels = [item for item in record.items if item.name != "push"]
+    assert len({item.stream for item in kernels}) > 1, "the scenario uses one stream only"
+    assert [
+        (f"{a.name} on {a.stream}", f"{b.name} on {b.stream}")
+        for a, b in itertools.combinations(kernels, 2)
+        if not a.before(b)
+    ] == []
 
 
 class Streams(CpuCopyEngine):
@@ -201,3 +201,39 @@ def test_an_eager_call_is_not_pulled_into_a_capture():
 
 def test_engines_without_captures_say_so():
     assert CopyEngine.capture(CpuCopyEngine(), 0) == 0
+
+
+GEMMS = {"pipelined": (pipelined, "_multiply"), "fused": (ag_gemm_kernels, "ag_gemm")}
+RUN = {"pipelined": pipelined.ag_gemm, "fused": fused.ag_gemm}
+
+
+@pytest.mark.parametrize("strategy", GEMMS)
+@on_cpu_ranks(2)
+def test_the_local_shard_is_copied_behind_the_gemms(rank, strategy):
+    """In front of them GEMMs would wait for the copy, and the copy for all pushes."""
+    seen: list[str] = []
+
+    def noting(what: str, original):
+        def call(*given, **named):
+            seen.append(what)
+            return original(*given, **named)
+
+        return call
+
+    x, w = torch.full((4, 16), 1.0 + rank), torch.ones(16, 16)
+
+    def consume(gathered: torch.Tensor) -> None:
+        seen.append("consumed")
+        assert torch.equal(gathered[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
+
+    module, name = GEMMS[strategy]
+    with (
+        mock.patch.object(CpuCopyEngine, "copy", noting("copy", CpuCopyEngine.copy)),
+        mock.patch.object(module, name, noting("gemm", getattr(module, name))),
+    ):
+        space = workspace(dist.group.WORLD, x.device)
+        plan = Plan(strategy, tile=Tile(16, 16, 16))
+        RUN[strategy](x, w, None, "nn", plan, space, consume)
+    gemms = [at for at, what in enumerate(seen) if what == "gemm"]
+    assert seen[: gemms[0]] == ["copy"], "the push comes first"
+    assert seen[gemms[-1] + 1 :] == ["copy", "consumed"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import GPU_RANKS, be_late, run_ranks
+from ranks import GPU_RANKS, be_late, on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import ops
@@ -20,10 +20,7 @@ from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.wgrad import plain_wgrad
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 TILE = Tile(64, 64, 32)
 PLANS = {
@@ -52,7 +49,9 @@ def _done() -> None:
     flux_megatron.check()
 
 
-def two_groups(rank: int, plans) -> None:
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_two_groups_on_three_streams(rank, plans):
     """Random calls of two groups on three streams, a rank late now and then."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -74,12 +73,9 @@ def two_groups(rank: int, plans) -> None:
         assert_exact(result, given[which].expected[rank], f"call {number}")
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_two_groups_on_three_streams(plans):
-    run_ranks(two_groups, 2, PLANS[plans], device="cuda", environment=SHORT)
-
-
-def open_scatter(rank: int, plans) -> None:
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_a_gather_beside_an_open_scatter_of_another_group(rank, plans):
     """Gated pushes of one group stand in the copy engine's stream while the other group gathers."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     first, second = (torch.cuda.Stream() for _ in range(2))
@@ -101,12 +97,8 @@ def open_scatter(rank: int, plans) -> None:
     assert_exact(dx, given_rs.expected[rank])
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_a_gather_beside_an_open_scatter_of_another_group(plans):
-    run_ranks(open_scatter, 2, PLANS[plans], device="cuda", environment=SHORT)
-
-
-def backward_in_a_thread(rank: int) -> None:
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_backward_on_autograd_s_thread(rank):
     """Autograd's thread enqueues on the forward's stream what the main thread goes on behind."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     forward, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -139,11 +131,8 @@ def backward_in_a_thread(rank: int) -> None:
     assert_exact(w.grad, torch.full_like(w, 2 * 1024))
 
 
-def test_backward_on_autograd_s_thread():
-    run_ranks(backward_in_a_thread, 2, device="cuda", environment=SHORT)
-
-
-def captured_on_two(rank: int) -> None:
+@on_cpu_ranks(2, device="cuda", environment=SHORT)
+def test_a_capture_on_two_streams(rank):
     """A capture that goes to another stream and back, replayed between eager calls."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     cases = _cases((Plan("fused", tile=TILE), Plan("fused", tile=TILE)))
@@ -176,7 +165,3 @@ def captured_on_two(rank: int) -> None:
         for made in filter(None, (results, eager)):
             for result, which in zip(made, (0, 1, 0), strict=True):
                 assert_exact(result, given[which].expected[rank], f"replay {number}")
-
-
-def test_a_capture_on_two_streams():
-    run_ranks(captured_on_two, 2, device="cuda", environment=SHORT)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from closeness import assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import DEVICE, here, on_device, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors
 from flux_megatron.symm import cpu_backend, objects, signals
@@ -56,7 +56,9 @@ def test_no_two_slots_are_the_same(world_size):
     assert sorted(slots) == list(range(world_size * signals.MAX_COMM_TILES))
 
 
-def objects_come_without_numpy(rank: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_cpu_ranks("world_size")
+def test_objects_among_ranks(rank):
     group = dist.group.WORLD
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("not available")):
         found = objects.all_gather({"rank": rank, "words": ["a"] * 10**rank}, group)
@@ -66,11 +68,8 @@ def objects_come_without_numpy(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_objects_among_ranks(world_size):
-    run_ranks(objects_come_without_numpy, world_size)
-
-
-def peers_see_each_other(rank: int) -> None:
+@on_device_ranks("world_size")
+def test_every_rank_reads_and_writes_every_shard(rank):
     group = dist.group.WORLD
     memory = devices.allocate(1000, group, here())
     R = group.size()
@@ -89,12 +88,8 @@ def peers_see_each_other(rank: int) -> None:
         memory.view(rank, (1,), torch.float32, offset_bytes=memory.size_bytes)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_reads_and_writes_every_shard(world_size):
-    on_device(peers_see_each_other, world_size)
-
-
-def one_cannot_map(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_a_rank_that_cannot_map_is_named_on_every_rank(rank):
     def denied(path: str, size_bytes: int) -> None:
         raise PermissionError(13, "denied", path)
 
@@ -104,12 +99,8 @@ def one_cannot_map(rank: int) -> str:
     assert _call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
     with pytest.raises(errors.WorkspaceError) as raised:
         _call_log(group, torch.device("cpu"))
-    return str(raised.value)
-
-
-def test_a_rank_that_cannot_map_is_named_on_every_rank():
-    for text in run_ranks(one_cannot_map, 2):
-        assert "ranks cannot share memory: rank 1: [Errno 13] denied: '/proc/" in text
+    text = str(raised.value)
+    assert "ranks cannot share memory: rank 1: [Errno 13] denied: '/proc/" in text
 
 
 def test_what_a_slot_announces_is_described():

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import be_late, here, on_device, run_ranks
+from races import agreed
+from ranks import be_late, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron.tuning import beside, timing
 from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
@@ -16,32 +17,26 @@ from flux_megatron.tuning.timing import host_time_us, race
 CPU = torch.device("cpu")
 
 
-def _order(rank):
+@on_cpu_ranks(2)
+def test_every_round_runs_every_candidate_once(rank):
     calls = []
     candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
     race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1)
-    return "".join(calls)
+    assert "".join(calls) == "abc" + "abc" * 2
 
 
-def test_every_round_runs_every_candidate_once():
-    assert run_ranks(_order, 2) == ["abc" + "abc" * 2] * 2
-
-
-def _late(rank):
+@on_cpu_ranks(2)
+def test_the_slowest_rank_counts_in_every_round(rank):
     sleep_s = 0.02 if rank == 1 else 0.0
     candidates = {"uneven": lambda: time.sleep(sleep_s), "quick": lambda: None}
-    return race(candidates, group=dist.group.WORLD, device=CPU, rounds=3, warmup=1)
+    raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=3, warmup=1))
+    assert len(raced.times_us["uneven"]) == 3
+    assert min(raced.times_us["uneven"]) >= 20_000 > max(raced.times_us["quick"])
+    assert raced.median_us("uneven") == sorted(raced.times_us["uneven"])[1]
 
 
-def test_the_slowest_rank_counts_in_every_round():
-    first, second = run_ranks(_late, 2)
-    assert first == second
-    assert len(first.times_us["uneven"]) == 3
-    assert min(first.times_us["uneven"]) >= 20_000 > max(first.times_us["quick"])
-    assert first.median_us("uneven") == sorted(first.times_us["uneven"])[1]
-
-
-def _failing(rank):
+@on_cpu_ranks(2)
+def test_a_failure_on_one_rank_is_a_failure_on_all(rank):
     def fails_here():
         if rank == 1:
             raise ValueError("not on this rank")
@@ -53,28 +48,20 @@ def _failing(rank):
         raise NotImplementedError("on no rank")
 
     candidates = {"partly": fails_here, "good": collective, "never": nowhere}
-    return race(candidates, group=dist.group.WORLD, device=CPU, rounds=2)
-
-
-def test_a_failure_on_one_rank_is_a_failure_on_all():
-    results = run_ranks(_failing, 2)
-    assert results[0] == results[1]
-    assert [*results[0].times_us] == ["good"]
-    assert results[0].failures == {
+    raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=2))
+    assert [*raced.times_us] == ["good"]
+    assert raced.failures == {
         "partly": "rank 1: ValueError: not on this rank",
         "never": "NotImplementedError: on no rank",
     }
 
 
-def _all_fail(rank):
+@on_cpu_ranks(2)
+def test_a_race_without_finishers_has_no_times(rank):
     def fails():
         raise ValueError("no")
 
-    return race({"a": fails}, group=dist.group.WORLD, device=CPU)
-
-
-def test_a_race_without_finishers_has_no_times():
-    assert run_ranks(_all_fail, 2)[0].times_us == {}
+    assert race({"a": fails}, group=dist.group.WORLD, device=CPU).times_us == {}
 
 
 def test_host_time_is_that_of_one_call():
@@ -96,43 +83,36 @@ class Recorded(AllReduces):
         super().wait()
 
 
-def _order_beside(rank):
+@on_cpu_ranks(2)
+def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(rank):
     timing.AllReduces, Recorded.log = Recorded, []
     candidates = {name: lambda name=name: Recorded.log.append(name) for name in "ab"}
     race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1, beside=True)
-    return Recorded.log
+    log = Recorded.log
+    one = ["start", "1 blocks", "wait"]
+    warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
+    assert log[: warmup + alone] == [*"abab"]
+    assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
+    rest = log[warmup + alone + trials :]
+    many = rest[1]
+    assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
 
 
-def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next():
-    for log in run_ranks(_order_beside, 2):
-        one = ["start", "1 blocks", "wait"]
-        warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
-        assert log[: warmup + alone] == [*"abab"]
-        assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
-        rest = log[warmup + alone + trials :]
-        many = rest[1]
-        assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
-
-
-def _uneven_beside(rank):
+@on_cpu_ranks(2)
+def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest(rank):
     timing.AllReduces, Recorded.log = Recorded, []
     candidates = {"uneven": lambda: time.sleep(0.03 * rank), "quick": lambda: None}
     raced = race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, beside=True)
-    return raced, [word for word in Recorded.log if word.endswith("blocks")]
-
-
-def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest():
-    first, second = run_ranks(_uneven_beside, 2)
-    assert first == second
-    raced, blocks = first
-    assert [*raced.times_us] == [*raced.outlived] == ["uneven", "quick"]
+    blocks = agreed([word for word in Recorded.log if word.endswith("blocks")])
+    assert [*agreed(raced).times_us] == [*raced.outlived] == ["uneven", "quick"]
     assert min(raced.times_us["uneven"]) >= 30_000
     assert int(blocks[-1].split()[0]) > 2
     assert beside.blocks(1000.0, 1600.0) == 3
     assert beside.blocks(14_000.0, 1600.0) == 19
 
 
-def _outlives(rank):
+@on_device_ranks(2)
+def test_a_candidate_that_outlives_the_all_reduces_is_counted(rank):
     """Rank 1 takes much longer in the rounds that are beside others."""
     calls = [0]
 
@@ -141,25 +121,18 @@ def _outlives(rank):
         be_late(0.5 if rank == 1 and calls[0] > 4 else 0.001)
 
     candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
-    return race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
+    raced = race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
+    assert agreed(raced).outlived["grows"] == 3, raced
+    assert raced.outlived["stays"] < 3
 
 
-def test_a_candidate_that_outlives_the_all_reduces_is_counted():
-    first, second = on_device(_outlives, 2)
-    assert first == second
-    assert first.outlived["grows"] == 3
-    assert first.outlived["stays"] < 3
+@on_cpu_ranks(2)
+def test_nothing_is_outlived_alone(rank):
+    assert race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived == {}
 
 
-def _alone(rank):
-    return race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived
-
-
-def test_nothing_is_outlived_alone():
-    assert run_ranks(_alone, 2) == [{}, {}]
-
-
-def _second(rank):
+@on_cpu_ranks(3, limit_s=30)
+def test_the_second_communicator_is_made_once_and_asks_nobody_else(rank):
     """Rank 1 has fewer groups than the others."""
     world, pair = dist.group.WORLD, dist.new_group([0, 2])
     second = second_communicator(world, CPU)
@@ -170,14 +143,11 @@ def _second(rank):
         second = second_communicator(pair, CPU)
         assert (second.rank(), second.size()) == (rank // 2, 2)
         second.allreduce([ranks]).wait()
-    return ranks.item()
+    assert ranks.item() == (6.0, 3.0, 6.0)[rank]
 
 
-def test_the_second_communicator_is_made_once_and_asks_nobody_else():
-    assert run_ranks(_second, 3, limit_s=30) == [6.0, 3.0, 6.0]
-
-
-def _no_room(rank):
+@on_cpu_ranks(2, limit_s=30)
+def test_no_room_on_one_rank_is_known_to_all(rank):
     zeros = torch.zeros
 
     def full(*shape, **options):
@@ -188,7 +158,3 @@ def _no_room(rank):
     torch.zeros = full
     with pytest.raises(NoRoom, match=r"beside: rank 1: full$"):
         AllReduces(dist.group.WORLD, CPU, 1.0)
-
-
-def test_no_room_on_one_rank_is_known_to_all():
-    run_ranks(_no_room, 2, limit_s=30)

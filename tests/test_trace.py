@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,13 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_cpu_ranks
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from typer.testing import CliRunner
 
 from flux_megatron import ops, settings
-from flux_megatron.cli import app
 from flux_megatron.lab.bench import trace
 from flux_megatron.lab.bench.trace import Summary
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
@@ -28,21 +25,6 @@ from flux_megatron.overlap import phase as phases
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="bodies are for interpreted ranks")
 ROOT = Path(__file__).parents[1]
-
-
-def _names_of(rank, strategy):
-    """The phases of both layers, forward and backward."""
-    os.environ["FLUX_MEGATRON_STRATEGY"] = strategy
-    settings.reload()
-    group = dist.group.WORLD
-    x, w, h = torch.randn(8, 32), torch.randn(16, 32), torch.randn(16, 16)
-    for tensor in (x, w, h):
-        tensor.requires_grad_()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        column_parallel_linear(x, w, None, group=group).sum().backward()
-        row_parallel_linear(h, w.t().contiguous(), group=group).sum().backward()
-    found = {event.name for event in profiler.events()}
-    return {n.removeprefix(phases.PREFIX) for n in found if n.startswith(phases.PREFIX)}
 
 
 PASSES = {"fprop", "dgrad", "wgrad"}
@@ -55,9 +37,20 @@ NAMES = {
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_every_phase_has_a_name_that_is_documented(strategy):
-    assert run_ranks(_names_of, 2, strategy) == [NAMES[strategy]] * 2
-    for name in NAMES[strategy]:
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_every_phase_has_a_name_that_is_documented(rank, strategy):
+    """The phases of both layers, forward and backward."""
+    group = dist.group.WORLD
+    x, w, h = torch.randn(8, 32), torch.randn(16, 32), torch.randn(16, 16)
+    for tensor in (x, w, h):
+        tensor.requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        column_parallel_linear(x, w, None, group=group).sum().backward()
+        row_parallel_linear(h, w.t().contiguous(), group=group).sum().backward()
+    found = {event.name for event in profiler.events()}
+    names = {n.removeprefix(phases.PREFIX) for n in found if n.startswith(phases.PREFIX)}
+    assert names == NAMES[strategy]
+    for name in names:
         assert re.search(rf"\b{name}\b", phases.__doc__), name
 
 
@@ -134,13 +127,3 @@ def test_the_command_traces_its_ranks(tmp_path):
         text = (tmp_path / f"trace_rank-{rank}.json").read_text()
         found = {e["name"].removeprefix(phases.PREFIX) for e in json.loads(text)["traceEvents"]}
         assert NAMES["fused"] <= found
-
-
-@pytest.mark.parametrize(
-    "words", ["--M 33", "--N 33", "--layer row --K 33", "--layer both", "--device tpu"]
-)
-def test_bad_options_end_before_any_rank_is_started(words, tmp_path):
-    command = ["trace", "--device", "cpu", "--tp", "2", *words.split(), "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
-    assert "expected" in result.output

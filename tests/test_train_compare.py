@@ -1,4 +1,6 @@
-"""The verdict of --compare on made-up curves: it must pass what agrees and fail everything else."""
+"""The verdict of --compare on made-up curves: it must pass what agrees and fail everything else.
+What pictures of runs and results show: nothing hidden, nothing cut off in silence.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,12 @@ import math
 import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
+pytest.importorskip("matplotlib", reason="needs the extra `bench`")
 
-from flux_megatron.lab.train import compare, config, run_folder
+from flux_megatron.lab.results import plot, report
+from flux_megatron.lab.results.iterations import Iteration, Series
+from flux_megatron.lab.train import compare, config, curves, run_folder
+from flux_megatron.launch.experiment import load
 
 LOSSES = [5.0, 4.0, 3.0]
 
@@ -82,3 +88,70 @@ def test_no_spread_no_pass(tmp_path):
     curves = {"stock": LOSSES, "stock_rank_order": LOSSES, "stock_reverse_order": LOSSES}
     out = finished(tmp_path, flux=[5.0, 4.0, 3.001], **curves)
     assert compare.conclude(out, compare.STOCK_ARMS) == 1
+
+
+def line(axes, name):
+    (found,) = [one for one in axes.lines if one.get_label() == name]
+    return found
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that `curves` would write."""
+    figures = []
+    monkeypatch.setattr(curves, "_save", lambda figure, file: figures.append(figure))
+    return figures
+
+
+def test_equal_losses_are_both_seen(saved, tmp_path):
+    compared = {"flux": rows(LOSSES), "stock": rows(LOSSES)}
+    curves.draw_compared(tmp_path / "x.png", compared, 1e-5, "any step", "4 x NVIDIA H200")
+    (figure,) = saved
+    losses, differences = figure.axes
+    ours, stock = line(losses, "flux"), line(losses, "stock")
+    assert stock.get_linewidth() > 3 * ours.get_linewidth()
+    assert [*losses.lines].index(ours) > [*losses.lines].index(stock)  # ours is on top
+    assert figure.get_suptitle() == "4 x NVIDIA H200"
+    assert [*line(differences, "|flux - stock|").get_ydata()] == [0.0, 0.0, 0.0]
+    assert differences.get_ylim()[0] < 0  # a line at 0 is not on the frame
+    assert set(line(differences, "tolerance of any step").get_ydata()) == {1e-5}
+
+
+def test_steps_are_whole_numbers(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    made = []
+    monkeypatch.setattr(curves, "_figure", lambda *_: made.append(Figure()) or (
+        made[0], [made[0].add_subplot()]
+    ))  # fmt: skip
+    curves.draw(tmp_path / "x.png", rows(LOSSES), "a run")
+    (axes,) = made[0].axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("paper/gpt3-175b_a100-pcie", "128 x A100-PCIE-80GB"),
+        ("cpu/tiny", "4 ranks on a CPU, kernels interpreted"),
+    ],
+)
+def test_results_name_the_machine_and_hide_no_arm(name, machine, tmp_path, monkeypatch):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figures = []
+    monkeypatch.setattr(
+        FigureCanvasAgg, "print_png", lambda canvas, file: figures.append(canvas.figure)
+    )
+    experiment = load(name)
+    series = Series(tuple(Iteration(i, i, 0.1, 3.0) for i in range(1, 9)), (1,))
+    run = report.Run(tmp_path, experiment, dict.fromkeys(experiment.arms, series))
+    (found,) = report.reports([run])
+    plot.draw(found, tmp_path / "x.png")
+    (figure,) = figures
+    assert figure.get_suptitle() == f"{name}: {machine}"
+    assert found.plain()["machine"] == machine
+    losses = figure.axes[1]
+    widths = [one.get_linewidth() for one in losses.lines]
+    assert widths == sorted(widths, reverse=True)  # thin lines on wide ones
+    assert len(set(widths)) == len(experiment.arms)

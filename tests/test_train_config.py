@@ -28,11 +28,6 @@ def test_shipped_configs_load_at_every_tensor_parallel_size(file, tp):
     assert config.eligible_calls(1, 1) == 8 * config.model.num_layers + 2
 
 
-def test_unknown_key_names_file_and_key():
-    with pytest.raises(ConfigError, match=r"demo\.yaml: model\.hiden: unknown key"):
-        configs.load(DEMO, {"model.hiden": 64})
-
-
 def test_missing_key_names_file_and_key(tmp_path):
     file = tmp_path / "half.yaml"
     file.write_text("train: {steps: 1, micro_batch: 1, global_batch: 1, lr: 0.1}\n")
@@ -47,11 +42,6 @@ def test_missing_key_names_file_and_key(tmp_path):
         ({"model.hidden": 100}, "model.hidden=100 must be divisible by model.heads=8"),
         ({"model.ffn": 130, "parallel.tp": 4}, "model.ffn=130 must be divisible by parallel.tp=4"),
         ({"model.seq_length": 126, "parallel.tp": 4}, "model.seq_length=126 must be divisible by"),
-        ({"parallel.world_size": 3}, "parallel.world_size=3 must be divisible by parallel.tp=2"),
-        ({"train.global_batch": 6}, "train.global_batch=6 must be divisible by"),
-        ({"train.warmup_steps": 100}, "train.warmup_steps=100 must be below train.decay_steps=100"),
-        ({"train.steps": 0}, "train.steps: Input should be greater than 0"),
-        ({"layers": "fluks"}, "layers: Input should be 'flux', 'stock'"),
     ],
 )  # fmt: skip
 def test_rules(overrides, rule):
@@ -94,10 +84,6 @@ def test_overrides_are_read_as_yaml():
     )
     config = configs.load(DEMO, overrides)
     assert (config.train.lr, config.data.path, config.train.clip) == (0.01, None, 0.0)
-    with pytest.raises(ConfigError, match=r"key=value expected, such as train\.lr=0\.001"):
-        configs.parse_override("train.lr")
-    with pytest.raises(ConfigError, match=r"--set: train\.lr: not YAML: '\[1'"):
-        configs.parse_override("train.lr=[1")
 
 
 def test_files_are_strict_yaml(tmp_path):

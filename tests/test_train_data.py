@@ -56,13 +56,6 @@ def test_default_data_is_the_standard_library():
     assert not [f for f in files if "site-packages" in f.parts or f.suffix != ".py"]
 
 
-def test_nothing_to_read_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.path: .*missing is not a folder"):
-        data.text_files(DataConfig(path=tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"no text file in .* matches '\*\.rst'"):
-        data.text_files(DataConfig(path=tmp_path, pattern="*.rst"))
-
-
 def test_indexed_files_hold_the_text_and_are_built_once(folder, tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -86,6 +79,25 @@ def test_a_changed_file_is_another_data_set(folder, tmp_path):
     second = data.indexed_dataset(DataConfig(path=folder), tmp_path / "cache", QUIET)
     assert first != second
     assert not list((tmp_path / "cache").glob("*.partial*"))
+
+
+@pytest.mark.parametrize(("suffix", "size"), [(".bin", 10), (".idx", 20), (".bin", 0)])
+def test_torn_texts_are_named_and_built_anew(folder, tmp_path, suffix, size):
+    console = Console(file=io.StringIO())
+    wanted = DataConfig(path=folder)
+    prefix = data.indexed_dataset(wanted, tmp_path / "cache", console)
+    torn = prefix.with_suffix(suffix)
+    whole = torn.read_bytes()
+    os.truncate(torn, size)
+    assert data.indexed_dataset(wanted, tmp_path / "cache", console) == prefix
+    assert torn.read_bytes() == whole
+    assert f"{torn} has {size} bytes, {len(whole)} expected" in console.file.getvalue()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [prefix.parent.name]
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder):
+    with pytest.raises(ConfigError, match=r"data\.cache: .* cannot be written \(Not a directory\)"):
+        data.indexed_dataset(DataConfig(path=folder), folder / "a.txt", QUIET)
 
 
 class _Numbered:

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import loop
@@ -133,14 +133,11 @@ def test_a_step_is_confirmed_and_moves_the_schedule_only_with_an_update(monkeypa
     assert (row["step"], row["lr"], row["loss"], ours.consumed) == (1, 0.5, 1.0, 2)
 
 
-def stops(rank: int) -> list[bool]:
+@on_cpu_ranks(2)
+def test_all_ranks_stop_where_one_has_the_signal(rank):
     stop = loop.StopRequest.__new__(loop.StopRequest)  # without its handlers of signals
     found = []
     for stop.requested in (False, rank == 1):
         found.append(stop.agreed(torch.device("cpu")))
     assert dist.get_world_size() == 2
-    return found
-
-
-def test_all_ranks_stop_where_one_has_the_signal():
-    assert run_ranks(stops, 2) == [[False, True]] * 2
+    assert found == [False, True]

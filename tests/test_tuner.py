@@ -5,66 +5,54 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from races import FakeRace, defaults, measured, some_problem
-from ranks import DEVICE, on_device
+from races import FakeRace, agreed, defaults, measured, some_problem
+from ranks import DEVICE, on_device_ranks
 
 from flux_megatron.overlap import fused, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import beside, tuner
 from flux_megatron.tuning.beside import NoRoom
-from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
 
 
-def clocks_differ(rank: int) -> tuple[str, list, list]:
+@on_device_ranks(3)
+def test_clocks_that_differ_give_one_plan(rank):
     """Each rank's clock has another favourite, and fails another number of rounds."""
     favourite = ("fused", "pipelined", "sequential")[rank]
     tuner.race = FakeRace(lambda name: 100.0 if name == favourite else 200.0 + rank)
     problem = some_problem("ag_gemm")
     plans = defaults(problem, "sequential", "fused", "pipelined")
     entry = measured(problem, plans, seconds=1e9 if rank == 0 else 0.0)
-    return entry.dumps(), tuner.race.turns, tuner.race.rounds
-
-
-def test_clocks_that_differ_give_one_plan():
-    answers = on_device(clocks_differ, 3)
-    assert len({text for text, _, _ in answers}) == 1
-    entry = Entry.loads(answers[0][0])
-    assert entry.plan.strategy == "fused", "the leader's"
+    assert agreed(entry).plan.strategy == "fused", "the leader's"
     assert (entry.rounds, entry.untried) == (tuner.ROUNDS, 0)
-    assert all(turns == answers[0][1] for _, turns, _ in answers), "all run the same in one order"
-    assert all(rounds == [1, 1, 1, tuner.ROUNDS] for *_, rounds in answers), "as often"
-    assert answers[0][1] == [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
-
-
-def one_rank_fails(rank: int) -> Entry:
-    if rank == 1:
-        fused.ag_gemm = refuse
-    problem = some_problem("ag_gemm")
-    return measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+    turns = [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
+    assert (tuner.race.turns, tuner.race.rounds) == (turns, [1, 1, 1, tuner.ROUNDS])
 
 
 def refuse(*_: object) -> torch.Tensor:
     raise MemoryError("no room")
 
 
-def test_a_failure_on_one_rank_fails_the_plan_on_all():
+@on_device_ranks(2, environment=SHORT, limit_s=20)
+def test_a_failure_on_one_rank_fails_the_plan_on_all(rank):
     """It leaves a call open: the next plan needs a new workspace."""
-    first, second = on_device(one_rank_fails, 2, environment=SHORT, limit_s=20)
-    assert first == second
-    (lost,) = first.failed
+    if rank == 1:
+        fused.ag_gemm = refuse
+    problem = some_problem("ag_gemm")
+    entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+    (lost,) = agreed(entry).failed
     assert lost.plan.strategy == "fused"
     assert "rank 1: MemoryError: no room" in lost.reason
     assert "rank 0: SignalTimeout" in lost.reason
-    assert {one.plan.strategy for one in first.measured} == {"sequential", "pipelined"}
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "pipelined"}
 
 
-def wrong_results(rank: int) -> list[tuple[str, str]]:
+@on_device_ranks(2)
+def test_a_plan_with_wrong_results_has_no_time(rank):
     right_gather, right_scatter = fused.ag_gemm, fused.start_gemm_rs
-    reasons = []
 
     def stale_rows(*given: object) -> torch.Tensor:
         y = right_gather(*given)
@@ -81,26 +69,21 @@ def wrong_results(rank: int) -> list[tuple[str, str]]:
         def finish(self) -> torch.Tensor:
             return self.scatter.finish().index_fill(1, torch.tensor([3], device=DEVICE), torch.nan)
 
-    for pattern, layout, wrong in [
-        ("ag_gemm", "nt", stale_rows), ("ag_gemm", "nn", no_wgrad), ("gemm_rs", "nn", WithNan)
+    for pattern, layout, wrong, name in [
+        ("ag_gemm", "nt", stale_rows, "y"), ("ag_gemm", "nn", no_wgrad, "dw"),
+        ("gemm_rs", "nn", WithNan, "y"),
     ]:  # fmt: skip
         fused.ag_gemm = wrong if pattern == "ag_gemm" else right_gather
         fused.start_gemm_rs = wrong if pattern == "gemm_rs" else right_scatter
         problem = some_problem(pattern, layout)
         entry = measured(problem, defaults(problem, "sequential", "fused"))
         (lost,) = entry.failed
-        reasons.append((entry.plan.strategy, lost.reason))
-    return reasons
+        assert entry.plan.strategy == "sequential"
+        assert f"ArithmeticError: {name} differs by up to" in lost.reason
 
 
-def test_a_plan_with_wrong_results_has_no_time():
-    for answers in on_device(wrong_results, 2):
-        assert [plan for plan, _ in answers] == ["sequential"] * 3
-        for (_, reason), name in zip(answers, ["y", "dw", "y"], strict=True):
-            assert f"ArithmeticError: {name} differs by up to" in reason
-
-
-def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
+@on_device_ranks(2)
+def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
     problem = replace(some_problem("ag_gemm"), beside=True)
     plans = defaults(problem, "sequential", "pipelined")
     tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
@@ -108,121 +91,84 @@ def asked_for_beside(rank: int) -> tuple[list[bool], list[bool], Entry]:
     flags = tuner.race.beside
     tuner.race = FakeRace(lambda name: 1.0)
     measured(replace(problem, beside=False), plans)
-    return flags, tuner.race.beside, entry
+    assert flags == [False, False, True]
+    assert not any(tuner.race.beside)
+    assert entry.problem.beside
+    assert entry.plan.strategy == "pipelined"
 
 
-def test_a_problem_beside_others_is_verified_alone_and_raced_beside():
-    for flags, alone, entry in on_device(asked_for_beside, 2):
-        assert flags == [False, False, True]
-        assert not any(alone)
-        assert entry.problem.beside
-        assert entry.plan.strategy == "pipelined"
-
-
-def really_beside(rank: int) -> list[Entry]:
+@on_device_ranks(2)
+def test_plans_are_measured_beside_others(rank):
     problems = [some_problem("gemm_rs"), some_problem("ag_gemm", "nn")]
-    return [
-        measured(replace(problem, beside=True), defaults(problem, "sequential", "pipelined"))
-        for problem in problems
-    ]
-
-
-def test_plans_are_measured_beside_others():
-    first, second = on_device(really_beside, 2)
-    assert first == second
-    for entry in first:
+    for problem in problems:
+        plans = defaults(problem, "sequential", "pipelined")
+        entry = agreed(measured(replace(problem, beside=True), plans))
         assert entry.failed == ()
         assert {one.plan.strategy for one in entry.measured} == {"sequential", "pipelined"}
 
 
-def no_room_for_blocks(rank: int) -> Entry | None:
+@on_device_ranks(2)
+def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
     def full(*given: object) -> torch.Tensor:
         raise NoRoom("no bytes for an all-reduce beside")
 
     beside._block = full
     problem = replace(some_problem("ag_gemm"), beside=True)
-    return measured(problem, defaults(problem, "sequential", "pipelined"))
+    assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
 
 
-def test_no_room_for_the_blocks_beside_is_no_measurement():
-    assert on_device(no_room_for_blocks, 2) == [None, None]
-
-
-def all_kinds(rank: int) -> list[Entry]:
-    found = []
+@on_device_ranks(2, limit_s=240)
+def test_every_kind_of_problem_is_measured_and_right(rank):
     for pattern in Pattern:
         for layout in ("nt", "nn"):
             problem = some_problem(pattern, layout, 24, "bfloat16")
             names, _ = registry.overlapping(problem, "auto", None)
-            entry = measured(problem, tuner.candidates(problem, names))
+            entry = agreed(measured(problem, tuner.candidates(problem, names)))
             found_names = {one.plan.strategy for one in entry.measured}
             assert found_names == {"sequential", *names}, (problem, entry.failed)
-            found.append(entry)
-    return found
+            assert entry.failed == ()
+            assert {*registry.STRATEGIES[pattern]} - {"hopper"} <= found_names
+            assert all(one.median_us > 0 for one in entry.measured)
 
 
-def test_every_kind_of_problem_is_measured_and_right():
-    first, second = on_device(all_kinds, 2, limit_s=240)
-    assert first == second
-    for entry in first:
-        assert entry.failed == ()
-        built = {*registry.STRATEGIES[entry.problem.pattern]} - {"hopper"}
-        assert built <= {one.plan.strategy for one in entry.measured}
-        assert all(one.median_us > 0 for one in entry.measured)
-
-
-def out_of_time(rank: int) -> Entry:
+@on_device_ranks(2)
+def test_measuring_ends_in_time_with_what_was_tried(rank):
     tuner.race = tuner.time = FakeRace(lambda name: 100.0, takes_s=0.2)
     problem = some_problem("gemm_rs")
     plans = [PLAIN, *(Plan("fused", comm_rows=rows) for rows in range(1, 20))]
-    return measured(problem, plans, seconds=0.5)
-
-
-def test_measuring_ends_in_time_with_what_was_tried():
-    first, second = on_device(out_of_time, 2)
-    assert first == second
-    assert len(first.measured) == 3, "the third began before .5 s were over"
-    assert first.untried == 17
-    assert first.rounds == tuner.FEWEST_ROUNDS
-
-
-def no_room(rank: int) -> Entry | None:
-    if rank == 1:
-        tuner.Trial = out_of_memory
-    problem = some_problem("ag_gemm")
-    return measured(problem, defaults(problem, "sequential", "fused"))
+    entry = agreed(measured(problem, plans, seconds=0.5))
+    assert len(entry.measured) == 3, "the third began before .5 s were over"
+    assert (entry.untried, entry.rounds) == (17, tuner.FEWEST_ROUNDS)
 
 
 def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_no_room_for_operands_on_one_rank_is_known_to_all():
-    assert on_device(no_room, 2) == [None, None]
+@on_device_ranks(2)
+def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
+    if rank == 1:
+        tuner.Trial = out_of_memory
+    problem = some_problem("ag_gemm")
+    assert measured(problem, defaults(problem, "sequential", "fused")) is None
 
 
-def later_failure(rank: int) -> Entry:
+@on_device_ranks(2)
+def test_a_plan_that_fails_later_does_not_take_the_others_with_it(rank):
     """A plan that was right at first fails among the others."""
-    calls = [0]
 
     def tired(candidates, **options) -> Race:
         return race({n: fails if "pipelined" in n else c for n, c in candidates.items()}, **options)
 
     def fails() -> None:
-        calls[0] += 1
         raise RuntimeError("tired")
 
     tuner.race = tired
     problem = some_problem("ag_gemm")
-    return measured(problem, defaults(problem, "sequential", "pipelined", "fused"))
-
-
-def test_a_plan_that_fails_later_does_not_take_the_others_with_it():
-    first, second = on_device(later_failure, 2)
-    assert first == second
-    assert [lost.plan.strategy for lost in first.failed] == ["pipelined"]
-    assert {one.plan.strategy for one in first.measured} == {"sequential", "fused"}
-    assert first.untried == 0
+    entry = agreed(measured(problem, defaults(problem, "sequential", "pipelined", "fused")))
+    assert [lost.plan.strategy for lost in entry.failed] == ["pipelined"]
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused"}
+    assert entry.untried == 0
 
 
 def test_every_strategys_default_comes_first(monkeypatch):

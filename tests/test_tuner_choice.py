@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check
 from races import FakeRace
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.overlap.report import report
@@ -25,8 +24,11 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
+RULED = "fused" if DEVICE == "cpu" else "sequential"  # of few rows, unmeasured
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 64, 5, 4)
 PLAIN = Plan("sequential")
+CACHE = {"FLUX_MEGATRON_CACHE": "{tmp_path}"}
+ON = CACHE | {"FLUX_MEGATRON_TUNE": "on"}
 
 
 def store(
@@ -70,9 +72,9 @@ OTHER = {"driver": "1.2.3"}
         ([(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
         ([(12, "pipelined", OTHER)], "pipelined"),
         ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
-        ([(128, "pipelined", {})], "fused"),
-        ([(12, "magic", {})], "fused"),
-        ([], "fused"),
+        ([(128, "pipelined", {})], RULED),
+        ([(12, "magic", {})], RULED),
+        ([], RULED),
     ],
     ids=[
         "hit", "sequential", "hit and neighbour", "its range", "nearest", "same software",
@@ -100,10 +102,11 @@ def test_alone_nothing_is_taken_from_beside(tmp_path, setting):
     environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": setting}
     entries = [(12, "pipelined", BESIDE)]
     for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", "fused"): 1}
+        assert calls == {("ag_gemm", RULED): 1}
 
 
-def one_is_beside(rank: int) -> None:
+@on_device_ranks(2, environment=CACHE)
+def test_ranks_that_differ_in_the_setting_are_reported(rank):
     os.environ["FLUX_MEGATRON_BESIDE"] = str(rank)
     settings.reload()
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
@@ -111,22 +114,15 @@ def one_is_beside(rank: int) -> None:
         ops.all_gather_gemm(x, w, dist.group.WORLD)
 
 
-def test_ranks_that_differ_in_the_setting_are_reported(tmp_path):
-    on_device(one_is_beside, 2, environment={"FLUX_MEGATRON_CACHE": str(tmp_path)})
-
-
-def caches_differ(rank: int, folder: Path) -> dict:
-    os.environ["FLUX_MEGATRON_CACHE"] = str(folder / str(rank))
-    settings.reload()
-    store(folder / str(rank), 12, ("pipelined", "sequential")[rank])
-    check(SMALL)
-    return report().calls
-
-
-def test_only_the_leaders_cache_counts(tmp_path):
+@on_device_ranks(2)
+def test_only_the_leaders_cache_counts(rank, tmp_path):
     """Other ranks may not even see its files."""
-    for calls in on_device(caches_differ, 2, tmp_path):
-        assert calls == {("ag_gemm", "pipelined"): 1}
+    os.environ["FLUX_MEGATRON_CACHE"] = str(tmp_path / str(rank))
+    settings.reload()
+    store(tmp_path / str(rank), 12, ("pipelined", "sequential")[rank])
+    check(SMALL)
+    calls = report().calls
+    assert calls == {("ag_gemm", "pipelined"): 1}
 
 
 def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
@@ -178,27 +174,20 @@ def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
         assert (calls, races) == ({("ag_gemm", "fused"): 4}, 0)
 
 
-def slowly(rank: int) -> tuple[dict, int]:
+@on_device_ranks(2, environment=ON | {"FLUX_MEGATRON_TUNE_SECONDS": "0.4"})
+def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path):
     fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=0.3)
     tuner.race = tuner.time = choice.time = fake
     for case in (SMALL, LARGER):
         check(case)
-    return report().calls, len(tuner.race.turns)
-
-
-def test_no_range_is_raced_when_the_time_for_races_is_over(tmp_path):
-    bounded = {
-        "FLUX_MEGATRON_CACHE": str(tmp_path),
-        "FLUX_MEGATRON_TUNE": "on",
-        "FLUX_MEGATRON_TUNE_SECONDS": "0.4",
-    }
-    for calls, races in on_device(slowly, 2, environment=bounded):
-        assert races > 2
-        assert calls == {("ag_gemm", "pipelined"): 1, ("ag_gemm", "fused"): 1}
+    assert len(tuner.race.turns) > 2
+    assert report().calls == {("ag_gemm", "pipelined"): 1, ("ag_gemm", RULED): 1}
+    dist.barrier()
     assert len([*tmp_path.rglob("*.json")]) == 1
 
 
-def every_m(rank: int) -> tuple[list[str], int]:
+@on_device_ranks(2, environment=ON)
+def test_a_new_m_asks_nobody(rank):
     """What is asked and raced in a run whose calls all have another M."""
     questions: list[str] = []
     ask = Agreement.ask
@@ -208,33 +197,23 @@ def every_m(rank: int) -> tuple[list[str], int]:
     ):
         for rows in range(1, 40):
             check(replace(SMALL, M_shard=rows))
-    return questions, len(report().calls)
+    asked = [text for text in questions if "grows" not in text]
+    assert [text.partition(" ")[0] for text in asked] == ["ag_gemm", "race", "kernels"]
+    assert len(report().calls) == 1
 
 
-def test_a_new_m_asks_nobody(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    for questions, strategies in on_device(every_m, 2, environment=on):
-        asked = [text for text in questions if "grows" not in text]
-        assert [text.partition(" ")[0] for text in asked] == ["ag_gemm", "race", "kernels"]
-        assert strategies == 1
-
-
-def captured(rank: int) -> tuple[dict, int]:
+@on_device_ranks(2, environment=ON)
+def test_nothing_is_measured_while_a_rank_captures(rank):
     tuner.race = FakeRace(lambda name: 1.0)
     choice.capturing = lambda device: rank == 1
     check(SMALL)
-    return report().calls, len(tuner.race.turns)
+    assert (report().calls, len(tuner.race.turns)) == ({("ag_gemm", RULED): 1}, 0)
 
 
-def test_nothing_is_measured_while_a_rank_captures(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    for answer in on_device(captured, 2, environment=on):
-        assert answer == ({("ag_gemm", "fused"): 1}, 0)
-
-
-def ranks_disagree(rank: int) -> float:
+@on_device_ranks(2, environment=ON | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
+def test_ranks_that_disagree_are_reported_before_a_race(rank):
     """One brings another shape, then a plan where the other has none; then all is well."""
-    group, started = dist.group.WORLD, time.monotonic()
+    group = dist.group.WORLD
     x, w = torch.ones(6, 4 + rank, device=DEVICE), torch.ones(5, 4 + rank, device=DEVICE)
     with pytest.raises(errors.ProblemMismatch, match="rank 1: ag_gemm M=12 N=10 K=5"):
         ops.all_gather_gemm(x, w, group)
@@ -242,32 +221,23 @@ def ranks_disagree(rank: int) -> float:
     with pytest.raises(errors.ProblemMismatch, match=r"rank 1: ag_gemm M=12 N=10 K=4 .* with {"):
         ops.all_gather_gemm(x, w, group, plan=PLAIN if rank else None)
     check(LARGER)
-    return time.monotonic() - started
 
 
-def test_ranks_that_disagree_are_reported_before_a_race(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    on_device(ranks_disagree, 2, environment=on | {"FLUX_MEGATRON_TIMEOUT_S": "5"})
-
-
-def no_place_for_the_cache(rank: int) -> list[str]:
+@on_device_ranks(2, environment=ON)
+def test_a_cache_that_cannot_be_written_costs_a_warning(rank, tmp_path):
+    (tmp_path / "plans").touch()  # not a folder
+    dist.barrier()
     tuner.race = FakeRace(lambda name: 1.0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         check(SMALL)
-    return [str(one.message) for one in said if "flux_megatron" in str(one.message)]
+    said = [str(one.message) for one in said if "flux_megatron" in str(one.message)]
+    assert len(said) == (rank == 0)
+    assert all("a measured plan is not kept:" in text for text in said)
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path):
-    (tmp_path / "plans").write_text("not a folder")
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    first, second = on_device(no_place_for_the_cache, 2, environment=on)
-    assert len(first) == 1
-    assert first[0].startswith("flux_megatron: a measured plan is not kept:")
-    assert second == []
-
-
-def caller_state(rank: int) -> bool:
+@on_device_ranks(2, environment=ON)
+def test_measuring_leaves_the_run_alone(rank):
     """Measuring draws no numbers from the run's generator and leaves its workspace alone."""
     torch.manual_seed(5)
     before = torch.rand(1, device=DEVICE)
@@ -276,9 +246,5 @@ def caller_state(rank: int) -> bool:
     held = report().workspace_bytes
     for seed in range(3):
         check(replace(SMALL, seed=seed))
-    return torch.equal(before, torch.rand(1, device=DEVICE)) and report().workspace_bytes == held
-
-
-def test_measuring_leaves_the_run_alone(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    assert on_device(caller_state, 2, environment=on) == [True, True]
+    assert torch.equal(before, torch.rand(1, device=DEVICE))
+    assert report().workspace_bytes == held

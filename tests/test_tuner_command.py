@@ -20,16 +20,20 @@ pytest.importorskip("pydantic")
 from typer.testing import CliRunner
 
 from flux_megatron import cli
-from flux_megatron.lab.bench import tune, tune_model, tune_request
-from flux_megatron.lab.bench.tune_model import Widths
-from flux_megatron.lab.train import config as configs
+from flux_megatron.tune_command import measure, request
+from flux_megatron.tune_command.widths import MODELS, Widths, of_megatron
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]
 
 
+def suite_problems(sequence_parallel: bool = True) -> list[Problem]:
+    model = MODELS["gpt3-175b"]
+    return request.problems_of_model(model, None, [8192], 4, "bfloat16", "cuda", sequence_parallel)
+
+
 def test_the_problems_of_a_suite():
-    found = tune_request.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
+    found = suite_problems()
     assert len(found) == len(set(found)) == 8
     fc1 = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
     fc1_dgrad = Problem(Pattern.GEMM_RS, 8192, 12288, 49152, "bfloat16", 4, layout="nn")
@@ -38,36 +42,10 @@ def test_the_problems_of_a_suite():
 
 
 def test_the_problems_of_a_suite_without_sequence_parallelism():
-    found = tune_request.problems_of_suite(
-        "gpt3-175b", [8192], 4, "bfloat16", "cuda", sequence_parallel=False
-    )
+    found = suite_problems(sequence_parallel=False)
     assert {(p.pattern, p.layout, p.N, p.K) for p in found} == {
         (Pattern.GEMM_AR, "nt", 12288, 12288), (Pattern.GEMM_AR, "nt", 12288, 49152),
         (Pattern.GEMM_AR, "nn", 12288, 36864), (Pattern.GEMM_AR, "nn", 12288, 49152),
-    }  # fmt: skip
-
-
-def test_the_problems_of_a_run():
-    run = configs.load(ROOT / "configs/train/h200.yaml", {"model.swiglu": True})
-    found = tune_request.problems_of_config(run, "cuda")
-    # qkv, gate and up, the LM head; proj and down; each with its dual
-    assert len(found) == len(set(found)) == 10
-    assert {problem.M for problem in found} == {2 * 2048}
-    shape = {(p.pattern, p.layout, p.N, p.K) for p in found}
-    assert (Pattern.AG_GEMM, "nt", 2 * 8192, 2048) in shape
-    assert (Pattern.GEMM_RS, "nn", 2048, 2 * 8192) in shape
-    assert (Pattern.GEMM_RS, "nt", 2048, 8192) in shape
-    assert (Pattern.AG_GEMM, "nn", 8192, 2048) in shape
-    assert (Pattern.AG_GEMM, "nt", run.padded_vocab, 2048) in shape
-
-
-def test_the_problems_of_a_run_without_sequence_parallelism():
-    run = configs.load(ROOT / "configs/train/h200.yaml", {"parallel.sequence_parallel": False})
-    found = tune_request.problems_of_config(run, "cuda")
-    assert {(p.pattern, p.M) for p in found} == {(Pattern.GEMM_AR, 2 * 2048)}
-    assert {(p.layout, p.N, p.K) for p in found} == {
-        ("nt", 2048, 2048), ("nt", 2048, 8192),  # proj and down
-        ("nn", 2048, 3 * 2048), ("nn", 2048, 8192), ("nn", 2048, run.padded_vocab),
     }  # fmt: skip
 
 
@@ -84,7 +62,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("widths", "hidden", "outputs", "inputs"), SHAPES, ids=["8b", "32b", "3"])
 def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
-    found = tune_request.problems_of_model(
+    found = request.problems_of_model(
         widths.layers(4), widths.vocab, [4096, 8192], 4, "bfloat16", "cuda"
     )
     column = [("nt", Pattern.AG_GEMM, N, hidden) for N in outputs]
@@ -97,15 +75,11 @@ def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
 
 
 def test_gpt3_by_its_widths_is_the_suite():
-    given = (8192,), 4, "bfloat16", "cuda"
-    for parallel in (True, False):
-        suite = tune_request.problems_of_suite("gpt3-175b", *given, sequence_parallel=parallel)
-        widths = tune_request.problems_of_model(GPT3.layers(4), None, *given, parallel)
-        assert set(widths) == set(suite)
+    assert GPT3.layers(4) == MODELS["gpt3-175b"]
 
 
 @pytest.mark.parametrize(
-    ("words", "widths", "tp"),
+    ("words", "model", "tp"),
     [
         (
             "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
@@ -127,11 +101,11 @@ def test_gpt3_by_its_widths_is_the_suite():
     ],
     ids=["8b", "32b", "3", "defaults"],
 )  # fmt: skip
-def test_the_widths_of_megatrons_arguments(words, widths, tp):
-    assert tune_model.of_megatron(words.split()) == (widths, tp)
+def test_the_widths_of_megatrons_arguments(words, model, tp):
+    assert of_megatron(words.split()) == (model, tp)
 
 
-MODELS = [
+ANY_MODEL = [
     line.split()
     for line in (
         "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu --tp 4",
@@ -141,15 +115,15 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("words", MODELS, ids=["options", "megatron"])
+@pytest.mark.parametrize("words", ANY_MODEL, ids=["options", "megatron"])
 def test_the_ranks_of_any_model(words, monkeypatch):
     seen = []
     start = lambda ranks, device, connections, words: seen.append((ranks, device)) or 0  # noqa: E731
-    monkeypatch.setattr(tune_request, "start", start)
+    monkeypatch.setattr(request, "start", start)
     problems = []
-    asked = tune_request.Request.problems
+    asked = request.Request.problems
     monkeypatch.setattr(
-        tune_request.Request, "problems", lambda self: problems.append(asked(self)) or problems[0]
+        request.Request, "problems", lambda self: problems.append(asked(self)) or problems[0]
     )
     done = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", "--vocab", "96", *words])
     assert done.exit_code == 0, done.output
@@ -161,15 +135,9 @@ def test_the_ranks_of_any_model(words, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_run_without_problems():
-    run = configs.load(ROOT / "configs/train/demo.yaml", {"parallel.tp": 1})
-    with pytest.raises(ValueError, match="only layers over several ranks have plans"):
-        tune_request.problems_of_config(run, "cpu")
-
-
 def test_each_problem_alone_and_beside():
-    (one, *_) = tune_request.problems_of_suite("gpt3-175b", [8192], 4, "bfloat16", "cuda")
-    assert tune_request.and_beside([one]) == [one, beside(one)]
+    (one, *_) = suite_problems()
+    assert request.and_beside([one]) == [one, beside(one)]
     assert not one.beside
 
 
@@ -178,10 +146,10 @@ def beside(problem: Problem) -> Problem:
 
 
 def test_a_plan_as_a_short_text():
-    assert tune.label(Plan("sequential")) == "sequential"
-    assert tune.label(Plan("pipelined", comm_rows=512)) == "pipelined comm_rows=512"
+    assert measure.label(Plan("sequential")) == "sequential"
+    assert measure.label(Plan("pipelined", comm_rows=512)) == "pipelined comm_rows=512"
     plan = Plan("fused", tile=Tile(block_n=256, tma=True))
-    assert tune.label(plan) == "fused 128x256x64 g8 w8 s3 tma"
+    assert measure.label(plan) == "fused 128x256x64 g8 w8 s3 tma"
 
 
 def run_command(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -219,19 +187,3 @@ def test_the_command(tmp_path):
     assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "one of --config, --suite, --hidden and Megatron's arguments behind -- is needed"),
-        ([*MODELS[0], *MODELS[1]], "one of --config, --suite, --hidden and Megatron's arguments"),
-        (["--suite", "gpt5"], "--suite 'gpt5' given, one of"),
-        (["--suite", "gpt3-175b", "--device", "cpu", "--M", "63"], "of the 2 ranks expected"),
-        (["--config", "none.yaml"], "none.yaml: No such file"),
-    ],
-)
-def test_bad_arguments(arguments, said):
-    done = CliRunner().invoke(cli.app, ["tune", *arguments])
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.split())

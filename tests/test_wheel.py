@@ -19,7 +19,7 @@ import pytest
 import typer
 from wheel_environment import ROOT, build, environment, link, needed, requirements
 
-from flux_megatron import command_errors
+from flux_megatron import command_errors, lab_commands
 from flux_megatron.cli import app
 from flux_megatron.version import __version__
 
@@ -41,6 +41,20 @@ assert flux_megatron.all_gather_gemm(x, w, dist.group.WORLD).tolist() == [[4.0] 
 print(flux_megatron.report())
 dist.destroy_process_group()
 """
+
+# Every module of the package; of another package any may be missing.
+IMPORT_ALL = """
+import importlib, pkgutil, flux_megatron, flux_megatron.nn, flux_megatron.integration
+names = [one.name for one in pkgutil.walk_packages(flux_megatron.__path__, "flux_megatron.")]
+for name in names:
+    try:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name.split(".")[0] != "flux_megatron", (name, error)
+print(len(names))
+"""
+PRODUCT = ("run", "launch", "doctor", "patch", "tune")  # its commands
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +90,7 @@ def test_the_wheel_has_what_the_commands_read(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert sorted(names) == sorted(set(names))
+    assert not [name for name in names if name.startswith("flux_megatron/lab/")]
     for folder in ("configs", "patches"):
         files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
         assert {f"flux_megatron/{file.relative_to(ROOT)}" for file in files} <= {*names}
@@ -104,8 +119,8 @@ def test_the_core_alone_has_doctor(core, tmp_path):
     assert ran(tmp_path, core / "flux-megatron", "--version") == f"{__version__}\n"
     assert "torch" in ran(tmp_path, core / "flux-megatron", "doctor", "--gpus", "0", code=1)
     assert "doctor" in ran(tmp_path, core / "python", "-m", "flux_megatron", "--help")
-    line = "flux-megatron train: typer is not installed: pip install 'flux-megatron[train]'\n"
-    assert ran(tmp_path, core / "flux-megatron", "train", "--help", code=2) == line
+    line = "flux-megatron tune: typer is not installed: pip install 'flux-megatron[launch]'\n"
+    assert ran(tmp_path, core / "flux-megatron", "tune", "--help", code=2) == line
 
 
 @pytest.mark.parametrize("asked", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted"])
@@ -123,25 +138,52 @@ def test_the_core_alone_computes_on_the_cpu(core, tmp_path, asked):
     ("words", "text"),
     [
         ("--help", "Tensor-parallel layers for Megatron"),
-        ("train --help", "Pretrain a GPT"),
         ("launch cpu/tiny --dry-run", "torch.distributed.run"),
-        ("simulate node/small_h200", "small_h200"),
+        ("doctor --strategies", "ag_gemm"),
+        ("tune --device cpu --hidden 16 --ffn 16 --heads 2 --M 16", "6 plans kept"),
     ],
 )
 def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
-    assert text in ran(tmp_path, core / "flux-megatron", *words.split(), path=extra)
+    cache = str(tmp_path / "cache")
+    command = [core / "flux-megatron", *words.split()]
+    assert text in ran(tmp_path, *command, path=extra, FLUX_MEGATRON_CACHE=cache)
 
 
-def test_strategies_are_named_outside_a_checkout(core, extra, tmp_path):
-    command = [core / "python", "-m", "flux_megatron", "doctor", "--strategies"]
-    assert "ag_gemm" in ran(tmp_path, *command, path=extra)
+@pytest.mark.parametrize("command", PRODUCT)
+def test_commands_of_the_product_work_without_the_laboratory(core, extra, tmp_path, command):
+    assert "sage: " in ran(tmp_path, core / "flux-megatron", command, "--help", path=extra)
 
 
-def test_train_names_all_that_it_lacks(core, extra, tmp_path):
-    line = "flux-megatron train: megatron.core, psutil not installed: pip install "
-    line += "'flux-megatron[train]'\n"
-    command = [core / "flux-megatron", "train", "--config", "demo"]
-    assert ran(tmp_path, *command, path=extra, code=2) == line
+def test_help_lists_what_is_installed(core, extra, tmp_path):
+    words = {*ran(tmp_path, core / "flux-megatron", "--help", path=extra).split()}
+    assert {*PRODUCT} <= words
+    assert not {*lab_commands.PLACES} & words
+
+
+@pytest.mark.parametrize(("command", "of"), [("train", "train"), ("bench", "lab")])
+@pytest.mark.parametrize("typer", [True, False], ids=["", "no typer"])
+def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
+    core, extra, tmp_path, command, of, typer
+):
+    path = extra if typer else ""
+    assert ran(tmp_path, core / "flux-megatron", command, "--help", path=path, code=2) == (
+        f"flux-megatron {command}: flux_megatron.lab, which has this command, is not installed: "
+        f"in a checkout of flux_megatron, pip install -e '.[{of}]'\n"
+    )
+
+
+def test_every_command_of_the_laboratory_is_where_it_is_said_to_be():
+    for command in lab_commands.PLACES:
+        assert lab_commands.is_installed(command)
+        assert lab_commands.load(command)
+
+
+def test_every_module_of_the_product_can_be_imported(core, tmp_path):
+    """By whoever has all that is installed here; an operation has its help."""
+    python, here = (core / "python", "-W", "ignore", "-c"), str(Path(pytest.__file__).parents[1])
+    assert int(ran(tmp_path, *python, IMPORT_ALL, path=here).splitlines()[-1]) > 150
+    help_of = "import flux_megatron; help(flux_megatron.gemm_reduce_scatter)"
+    assert "gemm_reduce_scatter(" in ran(tmp_path, *python, help_of)
 
 
 def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):

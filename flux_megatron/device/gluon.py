@@ -12,13 +12,14 @@ from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import barrier
 from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
     complete_tma_stores,
     count_acq_rel_gpu,
     count_relaxed_gpu,
     signal_release_sys,
+    time_ns,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.primitives import MAX_COMM_TILES, time_ns
 
 __all__ = [
     "close_draws",

@@ -114,7 +114,7 @@ is open; CPU without `TRITON_INTERPRET=1` |
         """Return if all ranks make this call, and can."""
         space.check()  # before a question that a rank which has failed would not answer
         description = f"{self._name} with {size_bytes} bytes"
-        if description not in space.decisions:
+        if description not in space.agreed:
             reason = space.unavailable or launch.supports_tensors("float32", self._device.type)
             if reason is not None:
                 raise errors.WorkspaceError(f"{self._name}: {reason}")
@@ -123,5 +123,5 @@ is open; CPU without `TRITON_INTERPRET=1` |
                 space.agreement.refuse(error)
                 raise ValueError(error)
             space.agreement.confirm(description)
-            space.decisions[description] = True
+            space.agreed[description] = True
         space.note(description)

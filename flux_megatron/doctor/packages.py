@@ -91,7 +91,7 @@ def megatron_imports(wanted: Wanted) -> Iterator[Finding]:
     """What pretrain_gpt.py of the checkout imports and this Python has not."""
     if wanted.checkout is None or not (wanted.checkout / "pretrain_gpt.py").is_file():
         return
-    from flux_megatron.launch import megatron_imports
+    from flux_megatron.doctor import megatron_imports
 
     for name, file in megatron_imports.missing(wanted.checkout).items():
         text = f"not installed, {file} of {wanted.checkout} imports it"

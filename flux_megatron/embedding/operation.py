@@ -199,9 +199,9 @@ def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterat
     if strategy == "fused" and reason is not None:
         refuse(f"{NAME}: strategy 'fused' cannot run: {reason}", space.group, space.device)
     words = f"{bags} {direction} by {name}"
-    if words not in space.decisions:
+    if words not in space.agreed:
         space.agreement.confirm(words)
-        space.decisions[words] = name
+        space.agreed[words] = name
     space.note(words)
     fallback = None if alone else reason
     if fallback is not None:

@@ -58,10 +58,10 @@ def decide(
     if error := _error(x, w, counts, space, rows, capacity, layout, plan):
         refuse(f"{operation}: {error}", group, x.device)
     key = (operation, w.shape, w.dtype, capacity, layout, plan, settings.get())
-    if key not in space.decisions:
+    if key not in space.agreed:
         with space.guard():
-            space.decisions[key] = _agreed(operation, x, w, capacity, layout, plan, space)
-    choice: Choice[Strategy] = space.decisions[key]
+            space.agreed[key] = _agreed(operation, x, w, capacity, layout, plan, space)
+    choice: Choice[Strategy] = space.agreed[key]
     space.note(choice.description)
     return choice
 

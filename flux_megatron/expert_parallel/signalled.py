@@ -70,6 +70,7 @@ def a2a_gemm(
     call = _begin(every, w, layout, plan, space)
     y, far = x.new_empty(capacity, call.N), x.new_empty(call.came, x.shape[1])
     order, stream = call.order, call.stage.stream
+    stream.fork()  # where torch is deterministic it fills new memory, here and not in that stream
     stretches = [(order.near_first, order.near_tile_rows), *(band[:2] for band in order.bands)]
     for number, stretch in enumerate(stretches):
         # a band travels beside the GEMM of what is here: enqueued in this order, because with

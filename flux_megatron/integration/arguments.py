@@ -7,8 +7,8 @@
 | untried | refused, unless `--flux-allow` names it: nothing shows that it works |
 | refused | refused: it is known not to work |
 
-An argument that is not in the table is treated as untried. `python -m
-flux_megatron.launch.argument_page` writes the table as docs/arguments.md.
+An argument that is not in the table is treated as untried. `python
+scripts/argument_page.py` writes the table as docs/arguments.md.
 """
 
 from __future__ import annotations

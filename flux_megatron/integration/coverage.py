@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from megatron.core.tensor_parallel.layers import (
 from torch.nn import Module
 
 from flux_megatron import errors, settings
+from flux_megatron.integration import requirements
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.ops import Layers, note_layers
 
-NOT_CHOSEN = "--flux-layers leaves it to Megatron"
+NOT_CHOSEN = "it is none of the chosen layers"
 _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
+overlapped_otherwise: Callable[[Module], bool] = lambda layer: False  # noqa: E731
 _WRAPPERS = re.compile(r"^(module\.)+")
 
 
@@ -56,12 +58,19 @@ def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
 def layers_of(models: Iterable[Module], chosen: tuple[str, ...] | None = None) -> Layers:
     """The tensor-parallel linear layers of these models, which are this rank's chunks of one."""
     ours, others = 0, Counter[tuple[str, str]]()
-    for name, layer in _linear_layers(models):
-        if isinstance(layer, _OURS):
+    for name, layer in linear_layers(models):
+        if isinstance(layer, _OURS) or overlapped_otherwise(layer):
             ours += 1
         else:
             others[re.sub(r"\.\d+\.", ".*.", name), _why(name, layer, chosen)] += 1
     return Layers(ours, ours + others.total(), dict(others))
+
+
+def say(layers: Layers) -> None:
+    """Refuse some in strict mode; else count them, and log them on rank 0, the same once."""
+    refuse(layers)
+    note_layers(layers)
+    requirements.log_once(str(layers))
 
 
 def refuse(layers: Layers) -> None:
@@ -71,7 +80,7 @@ def refuse(layers: Layers) -> None:
         raise errors.FallbackRefused(f"layers cannot be overlapped: {layers}")
 
 
-def _linear_layers(models: Iterable[Module]) -> Iterator[tuple[str, Module]]:
+def linear_layers(models: Iterable[Module]) -> Iterator[tuple[str, Module]]:
     for model in models:
         for name, module in model.named_modules():
             if _is_tensor_parallel_linear(module):
@@ -91,9 +100,14 @@ def _is_tensor_parallel_linear(module: Any) -> bool:
     return any(tagged) and not isinstance(module, VocabParallelEmbedding)
 
 
-def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:
+def is_chosen(name: str, chosen: tuple[str, ...] | None) -> bool:
+    """Whether the layer of this name in its model is one of the `chosen`, None for all."""
     kind = name.rpartition(".")[2].removeprefix("linear_")
-    if chosen and ("head" if kind == "output_layer" else layer_of(kind)) not in chosen:
+    return not chosen or ("head" if kind == "output_layer" else layer_of(kind)) in chosen
+
+
+def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:
+    if not is_chosen(name, chosen):
         return NOT_CHOSEN
     return f"Megatron built a {type(layer).__module__}.{type(layer).__qualname__}"
 

@@ -7,6 +7,7 @@ stands for "not given" everywhere.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +40,7 @@ class FluxOptions:
             "TUNE": self.tune or ("off" if self.deterministic else None),
             "TUNE_SECONDS": self.tune_seconds,
             "CACHE": self.cache,
-            "STRICT": 1 if self.strict else None,
+            "STRICT": None if self.strict is None else int(self.strict),
             "NVTX": 1 if self.trace else None,
             "ALLOW": " ".join(self.allow) if self.allow else None,
         }
@@ -128,6 +129,18 @@ def options_from(args: Any) -> FluxOptions | None:
     for name in ("layers", "allow"):
         given[name] = tuple(given[name]) if given[name] else None
     return FluxOptions(**given)
+
+
+def names_given(
+    what: str, given: Collection[str] | None, known: tuple[str, ...] = ()
+) -> tuple[str, ...] | None:
+    """The names, None for none. `ValueError` for a text, and for other names than `known` ones."""
+    if given is None:
+        return None
+    wrong = isinstance(given, str) or not all(isinstance(name, str) for name in given)
+    if wrong or not given or (known and {*given} - {*known}):
+        raise ValueError(f"{what} is {given!r}, a list of {', '.join(known) or 'names'} expected")
+    return tuple(given)
 
 
 def _check_compare(block: int, args: Any) -> None:

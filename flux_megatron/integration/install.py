@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
@@ -16,8 +17,10 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 
 from flux_megatron import settings
 from flux_megatron.integration import (
+    autoload,
     beside,
     checkpoint_arguments,
+    coverage,
     experts,
     explicit_specs,
     fsdp,
@@ -57,45 +60,77 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     options = options_from(args)
     if options is None:
         return
+    if vars(args).pop("flux_asked_te", False):  # a checkpoint's arguments have joined them
+        args.tp_comm_overlap = False
     requirements.check(args, known)
     if requirements.overlaps_nothing(args):
         _log_once("nothing", f"--flux-overlap: {requirements.NOTHING}")
     checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
-    install(options, of_te, (getattr(args, "spec", None) or [None])[0])
+    fp8 = getattr(args, "fp8", None) is not None
+    if fp8 and not requirements.overlaps_nothing(args):
+        _ask_te_to_overlap(args)
+    install(options, of_te, (getattr(args, "spec", None) or [None])[0], fp8)
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
-    _log_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers))
+    _log_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers, fp8))
     if not of_te:  # which a later call then finds in these arguments
         args.transformer_impl = "local"
 
 
-def install(options: FluxOptions, of_te: bool = False, spec: str | None = None) -> None:
+def _ask_te_to_overlap(args: Any) -> None:
+    """Let Megatron build Transformer Engine's layers as for its userbuffers, in whose place ours
+    are.
+    """
+    args.flux_asked_te = args.tp_comm_overlap = True
+    args.tp_comm_overlap_ag = args.tp_comm_overlap_rs = args.tp_comm_overlap_rs_dgrad = True
+    # else layers that are not chosen ask for it: a layer has no name yet when it decides
+    args.tp_comm_bulk_dgrad = args.tp_comm_bulk_wgrad = False
+
+
+def install(
+    options: FluxOptions, of_te: bool = False, spec: str | None = None, fp8: bool = False
+) -> None:
     """Apply the options: settings, and our linears in the chosen layers of models built after this.
 
     `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
-    local one. `spec` is the module that `--spec` names.
+    local one. `spec` is the module that `--spec` names. `fp8`: Transformer Engine's linears stay,
+    and overlap by our operations.
     """
+    autoload.disarm()
     warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
     os.environ.update(options.environment())
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
+    # the LM head has 16 bits beside layers of FP8
+    FluxColumnParallelLinear.beside = ("fp8", "fp8_param", "tp_comm_overlap") if fp8 else ()
     base: type = FluxTEProvider if of_te else FluxSpecProvider
     provider = provider_of(options.layers, base) if options.layers else base
     if options.experts:
         experts.use()
-    if of_te:
+    if fp8:
+        _overlap_te_layers(options.layers)
+    elif of_te:
         build_te_layers_from(provider)
     else:
         build_from(provider)
-    explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
+    if not fp8:
+        explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
     fsdp.name_our_layers()
     metrics.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:
         _output_layer.enter_context(use_flux_output_layer())
-    _log_at_exit()
+    log_at_exit()
+
+
+def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
+    from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
+
+    te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
+    coverage.overlapped_otherwise = te_overlap.overlaps
+    provide_wgrad_kernels()
 
 
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
@@ -126,8 +161,15 @@ def build_from(provider: type[StockSpecProvider]) -> None:
     provide_wgrad_kernels()
 
 
-def _what_is_built(requested: str, of_te: bool, layers: tuple[str, ...] | None) -> str:
+def _what_is_built(
+    requested: str, of_te: bool, layers: tuple[str, ...] | None, fp8: bool = False
+) -> str:
     chosen = f" ({' '.join(layers)})" if layers else ""
+    if fp8:
+        return (
+            f"--transformer-impl {requested}: linear layers{chosen} are TransformerEngine's, with "
+            "our operations in place of its userbuffers"
+        )
     if of_te:
         return (
             f"--transformer-impl {requested}: linear layers{chosen} are ours, with the "
@@ -149,7 +191,7 @@ def _log_once(about: str, text: str) -> None:
 
 
 @functools.cache
-def _log_at_exit() -> None:
+def log_at_exit() -> None:
     atexit.register(_log_calls)
 
 

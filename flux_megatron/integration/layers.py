@@ -44,11 +44,12 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
     """
 
     save_gathered = False
+    beside: tuple[str, ...] = ()  # fields that ask for what layers beside it do
     unknown_arguments: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = kwargs["config"]
-        seams.check_config(config)
+        seams.check_config(config, self.beside)
         # megatron-core's constructor refuses fusion without apex, which is not needed here
         super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
         self.config = config

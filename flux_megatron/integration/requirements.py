@@ -26,6 +26,7 @@ from flux_megatron.patching import installed
 
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
+FP8_RECIPES = ("delayed", "tensorwise")  # one scale a tensor; Megatron's default is the first
 NOTHING = "tensor parallel size is 1, so no call has communication to overlap"
 _MODELOPT = "ModelOpt builds models of its own layers"
 
@@ -76,7 +77,7 @@ def check(args: Any, known: Mapping[str, Argument] | None = None, parsed: Any = 
     if refused:
         raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {r}" for r in refused))
     if waived:
-        _log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
+        log_once("--flux-allow goes on with " + ", ".join(r.name for r in waived))
 
 
 def refusals(args: Any, known: Mapping[str, Argument], parsed: Any = None) -> list[Refusal]:
@@ -154,6 +155,8 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         yield Refusal("--context-parallel-size", "it needs TransformerEngine's attention")
     if value("flux_experts"):
         yield from _of_experts(args)
+    if value("fp8") is not None:
+        yield from _of_fp8(args, of_te)
     yield from _of_modelopt(args)
 
 
@@ -161,6 +164,19 @@ def overlaps_nothing(args: Any) -> bool:
     """Whether no call has a collective. Megatron's parser has a default of 1."""
     experts_too = getattr(args, "flux_experts", None)
     return getattr(args, "tensor_model_parallel_size", None) == 1 and not experts_too
+
+
+def _of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
+    """TransformerEngine's layers have FP8, and the seam for an operation that overlaps one."""
+    name = "--fp8-format"
+    if not of_te:
+        yield Refusal(name, "it needs --transformer-impl transformer_engine, and it installed")
+        return
+    if not getattr(args, "sequence_parallel", False) and not overlaps_nothing(args):
+        yield Refusal(name, "without --sequence-parallel TransformerEngine overlaps nothing")
+    recipe = getattr(args, "fp8_recipe", None) or FP8_RECIPES[0]
+    if recipe not in FP8_RECIPES:
+        yield Refusal(f"--fp8-recipe {recipe}", f"one of {', '.join(FP8_RECIPES)} expected")
 
 
 def _of_experts(args: Any) -> Iterator[Refusal]:
@@ -201,6 +217,6 @@ def _of_modelopt(args: Any) -> Iterator[Refusal]:
 
 
 @functools.cache
-def _log_once(text: str) -> None:
+def log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)

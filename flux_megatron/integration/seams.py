@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,13 @@ def row_of_field(name: str) -> Row | None:
     return max(rows, key=lambda row: CLASSES.index(row.kind), default=None)
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, ignored: Collection[str] = ()) -> None:
     """`ValueError` that lists what this configuration asks for and our layers do not do.
 
-    What is untried or unknown goes on where `--flux-allow` or FLUX_MEGATRON_ALLOW names it.
+    `ignored` fields are not for the layer that asks. What is untried or unknown goes on where
+    `--flux-allow` or FLUX_MEGATRON_ALLOW names it.
     """
-    if refused := list(_refused(config)):
+    if refused := list(_refused(config, ignored)):
         lines = "\n".join(f"  {line}" for line in refused)
         raise ValueError(f"flux_megatron's layers cannot go with this configuration:\n{lines}")
 
@@ -78,12 +79,12 @@ def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refused(config: Any) -> Iterator[str]:
+def _refused(config: Any, ignored: Collection[str]) -> Iterator[str]:
     kind = next((c for c in type(config).__mro__ if _is_megatrons(c)), None)
     allowed = {name.lstrip("-").replace("_", "-") for name in settings.get().allow}
     for name, default, row in _watched(kind) if kind else ():
         value = getattr(config, name, default)
-        if value is default or value == default:
+        if name in ignored or value is default or value == default:
             continue
         names = {name.replace("_", "-"), row.option.lstrip("-").replace("_", "-")}
         if row.kind == "refused":

@@ -26,6 +26,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher, empty
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 
 
 def supports(problem: Problem) -> str | None:
@@ -36,11 +37,11 @@ def supports(problem: Problem) -> str | None:
 # numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "comm_rows"])
 def ag_gemm_kernel(
-    x, gathered, w, bias, y, pad, status, work_counter, rank, epoch, timeout_ns: tl.int64,
-    comm_rows, M_shard, N, K,
+    x, gathered, w, bias, x_scale, w_scale, y, pad, status, work_counter, rank, epoch,
+    timeout_ns: tl.int64, comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, LAYOUT_NN: tl.constexpr,
+    TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
@@ -63,6 +64,8 @@ def ag_gemm_kernel(
         acc = gemm_tile(
             rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
         )
+        if SCALED:
+            acc *= tl.load(x_scale) * tl.load(w_scale)
         if HAS_BIAS:
             cols = col + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -76,21 +79,22 @@ def ag_gemm_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, whole: bool,
+    bias: bool, layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     return Launcher(
         ag_gemm_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, HAS_BIAS=bias, LAYOUT_NN=layout == "nn",
+        WORLD_SIZE=world_size, HAS_BIAS=bias, SCALED=dtype.itemsize == 1,
+        LAYOUT_NN=layout == "nn",
     )  # fmt: skip
 
 
 def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
-    comm_rows: int, layout: str, tile: Tile,
+    comm_rows: int, layout: str, tile: Tile, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
@@ -98,13 +102,16 @@ def ag_gemm(
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N)
+    y = empty(x, M, N, dtype=result_dtype(x, scaling))
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        launch.has_whole_units(x, w),
+        launch.has_whole_units(x, w), y.dtype,
     )  # fmt: skip
     run(
-        (x, gathered, w, bias if bias is not None else x, y, pad, status, work_counter),
+        (
+            x, gathered, w, bias if bias is not None else x, *scales_or(x, scaling), y, pad, status,
+            work_counter,
+        ),
         (rank, epoch, timeout_ns, comm_rows),
-    )
+    )  # fmt: skip
     return y

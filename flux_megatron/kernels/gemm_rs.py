@@ -28,6 +28,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.scaling import Scaling, scales_or
 
 
 def supports(problem: Problem) -> str | None:
@@ -54,10 +55,11 @@ def announce_rows(
 # numbers that change from call to call must not compile new kernels
 @triton.jit(do_not_specialize=["rank", "epoch", "comm_rows"])
 def gemm_rs_kernel(
-    x, w, received_pointers, pad_pointers, counters, work_counter, rank, epoch, comm_rows,
-    M_shard, N, K,
+    x, w, x_scale, w_scale, received_here, received_pointers, pad_pointers, counters,
+    work_counter, rank, epoch, comm_rows, M_shard, N, K,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr, NUM_WARPS: tl.constexpr,
+    GROUP_M: tl.constexpr, SCALED: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(M_shard, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -73,7 +75,9 @@ def gemm_rs_kernel(
         acc = gemm_tile(
             rows, right, row, col, M_shard, N, K, BLOCK_M, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA
         )
-        received = tl.load(received_pointers + owner).to(x.dtype)
+        if SCALED:
+            acc *= tl.load(x_scale) * tl.load(w_scale)
+        received = tl.load(received_pointers + owner).to(received_here.dtype)
         block = received + tl.cast(rank, tl.int64) * M_shard * N
         store_tile(block, acc, row, col, M_shard, N, BLOCK_M, BLOCK_N, TMA)
         if TMA:
@@ -87,27 +91,35 @@ def gemm_rs_kernel(
 @lru_cache(maxsize=1024)
 def _launcher(
     x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, whole: bool,
+    layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
     M_shard, K = x[0] // world_size, x[1]
     tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
     tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
     return Launcher(
         gemm_rs_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, LAYOUT_NN=layout == "nn",
+        WORLD_SIZE=world_size, SCALED=dtype.itemsize == 1, LAYOUT_NN=layout == "nn",
     )  # fmt: skip
 
 
 def gemm_rs(
     x: Tensor, w: Tensor, *, received_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
     work_counter: Tensor, rank: int, world_size: int, epoch: int, comm_rows: int, layout: str,
-    tile: Tile,
+    tile: Tile, received: Tensor, scaling: Scaling | None = None,
 ) -> None:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]); the rows of shard r go into block `rank` [M / R, N] of
-    rank r's receive buffer. `received_pointers` [R] has the addresses of all receive buffers.
+    rank r's receive buffer. `received_pointers` [R] has the addresses of all receive buffers,
+    `received` is this rank's.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     run = _launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w)
-    )
-    run((x, w, received_pointers, pad_pointers, counters, work_counter), (rank, epoch, comm_rows))
+        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w),
+        received.dtype,
+    )  # fmt: skip
+    run(
+        (
+            x, w, *scales_or(x, scaling), received, received_pointers, pad_pointers, counters,
+            work_counter,
+        ),
+        (rank, epoch, comm_rows),
+    )  # fmt: skip

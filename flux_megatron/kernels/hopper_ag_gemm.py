@@ -34,6 +34,7 @@ from flux_megatron.kernels.hopper_config import (
 from flux_megatron.kernels.hopper_gathered_rows import GatheredRows, copy_local_shard
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
+from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
@@ -43,6 +44,7 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
 from flux_megatron.problem import Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 NO_LIMIT = (1 << 31) - 1
@@ -67,7 +69,7 @@ class AgConfig(Config):
     ]
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
-    x_desc, gathered_desc, w_desc, y_desc, bias, x, local_rows, partials, pad,
+    x_desc, gathered_desc, w_desc, y_desc, bias, x_scale, w_scale, x, local_rows, partials, pad,
     status, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
     K, row_limit, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -78,18 +80,24 @@ def hopper_ag_gemm_kernel(
     GROUPS: gl.constexpr = CONFIG.GROUPS
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     COPY_LOCAL: gl.constexpr = CONFIG.COPY_LOCAL
+    SCALED: gl.constexpr = CONFIG.SCALED
     sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     cuts = (cut_1, cut_2, cut_3)
     tiles = WorkTiles(work_tiles, gl.num_programs(0), first_part, parts, cuts, True)
     signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(GROUPS + 1 if COPY_LOCAL else GROUPS)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD)
+    ring = new_ring(
+        x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN, GROUPS, CONFIG.LEAD, SCALED,
+        CONFIG.SPLIT_ACCUMULATOR,
+    )  # fmt: skip
+    scales = Scales(x_scale, w_scale, SCALED)
     operands = GatheredRows(
         x_desc, gathered_desc, w_desc, sizes, signals, comm_rows, row_limit, CONFIG.K_PARTS
     )
     epilogue = StoredTiles(
-        y_desc, new_slices(y_desc, Y_BUFFERS), bias, sizes, signals, CONFIG.HAS_BIAS, NUM_WARPS
-    )
+        y_desc, new_slices(y_desc, Y_BUFFERS), scales, bias, sizes, signals, CONFIG.HAS_BIAS,
+        NUM_WARPS,
+    )  # fmt: skip
     sums = Partials(partials, counters, BLOCK_N, NUM_WARPS, 0, GROUPS)
     scheduler = TileScheduler(tiles, work_words, by_id)
     fence_async_shared()  # TMA arrives at some of the barriers
@@ -98,7 +106,7 @@ def hopper_ag_gemm_kernel(
             [
                 (multiply, (epilogue, ring, exchange, tiles, sums, NUM_WARPS)),
                 (produce, (operands, ring, exchange, scheduler)),
-                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
+                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL, SCALED)),
             ],
             [1, 2],
             [40, 80 if COPY_LOCAL else 40],
@@ -112,7 +120,7 @@ def hopper_ag_gemm_kernel(
                 (multiply, (epilogue, ring.of_group(0), exchange, tiles, sums, NUM_WARPS)),
                 (multiply, (beside, second, exchange, tiles, others, NUM_WARPS)),
                 (produce, (operands, ring, exchange, scheduler)),
-                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL)),
+                (copy_local_shard, (x, local_rows, exchange, sizes, tiles, COPY_LOCAL, SCALED)),
             ],
             [NUM_WARPS, 1, 2],
             [216 if COPY_LOCAL else 232, 40, 72 if COPY_LOCAL else 40],
@@ -122,15 +130,17 @@ def hopper_ag_gemm_kernel(
 @lru_cache(maxsize=256)
 def _launcher(
     world_size: int, dtype: torch.dtype, device: torch.device, bias: bool, layout: str, tile: Tile,
-    copy_local: bool, k_parts: int = 1,
+    copy_local: bool, k_parts: int = 1, out_dtype: torch.dtype | None = None,
+    split_accumulator: bool = False,
 ) -> Launcher:  # fmt: skip
     """The launch of calls of any size."""
     groups = warp_groups(tile)
     partition = replace(tile, num_warps=tile.num_warps // groups)
     config = AgConfig(
         **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
-        Y_BUFFERS=slice_buffers(tile), HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts,
-        GROUPS=groups, LEAD=lead(tile),
+        Y_BUFFERS=slice_buffers(tile, out_dtype),
+        HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
+        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
     )  # fmt: skip
     return Launcher(hopper_ag_gemm_kernel, (), partition, CONFIG=config)
 
@@ -155,7 +165,7 @@ def ag_gemm(
     x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
     pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
     epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
-    k_parts: int = 1,
+    k_parts: int = 1, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
@@ -164,12 +174,13 @@ def ag_gemm(
     communication tiles of `comm_rows` rows.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N)
+    y = empty(x, M, N, dtype=result_dtype(x, scaling))
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     world_size = M // x.shape[0]
     run = _launcher(
-        world_size, x.dtype, x.device, bias is not None, layout, tile, copy_local, k_parts
-    )
+        world_size, x.dtype, x.device, bias is not None, layout, tile, copy_local, k_parts,
+        *(scaling[2:] if scaling else ()),
+    )  # fmt: skip
     split, sizes = _sizes(x.shape[0], N, x.shape[1], world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
@@ -179,7 +190,7 @@ def ag_gemm(
             described(gathered, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(y, tile.block_m // warp_groups(tile), SLICE_COLUMNS),
-            bias if bias is not None else x, x, local_rows,
+            bias if bias is not None else x, *scales_or(x, scaling), x, local_rows,
             partial_sums(x, sums, partial_counters), pad, status,
             partial_counters, work_words,
         ),
@@ -188,13 +199,16 @@ def ag_gemm(
     return y
 
 
-def gemm(x: Tensor, w: Tensor, layout: str, tile: Tile = DEEP) -> Tensor:
+def gemm(
+    x: Tensor, w: Tensor, layout: str, tile: Tile = DEEP, scaling: Scaling | None = None
+) -> Tensor:
     """x [M, K] times w ([N, K] or [K, N]), without any communication: the baseline of a tile."""
     words = _nothing(x.device)
     return ag_gemm(
         x, x, w, None, pad=words, status=words, partial_counters=words,
         work_words=words[PARTIAL_COUNTERS:], rank=0, epoch=0,
         timeout_ns=10**9, comm_rows=x.shape[0], layout=layout, tile=tile, copy_local=False,
+        scaling=scaling,
     )  # fmt: skip
 
 

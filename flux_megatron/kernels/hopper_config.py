@@ -39,11 +39,12 @@ def wide_tile(M: int, N: int, K: int) -> Tile:
     return LONG if 2 * M * N * K > LONG_FLOPS and K <= LONG_K else DEEP
 
 
-def slice_buffers(tile: Tile) -> int:
-    """How many slices of a tile shared memory holds beside the stages."""
-    stages_bytes = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * ELEMENT_BYTES
+def slice_buffers(tile: Tile, out_dtype: torch.dtype | None) -> int:
+    """How many slices of a tile shared memory holds beside the stages. FP8 has an `out_dtype`."""
+    operand_bytes, out_bytes = (1, out_dtype.itemsize) if out_dtype else (ELEMENT_BYTES,) * 2
+    stages_bytes = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * operand_bytes
     free = SHARED_BYTES - stages_bytes - BARRIERS_BYTES
-    slice_bytes = tile.block_m * SLICE_COLUMNS * ELEMENT_BYTES
+    slice_bytes = tile.block_m * SLICE_COLUMNS * out_bytes
     return min(free // slice_bytes, tile.block_n // SLICE_COLUMNS)
 
 
@@ -69,6 +70,8 @@ class Config:
     STAGES: int
     NUM_WARPS: int
     LAYOUT_NN: bool
+    SCALED: bool = False  # FP8
+    SPLIT_ACCUMULATOR: bool = False
 
 
 def common_config(world_size: int, layout: str, tile: Tile) -> dict[str, int]:

@@ -13,8 +13,11 @@ from torch import Tensor
 def _layout(block: tuple[int, ...], dtype: torch.dtype):
     from triton.experimental.gluon import language as gl
 
-    element = gl.bfloat16 if dtype is torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+    elements = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+    }  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype])
 
 
 class _Address(NamedTuple):

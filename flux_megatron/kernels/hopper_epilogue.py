@@ -19,6 +19,7 @@ from flux_megatron.kernels.gluon_versions import (
     tma_store,
 )
 from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
     complete_tma_stores,
     count_acq_rel_gpu,
     count_release_sys,
@@ -26,7 +27,6 @@ from flux_megatron.kernels.hopper_primitives import (
     signal_release_sys,
 )
 from flux_megatron.kernels.hopper_tile_order import rs_tile
-from flux_megatron.kernels.primitives import MAX_COMM_TILES
 
 
 @aggregate

@@ -145,14 +145,18 @@ class GatheredRows:
 
 
 @gluon.jit
-def copy_local_shard(x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.constexpr):
+def copy_local_shard(
+    x, local_rows, exchange, sizes, tiles, COPY_LOCAL: gl.constexpr, SCALED: gl.constexpr
+):
     """Two warps: with each work tile a share of x to the local shard of the gathered rows, if
     wanted.
     """
-    BLOCK: gl.constexpr = 64 * 8 * 8  # 8 loads of 16 bytes a thread
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [2], [0])
+    UNIT: gl.constexpr = 16 if SCALED else 8  # elements of 16 bytes
+    BLOCK: gl.constexpr = 64 * 8 * UNIT  # 8 loads of 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([UNIT], [32], [2], [0])
     if COPY_LOCAL:
-        size = sizes.M_shard.to(gl.int64) * (sizes.K // 8 * 8)  # whole 16 bytes, as it is: say so
+        columns = sizes.K // UNIT * UNIT  # whole units, as it is: say so
+        size = sizes.M_shard.to(gl.int64) * columns
         blocks = gl.cdiv(size, BLOCK).to(gl.int32)
         place, phase = exchange.take(0, 2)
         while place < tiles.count:

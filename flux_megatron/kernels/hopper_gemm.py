@@ -23,6 +23,7 @@ from flux_megatron.versions.triton import TRITON
 
 COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @cache
@@ -59,7 +60,9 @@ def _not_compiled() -> str | None:
 def supports(problem: Problem) -> str | None:
     """Why these kernels cannot run the problem, or None."""
     K, N = problem.K_local, problem.N_local
-    if reason := _refused(problem.device, problem.dtype, K, N) or launch.supports(problem):
+    dtypes = _FP8 if problem.scaled else _DTYPES
+    reason = _refused(problem.device, problem.dtype, K, N, dtypes)
+    if reason := reason or launch.supports_scaled(problem):
         return reason
     if problem.spec.gathers:
         # a last tile that ends with its shard begins in it
@@ -68,15 +71,17 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def _refused(device: str, dtype: str, K: int, N: int) -> str | None:
+def _refused(
+    device: str, dtype: str, K: int, N: int, dtypes: tuple[str, ...] = _DTYPES
+) -> str | None:
     """Why no Hopper kernel multiplies x [*, K] and w of N columns in this process, or None."""
     if device != "cuda":
         return f"Hopper kernels need a GPU of compute capability 9, {device} given"
     if (capability := torch.cuda.get_device_capability())[0] != 9:
         given = ".".join(map(str, capability))
         return f"Hopper kernels need a GPU of compute capability 9, this one has {given}"
-    if dtype not in _DTYPES:
-        return f"dtype {dtype} is none of {', '.join(_DTYPES)}"
+    if dtype not in dtypes:
+        return f"dtype {dtype} is none of {', '.join(dtypes)}"
     if K % 8 or N % 8:
         return f"rows of K {K} or N {N} are not whole 16-byte units"
     return gluon_unavailable() or _not_compiled()

@@ -40,6 +40,7 @@ from flux_megatron.kernels.hopper_epilogue import (
 )
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
+from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
@@ -48,6 +49,7 @@ from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
 from flux_megatron.problem import Tile
+from flux_megatron.scaling import Scaling, result_dtype, scales_or
 
 
 @aggregate
@@ -93,6 +95,7 @@ class SummedTiles:
     """
 
     staging: StagingTile
+    scales: Scales
     sizes: Sizes
     signals: Signals
     late: Number
@@ -107,7 +110,7 @@ class SummedTiles:
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         """A local tile is made in CHUNKS of K: during each another rank's tile is fetched, and
         behind the last one those that are left. But where nothing follows, nothing is worth a wait
-        before the last MMA.
+        before the last MMA. What was fetched has been scaled: so FP8 has one chunk.
         """
         sizes = self.sizes
         LEFT: gl.constexpr = sizes.WORLD_SIZE - 1 - self.CHUNKS
@@ -116,10 +119,12 @@ class SummedTiles:
         chunks = 1
         if owner == sizes.rank and not late:
             chunks = self.CHUNKS
+        scale = self.scales.load()
         out = gl.zeros((sizes.BLOCK_M, sizes.BLOCK_N), gl.float32, self.LAYOUT)
         for chunk in range(chunks):
             until = first + (work.last - first) // (chunks - chunk)
             out, multiplied = ring.multiply(out, first, until, multiplied)
+            out = self.scales.applied(out, scale)
             first = until
             if owner == sizes.rank and not late:
                 out = self.staging.add_fetched(out, fetched, self.LAYOUT)
@@ -160,10 +165,11 @@ class RsConfig(Config):
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, received_desc, y_desc, partials, received_pointers,
-    pad_pointers, gathered_pointers, gather_pads, pad, status, counters, partial_counters,
-    work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch, M_shard, N, K,
-    late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
+    x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
+    received_pointers, pad_pointers, gathered_pointers, gather_pads, pad, status, counters,
+    partial_counters, work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch,
+    M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -174,10 +180,14 @@ def hopper_gemm_rs_kernel(
     tiles = WorkTiles(work_tiles, gl.num_programs(0), first_part, parts, cuts, True)
     signals = Signals(pad, status, epoch, timeout_ns)
     exchange = new_exchange(2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    ring = new_ring(
+        x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN, 1, 0, CONFIG.SCALED,
+        CONFIG.SPLIT_ACCUMULATOR,
+    )  # fmt: skip
+    scales = Scales(x_scale, w_scale, CONFIG.SCALED)
     staging = new_staging_tile(y_desc)
     operands = AllRows(x_desc, w_desc, sizes)
-    epilogue = SummedTiles(staging, sizes, signals, late, CONFIG.CHUNKS, layout)
+    epilogue = SummedTiles(staging, scales, sizes, signals, late, CONFIG.CHUNKS, layout)
     sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
         parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
@@ -202,10 +212,14 @@ def hopper_gemm_rs_kernel(
 @lru_cache(maxsize=256)
 def _launcher(
     world_size: int, chunks: int, dtype: torch.dtype, device: torch.device, layout: str, tile: Tile,
-    by_sm: bool, gathers: bool = False,
+    by_sm: bool, gathers: bool = False, out_dtype: torch.dtype | None = None,
+    split_accumulator: bool = False,
 ) -> Launcher:  # fmt: skip
     """The launch of calls of any size whose local tiles are made in so many chunks of K."""
-    config = RsConfig(**common_config(world_size, layout, tile), BY_SM=by_sm, CHUNKS=chunks)
+    config = RsConfig(
+        **common_config(world_size, layout, tile), BY_SM=by_sm, CHUNKS=chunks,
+        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
+    )  # fmt: skip
     return Launcher(hopper_gemm_rs_kernel, (), tile, CONFIG=config)
 
 
@@ -238,7 +252,7 @@ def gemm_rs(
     pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
     work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
     layout: str, tile: Tile, by_sm: bool,
-    gathering: Gathering | None = None,
+    gathering: Gathering | None = None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
     if it is `gathering` all of them.
@@ -249,13 +263,15 @@ def gemm_rs(
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = gathering.y if gathering else empty(x, x.shape[0] // world_size, N)
+    M_shard, dtype = x.shape[0] // world_size, result_dtype(x, scaling)
+    y = gathering.y if gathering else empty(x, M_shard, N, dtype=dtype)
     block = (tile.block_m, tile.block_n)
-    chunks = chunk_count(world_size, cdiv(x.shape[1], tile.block_k))
+    K = x.shape[1]
+    chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
     run = _launcher(
-        world_size, chunks, x.dtype, x.device, layout, tile, by_sm, gathering is not None
-    )
-    M_shard, K = x.shape[0] // world_size, x.shape[1]
+        world_size, chunks, x.dtype, x.device, layout, tile, by_sm, gathering is not None,
+        *(scaling[2:] if scaling else ()),
+    )  # fmt: skip
     split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
@@ -264,6 +280,7 @@ def gemm_rs(
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(y, *block),
+            *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters),
             received_pointers, pad_pointers,
             gathering and gathering.pointers, gathering and gathering.pad_pointers,

@@ -27,10 +27,12 @@ DRAW_AHEAD = gl.constexpr(4)  # k-tiles before the last: 16 were no faster (tile
 
 
 @gluon.constexpr_function
-def mma_layout(columns, num_warps):
-    """Of the sums of so many columns, which warps share by rows."""
+def mma_layout(columns, num_warps, k=16):
+    """Of the sums of so many columns, which warps share by rows. An MMA takes `k` elements of K,
+    which moves no register.
+    """
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, k]
     )
 
 
@@ -39,7 +41,8 @@ class OperandRing:
     """Stages of x [STAGES, BLOCK_M, BLOCK_K] and of w, and their full and empty barriers.
     Of GROUPS partitions that multiply, number GROUP has the ROWS rows of x from GROUP * ROWS on.
     The first ends a tile up to LEAD k-tiles before the second; `led` are two barriers that say so,
-    for tiles in turn.
+    for tiles in turn. Tensor cores add FP8 products up with fewer bits than fp32 has: with
+    SPLIT_ACCUMULATOR they do so within a k-tile only.
     """
 
     x: Shared
@@ -52,6 +55,8 @@ class OperandRing:
     GROUP: gl.constexpr
     GROUPS: gl.constexpr
     LEAD: gl.constexpr
+    SCALED: gl.constexpr  # FP8
+    SPLIT_ACCUMULATOR: gl.constexpr
 
     @gluon.jit
     def of_rows(self, rows: gl.constexpr):
@@ -67,7 +72,7 @@ class OperandRing:
     def _of(self, rows: gl.constexpr, group: gl.constexpr):
         return OperandRing(
             self.x, self.w, self.full, self.empty, self.led, self.LAYOUT_NN, rows, group,
-            self.GROUPS, self.LEAD,
+            self.GROUPS, self.LEAD, self.SCALED, self.SPLIT_ACCUMULATOR,
         )  # fmt: skip
 
     @gluon.jit
@@ -144,27 +149,82 @@ class OperandRing:
         two barriers are enough.
         """
         STAGES: gl.constexpr = self.x.shape[0]
-        LEADS: gl.constexpr = self.GROUPS == 2 and self.LEAD > 0
         awaiting = max(first, last - self.LEAD)
-        acc = warpgroup_mma_init(sums)
-        for k_tile in range(first, last):
-            if LEADS and self.GROUP == 1:
-                led = self.led.index(number & 1)
-                mbarrier.wait(led, number >> 1 & 1, pred=k_tile == awaiting)
-            acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
-            multiplied += 1
-        if LEADS and self.GROUP == 0:
+        if self.SCALED:
+            WARPS: gl.constexpr = self.ROWS // 16
+            FP8: gl.constexpr = mma_layout(sums.shape[1], WARPS, 32)
+            sums = gl.convert_layout(sums, FP8)
+        if self.SPLIT_ACCUMULATOR:
+            sums, multiplied = self._add_products(sums, first, last, awaiting, multiplied, number)
+        else:
+            acc = warpgroup_mma_init(sums)
+            for k_tile in range(first, last):
+                self._follow_lead(k_tile == awaiting, number)
+                acc = self.multiply_k_tile(acc, multiplied, k_tile == first)
+                multiplied += 1
+        if self.GROUPS == 2 and self.LEAD > 0 and self.GROUP == 0:
             mbarrier.arrive(self.led.index(number & 1), count=1)
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
+        if not self.SPLIT_ACCUMULATOR:
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(self.empty.index((multiplied + STAGES - 1) % STAGES), count=1)
+        if self.SCALED:
+            sums = gl.convert_layout(sums, mma_layout(sums.shape[1], WARPS))
         return sums, multiplied
 
     @gluon.jit
-    def multiply_k_tile(self, acc, multiplied, first):
-        """acc + the next k-tile, issued; the MMAs before it are done, and their stage given back.
+    def _follow_lead(self, wanted, number):
+        """Wait, if `wanted`, until the other partition has issued its tile's MMAs."""
+        if self.GROUPS == 2 and self.LEAD > 0 and self.GROUP == 1:
+            mbarrier.wait(self.led.index(number & 1), number >> 1 & 1, pred=wanted)
 
-        `first`: there are no MMAs before it in flight.
+    @gluon.jit
+    def _add_products(self, sums, first, last, awaiting, multiplied, number):
+        """`multiply` with a split accumulator: the product of each k-tile is one of its own, which
+        the registers add to the sums while tensor cores make the next. Two products take turns.
         """
+        FP8: gl.constexpr = mma_layout(sums.shape[1], self.ROWS // 16, 32)
+        even = gl.zeros(sums.shape, gl.float32, FP8)
+        odd = gl.zeros(sums.shape, gl.float32, FP8)
+        self._follow_lead(first == awaiting, number)
+        issued = self._issue_product(even, multiplied)
+        k_tile = first + 1
+        while k_tile + 1 < last:
+            self._follow_lead(k_tile == awaiting, number)
+            other = self._issue_product(odd, multiplied + 1)
+            even, sums = self._add_product(issued, sums, multiplied, 1)
+            self._follow_lead(k_tile + 1 == awaiting, number)
+            issued = self._issue_product(even, multiplied + 2)
+            odd, sums = self._add_product(other, sums, multiplied + 1, 1)
+            multiplied += 2
+            k_tile += 2
+        if k_tile < last:
+            self._follow_lead(k_tile == awaiting, number)
+            other = self._issue_product(odd, multiplied + 1)
+            even, sums = self._add_product(issued, sums, multiplied, 1)
+            odd, sums = self._add_product(other, sums, multiplied + 1, 0)
+            multiplied += 2
+        else:
+            even, sums = self._add_product(issued, sums, multiplied, 0)
+            multiplied += 1
+        return sums, multiplied
+
+    @gluon.jit
+    def _issue_product(self, product, multiplied):
+        """The product of a k-tile, issued into the registers of one that has been added."""
+        x_buf, w_buf = self._full_stage(multiplied)
+        acc = warpgroup_mma_init(product)
+        return warpgroup_mma(x_buf, w_buf, acc, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def _add_product(self, issued, sums, multiplied, OUTSTANDING: gl.constexpr):
+        """The product of a k-tile, done, its stage given back; and the sums with it."""
+        product = warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=(issued,))
+        mbarrier.arrive(self.empty.index(multiplied % self.x.shape[0]), count=1)
+        return product, sums + product
+
+    @gluon.jit
+    def _full_stage(self, multiplied):
+        """The operands of the next k-tile for this partition, when they are there."""
         STAGES: gl.constexpr = self.x.shape[0]
         stage = multiplied % STAGES
         mbarrier.wait(self.full.index(stage), multiplied // STAGES & 1)
@@ -174,6 +234,16 @@ class OperandRing:
         w_buf = self.w.index(stage)
         if not self.LAYOUT_NN:
             w_buf = w_buf.permute((1, 0))
+        return x_buf, w_buf
+
+    @gluon.jit
+    def multiply_k_tile(self, acc, multiplied, first):
+        """acc + the next k-tile, issued; the MMAs before it are done, and their stage given back.
+
+        `first`: there are no MMAs before it in flight.
+        """
+        STAGES: gl.constexpr = self.x.shape[0]
+        x_buf, w_buf = self._full_stage(multiplied)
         issued = warpgroup_mma(x_buf, w_buf, acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(issued,)))
         before = (multiplied + STAGES - 1) % STAGES
@@ -184,7 +254,7 @@ class OperandRing:
 @gluon.jit
 def new_ring(
     x_desc, w_desc, STAGES: gl.constexpr, LAYOUT_NN: gl.constexpr, GROUPS: gl.constexpr = 1,
-    LEAD: gl.constexpr = 0,
+    LEAD: gl.constexpr = 0, SCALED: gl.constexpr = False, SPLIT_ACCUMULATOR: gl.constexpr = False,
 ):  # fmt: skip
     """The ring for the blocks of descriptors and so many partitions that multiply."""
     x = new_buffer(x_desc, [STAGES])
@@ -200,7 +270,9 @@ def new_ring(
         for i in gl.static_range(2):
             mbarrier.init(led.index(i), count=1)
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    return OperandRing(x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD)
+    return OperandRing(
+        x, w, full, empty, led, LAYOUT_NN, ROWS, 0, GROUPS, LEAD, SCALED, SPLIT_ACCUMULATOR
+    )
 
 
 @gluon.jit

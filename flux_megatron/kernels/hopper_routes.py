@@ -16,6 +16,7 @@ from flux_megatron.kernels.expert_routes import (
 )
 from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
     count_acq_rel_gpu,
     signal_release_sys,
     uniform,
@@ -23,7 +24,6 @@ from flux_megatron.kernels.hopper_primitives import (
 )
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_tile_order import tile_in_groups
-from flux_megatron.kernels.primitives import MAX_COMM_TILES
 
 
 @aggregate

@@ -8,8 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_primitives import wait_acquire_sys
-from flux_megatron.kernels.primitives import MAX_COMM_TILES, time_ns
+from flux_megatron.kernels.hopper_primitives import (
+    MAX_COMM_TILES,
+    time_ns,
+    wait_acquire_sys,
+)
 
 
 @aggregate

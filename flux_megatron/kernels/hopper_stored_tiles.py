@@ -18,6 +18,7 @@ from flux_megatron.kernels.gluon_versions import (
     tma_store,
 )
 from flux_megatron.kernels.hopper_ring import mma_layout, new_buffer
+from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_tile_order import Sizes
 
@@ -39,10 +40,11 @@ def column_slices(out, COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 @aggregate
 class StoredTiles:
-    """Epilogue of the MMA warps: add the bias, store."""
+    """Epilogue of the MMA warps: multiply by the scales, add the bias, store."""
 
     y_desc: Descriptor
     y_bufs: Parts  # of slices
+    scales: Scales
     bias: Pointer
     sizes: Sizes
     signals: Signals
@@ -53,8 +55,9 @@ class StoredTiles:
     def stored_through(self, y_bufs):
         """The same, in another partition, which needs slices of its own."""
         return StoredTiles(
-            self.y_desc, y_bufs, self.bias, self.sizes, self.signals, self.HAS_BIAS, self.NUM_WARPS
-        )
+            self.y_desc, y_bufs, self.scales, self.bias, self.sizes, self.signals, self.HAS_BIAS,
+            self.NUM_WARPS,
+        )  # fmt: skip
 
     @gluon.jit
     def deadline(self):
@@ -63,8 +66,10 @@ class StoredTiles:
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
+        scale = self.scales.load()
         out = ring.zeros(self.NUM_WARPS)
         out, multiplied = ring.multiply(out, work.first, work.last, multiplied, number)
+        out = self.scales.applied(out, scale)
         return column_slices(out, COLUMNS, self.NUM_WARPS), False, multiplied, fetched
 
     @gluon.jit

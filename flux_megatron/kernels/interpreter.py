@@ -3,7 +3,7 @@ less overhead.
 
 The interpreter (Triton 3.6 to 3.7.1) keeps bfloat16 as 16-bit integers and computes on those bits.
 Here arithmetic on bfloat16 goes through fp32 and rounds to nearest even, as compiled code does.
-fp8 casts and bfloat16 atomics stay broken; our kernels do not use them.
+Casts to fp8 and bfloat16 atomics stay broken; our kernels do not use them. Dots of fp8 are right.
 
 It also spends most of its time on repeated work, which these patches remove (triton 3.7.1). Every
 call of a device function replaces the language again. Every integer operation checks for overflow,

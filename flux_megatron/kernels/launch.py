@@ -32,6 +32,16 @@ def supports_tensors(dtype: str, device: str) -> str | None:
     return None
 
 
+def supports_scaled(problem: Problem) -> str | None:
+    """`supports` of kernels that multiply FP8 too."""
+    if problem.scaled and problem.device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            given = ".".join(map(str, capability))
+            return f"FP8 needs a GPU of compute capability 8.9 or more, this one has {given}"
+    return supports_tensors(problem.out_dtype or problem.dtype, problem.device)
+
+
 @cache
 def sms(device: torch.device) -> int:
     """How many SMs the GPU has."""

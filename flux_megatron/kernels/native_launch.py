@@ -10,52 +10,63 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import struct
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.recording import EPOCH, Launch, Recording, Unrecordable
 
-_SIZES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
-_MAP_BYTES = 128  # of a descriptor, which must lie at a multiple of that
-_WORD, _ADDRESS, _MAP = range(3)  # how words go into parameters, as in enqueue.c
+_CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
+_MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
+_SIZE_OF = {"I": 4, "Q": 8, _MAP: 128}
+_WORD, _ADDRESS, _DESCRIPTOR = range(3)  # how words go into parameters, as in enqueue.c
 _NUMBERS_OF_CALLS = ("epoch", "gather_epoch")
 
 
-class _Parameters:
-    """The memory of a kernel's parameters, and where words go."""
+class _Layout(NamedTuple):
+    """How a compiled kernel's parameters lie in memory: `places` of those that `packed` makes of
+    numbers and descriptors. `kinds` are those of Triton, of its own parameters.
+    """
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self.memory = bytearray()
-        self.places: list[int] = []
-        self.sizes: list[int] = []
-        self.patches: list[tuple[int, int, enqueue.Word]] = []
+    packed: struct.Struct
+    places: tuple[int, ...]
+    kinds: tuple[str, ...]
 
-    def add(self, data: bytes, word: enqueue.Word | None = None, how: int = _WORD) -> None:
-        self.memory += bytes(-len(self.memory) % len(data))
-        if word is not None and word.register:
-            self.patches.append((how, len(self.memory), word))
-        self.places.append(len(self.memory))
-        self.sizes.append(len(data))
-        self.memory += data
 
-    def add_number(self, value: int, size: int, word: enqueue.Word | None = None) -> None:
-        self.add((value % (1 << 8 * size)).to_bytes(size, "little"), word)
-
-    def add_address(self, address: int) -> None:
-        self.add(address.to_bytes(8, "little"), self._recording.address(address), _ADDRESS)
-
-    def add_descriptor(self, descriptor: Any, meta: Any) -> None:
-        word = self._recording.address(descriptor.base.data_ptr())
-        made, *sizes = _expanded(descriptor, meta)
-        self.add(_bytes_of(made), word, _MAP)
-        dimensions = len(sizes) // 2
-        for number, value in enumerate(sizes):
-            self.add_number(value, 4 if number < dimensions else 8)
+@lru_cache(maxsize=256)
+def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
+    """`Unrecordable` where the driver knows others, or a launch is of another kind."""
+    metadata = compiled.metadata
+    if compiled.packed_metadata[1] != 1 or metadata.profile_scratch_size:
+        raise Unrecordable(f"{name} needs a launch of another kind")
+    if metadata.launch_cooperative_grid or metadata.launch_pdl:
+        raise Unrecordable(f"{name} needs a launch of another kind")
+    kinds = tuple(compiled.src.signature[parameter] for parameter in names)
+    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    codes: list[str] = []
+    for parameter, kind in zip(names, kinds, strict=True):
+        if kind.startswith("tensordesc"):
+            if next(metas, None) is None:
+                raise Unrecordable(f"{name} takes {parameter} in pieces")
+            codes += [_MAP, *"II", *"QQ"]  # of a matrix: sizes and strides
+        elif kind.startswith("*") or kind in _CODES:
+            codes.append(_CODES.get(kind, "Q"))
+        elif kind != "constexpr":
+            raise Unrecordable(f"{name} takes {parameter} as {kind}")
+    codes += "QQ"  # of scratch memory
+    sizes = [_SIZE_OF[code] for code in codes]
+    if (known := enqueue.native().parameters(compiled.function)) != sizes:
+        raise Unrecordable(f"{name}: parameters of {known} bytes, {sizes} expected")
+    spelled, places, end = "<", [], 0
+    for code, size in zip(codes, sizes, strict=True):
+        spelled += f"{-end % size}x{code}"
+        places.append(end + -end % size)
+        end = places[-1] + size
+    return _Layout(struct.Struct(spelled), tuple(places), kinds)
 
 
 def launch(
@@ -63,36 +74,37 @@ def launch(
     recording: Recording, scratch: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     """The launch that Triton has made of `values`; `names` are theirs. `Unrecordable`: why not."""
-    metadata = compiled.metadata
-    warps, ctas, shared = compiled.packed_metadata[:3]
-    cooperative = metadata.launch_cooperative_grid or metadata.launch_pdl
-    if ctas != 1 or cooperative or metadata.profile_scratch_size:
-        raise Unrecordable(f"{name} needs a launch of another kind")
-    parameters, metas = (
-        _Parameters(recording),
-        iter(getattr(metadata, "tensordesc_meta", None) or ()),
-    )
-    for parameter, value in zip(names, values, strict=True):
-        kind = compiled.src.signature[parameter]
+    layout = _layout(name, compiled, tuple(names))
+    given: list[Any] = []
+    patches: list[tuple[int, int, enqueue.Word]] = []
+
+    def changes(how: int, word: enqueue.Word) -> None:
+        if word.register:
+            patches.append((how, layout.places[len(given)], word))
+
+    def add_address(address: int) -> None:
+        changes(_ADDRESS, recording.address(address))
+        given.append(address)
+
+    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    for parameter, kind, value in zip(names, layout.kinds, values, strict=True):
         if kind.startswith("tensordesc"):
-            if (meta := next(metas, None)) is None:
-                raise Unrecordable(f"{name} takes {parameter} in pieces")
-            parameters.add_descriptor(value, meta)
+            changes(_DESCRIPTOR, recording.address(value.base.data_ptr()))
+            made, *sizes = _expanded(value, next(metas))
+            given += [_bytes_of(made), *sizes]
         elif kind.startswith("*"):
-            parameters.add_address(value)
-        elif kind in _SIZES:
-            word = EPOCH if parameter in _NUMBERS_OF_CALLS else None
-            parameters.add_number(value, _SIZES[kind], word)
+            add_address(value)
         elif kind != "constexpr":
-            raise Unrecordable(f"{name} takes {parameter} as {kind}")
-    parameters.add_address(0 if scratch is None else scratch.data_ptr())
-    parameters.add_address(0)
-    if (known := enqueue.native().parameters(compiled.function)) != parameters.sizes:
-        raise Unrecordable(f"{name}: parameters of {known} bytes, {parameters.sizes} expected")
+            if parameter in _NUMBERS_OF_CALLS:
+                changes(_WORD, EPOCH)
+            given.append(value % (1 << (64 if kind.endswith("64") else 32)))
+    add_address(0 if scratch is None else scratch.data_ptr())
+    given.append(0)
+    warps, _, shared = compiled.packed_metadata[:3]
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(name, (
-        compiled.function, (x, y, z), 32 * warps, shared, bytes(parameters.memory),
-        tuple(parameters.places), tuple(parameters.patches),
+        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*given), layout.places,
+        tuple(patches),
     ))  # fmt: skip
 
 
@@ -113,4 +125,4 @@ def _maker() -> tuple[Any, int]:
 def _bytes_of(made: Any) -> bytes:
     """What Triton's object of a descriptor holds: its last field."""
     behind = id(made) + type(made).__basicsize__
-    return ctypes.string_at(behind - _MAP_BYTES, _MAP_BYTES)
+    return ctypes.string_at(behind - _SIZE_OF[_MAP], _SIZE_OF[_MAP])

@@ -22,7 +22,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -37,10 +36,10 @@ _EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
 _SEEN = tl.constexpr(signals.STATUS_SEEN)
 _PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
 _PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
-OVER = tl.constexpr(signals.STATUS_OVER)
-LATE = tl.constexpr(signals.STATUS_LATE)
+_OVER = tl.constexpr(signals.STATUS_OVER)
+_LATE = tl.constexpr(signals.STATUS_LATE)
 _REFUSED = tl.constexpr(signals.STATUS_REFUSED)
-LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
+_LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
 
 
@@ -101,28 +100,27 @@ def _may_go_on(deadline, status):
     time that is over is counted, and the count is asked.
     """
     late = (_time_ns() >= deadline).to(tl.int32)
-    tl.atomic_add(status + OVER, late, sem="relaxed", scope="sys")
-    return tl.atomic_add(status + OVER, 0, sem="relaxed", scope="sys") == 0
+    tl.atomic_add(status + _OVER, late, sem="relaxed", scope="sys")
+    return tl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") == 0
 
 
 @triton.jit
-def wait_acquire(pad, slot, epoch, deadline, status, SCOPE: tl.constexpr = "sys"):
-    """Until `slot` holds `epoch`, or the deadline has passed; Gluon kernels wait by it too."""
+def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
     seen = epoch
     going = True
     turns = 0
     while going:
-        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
+        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
         going = seen - epoch < 0
         turns += 1
-        if (turns % LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
+        if (turns % _LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
             going = _may_go_on(deadline, status)
     if seen - epoch < 0:
-        record_first(pad, slot, epoch, seen, status, LATE)
+        _record_first(pad, slot, epoch, seen, status, _LATE)
 
 
 @triton.jit
-def record_first(pad, number, expected, seen, status, reason):
+def _record_first(pad, number, expected, seen, status, reason):
     """Say what has failed and why, if it is the first failure: others follow from it."""
     # an atomic gives all warps the same answer
     if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") == 0:
@@ -137,8 +135,8 @@ def record_first(pad, number, expected, seen, status, reason):
 
 @triton.jit
 def _refuse_release_sys_device(pad, number, expected, seen, status):
-    record_first(pad, number, expected, seen, status, _REFUSED)
-    tl.atomic_add(status + OVER, 1, sem="relaxed", scope="sys")
+    _record_first(pad, number, expected, seen, status, _REFUSED)
+    tl.atomic_add(status + _OVER, 1, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -163,35 +161,26 @@ def _acquire_for_tma_loads_device():
     )
 
 
-def host_number(value) -> int:
+def _word(value) -> int:
     """The Python integer behind an interpreted scalar."""
     return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
 
 
 def poll(address: int, slot: int, epoch: int, deadline: int, record: ctypes.Array) -> None:
-    """Host wait for the int32 at `address`."""
-    cell = ctypes.c_int32.from_address(address)
+    """Host wait for the int32 at `address`: a few yields, then sleeps that double up to 2 ms.
 
-    def missing() -> int | None:
-        return None if signals.reached(seen := cell.value, epoch) else seen
-
-    poll_until_none(missing, deadline, record)
-
-
-def poll_until_none(missing: Callable[[], int | None], deadline: int, record: ctypes.Array) -> None:
-    """Look until nothing is missing: a few yields, then sleeps that double up to 2 ms.
-
-    `TimeoutError`, which carries what was last seen, also once the status record is tripped.
+    `TimeoutError`, which carries the value last seen, also once the status record is tripped.
     """
+    cell = ctypes.c_int32.from_address(address)
     turns = 0
-    while (seen := missing()) is not None:
+    while not signals.reached(cell.value, epoch):
         turns += 1
         if turns < 20:
             os.sched_yield()
         else:
             time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
         if record[signals.STATUS_TRIPPED] or time.monotonic_ns() > deadline:
-            raise TimeoutError(seen)
+            raise TimeoutError(cell.value)
 
 
 host_wait = poll  # the scheduler of virtual ranks in tests replaces it
@@ -202,22 +191,33 @@ def _time_ns_host() -> int:
 
 
 def _deadline_after_host(timeout_ns) -> int:
-    return time.monotonic_ns() + host_number(timeout_ns)
+    return time.monotonic_ns() + _word(timeout_ns)
 
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
-    pad, slot, epoch = map(host_number, (pad, slot, epoch))
-    record = signals.record_at(host_number(status))
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
     try:
-        host_wait(pad + 4 * slot, slot, epoch, deadline, record)
+        host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline, record)
     except TimeoutError as late:
-        signals.record_first(record, signals.STATUS_LATE, pad, slot, epoch, late.args[0])
+        if record[signals.STATUS_TRIPPED]:  # only the first late wait is recorded
+            return
+        record[signals.STATUS_SLOT] = _word(slot)
+        record[signals.STATUS_EXPECTED] = _word(epoch)
+        record[signals.STATUS_SEEN] = late.args[0]
+        record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
+        record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
+        record[signals.STATUS_TRIPPED] = 1
 
 
 def _refuse_release_sys_host(pad, number, expected, seen, status) -> None:
-    record = signals.record_at(host_number(status))
-    numbers = map(host_number, (pad, number, expected, seen))
-    signals.record_first(record, signals.STATUS_REFUSED, *numbers)
+    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+    if record[signals.STATUS_TRIPPED]:
+        return
+    record[signals.STATUS_SLOT] = _word(number)
+    record[signals.STATUS_EXPECTED], record[signals.STATUS_SEEN] = _word(expected), _word(seen)
+    record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
+    record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
+    record[signals.STATUS_TRIPPED] = signals.STATUS_REFUSED
 
 
 def _no_fence_needed() -> None: ...
@@ -225,7 +225,7 @@ def _no_fence_needed() -> None: ...
 
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
-wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else wait_acquire
+wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device
 refuse_release_sys = _refuse_release_sys_host if INTERPRETED else _refuse_release_sys_device
 complete_tma_stores = _no_fence_needed if INTERPRETED else _complete_tma_stores_device
 acquire_for_tma_loads = _no_fence_needed if INTERPRETED else _acquire_for_tma_loads_device

@@ -86,7 +86,10 @@ def first_tile(work):
     one. A CTA owns no other tile, so a CTA without an SM, because another kernel holds it, delays
     no tile. `hopper_scheduler.TileScheduler.begin` says why the first tile goes by number.
     """
-    return settle(tl.program_id(0), work)
+    tile = tl.program_id(0)
+    if not _claim(work, tile):
+        tile = settle(tl.atomic_add(work, 1, sem="relaxed", scope="gpu"), work)
+    return tile
 
 
 @triton.jit

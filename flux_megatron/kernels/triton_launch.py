@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -65,6 +66,15 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _compiling = False
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """Kernels that launches inside compile are compiled at once, by some threads, before it ends.
+    One that cannot be compiled says so when it is launched.
+    """
+    with ThreadPoolExecutor(4) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        yield
 
 
 class Launcher:
@@ -155,7 +165,8 @@ class Launcher:
         if (recording := this_thread.recording) is not None:
             recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
-            _compiled[self._code_for(tensors, numbers)] = compiled
+            if self._is_compiled:
+                _compiled[self._code_for(tensors, numbers)] = compiled
             self._use(compiled)
 
     def _use(self, compiled) -> None:

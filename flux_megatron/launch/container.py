@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 # of Slurm, which command.sh needs: `enroot start` clears the environment, pyxis keeps it
 PASSED = (
@@ -24,40 +25,27 @@ PASSED = (
     "SLURM_RESTART_COUNT",
     "SLURMD_NODENAME",
 )
-_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?")
-
-
 SQUASHED = (".sqsh", ".squashfs")
 
 
-def _mount(text: str) -> str:
-    if not _MOUNT.fullmatch(text):
-        raise ValueError(
-            f"{text!r} given, /HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
-        )
-    return text
+def _like(pattern: str, expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} given, {expected}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _image(text: str) -> str:
-    """A squashfs file is looked for on the nodes, from whatever folder they start in."""
-    if not text or any(character.isspace() for character in text):
-        raise ValueError(
-            f"{text!r} given, an image such as nvcr.io#nvidia/pytorch:26.03-py3 expected"
-        )
-    if text.endswith(SQUASHED) and not text.startswith("/"):
-        raise ValueError(f"{text!r} given, an absolute path expected")
-    return text
-
-
-def _folder(text: str) -> str:
-    if not text.startswith("/"):
-        raise ValueError(f"{text!r} given, an absolute path expected")
-    return text
-
-
-Image = Annotated[str, AfterValidator(_image)]
-Mount = Annotated[str, AfterValidator(_mount)]
-Folder = Annotated[str, AfterValidator(_folder)]
+MOUNT = "/HOST[:/CONTAINER[:FLAG+FLAG]] expected, such as /a:/b:ro"
+Mount = Annotated[str, _like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
+Folder = Annotated[str, _like("/.*", "an absolute path expected")]
+# A squashfs file is looked for on the nodes, from whatever folder they start in.
+Image = Annotated[
+    str,
+    _like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3 expected"),
+    _like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path expected"),
+]
 
 
 class Container(BaseModel):
@@ -87,30 +75,21 @@ class Container(BaseModel):
     def image_of(self, arm: Arm) -> str | None:
         return self.images.get(arm, self.image)
 
-    def name(self, arm: Arm) -> str:
-        """The container's for pyxis, the same for arms of one image, else empty."""
-        if self.runtime != "pyxis":
-            return ""
-        return "flux_megatron-" + hashlib.sha256(str(self.image_of(arm)).encode()).hexdigest()[:8]
-
-    def srun_options(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
-        """Options of srun, where pyxis takes them."""
-        if self.runtime != "pyxis":
-            return []
-        mounts = [_whole(mount) for mount in self._mounts(folders)]
-        options = [
-            f"--container-image={self.image_of(arm)}",
-            f"--container-mounts={','.join(mounts)}",
-        ]
-        return options + ([f"--container-workdir={self.workdir}"] if self.workdir else [])
-
-    def prefix(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
-        """What precedes the command of a node, where enroot starts it."""
-        if self.runtime != "enroot":
-            return []
-        mounts = [f"--mount={_fstab(mount)}" for mount in self._mounts(folders)]
-        passed = [text for name in PASSED for text in ("--env", name)]
-        return ["enroot", "start", "--rw", *passed, *mounts, str(self.image_of(arm))]
+    def words(self, arm: Arm, folders: Iterable[Path]) -> str:
+        """For bash, between srun's options and the command of a node: further options of srun, or
+        the command that starts the container.
+        """
+        image, mounts = str(self.image_of(arm)), self._mounts(folders)
+        if self.runtime == "enroot":
+            given = [f"--mount={_fstab(mount)}" for mount in mounts]
+            passed = [text for name in PASSED for text in ("--env", name)]
+            return shlex.join(["enroot", "start", "--rw", *passed, *given, image])
+        options = [f"--container-image={image}"]
+        options += [f"--container-mounts={','.join(map(_whole, mounts))}"]
+        options += [f"--container-workdir={self.workdir}"] if self.workdir else []
+        # a name, the same for arms of one image: doctor, preflight and ranks share the container
+        name = hashlib.sha256(image.encode()).hexdigest()[:8]
+        return f'{shlex.join(options)} --container-name=flux_megatron-{name}-"$SLURM_JOB_ID"'
 
     def _mounts(self, folders: Iterable[Path]) -> list[str]:
         """Each once; the site's mount of a folder replaces ours."""

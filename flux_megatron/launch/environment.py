@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 # One hardware queue: kernels run in the order of their launches, communication first. Megatron
 # demands it for tensor parallelism up to Hopper.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from flux_megatron.errors import BadInput
 
 
-@dataclass(frozen=True)
-class ErrorDetail:
+class ErrorDetail(NamedTuple):
     """`file` is the one that set `key`, or "--set" for an override."""
 
     file: str
@@ -15,10 +16,10 @@ class ErrorDetail:
     rule: str
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.file, self.key, self.rule)))
+        return ": ".join(filter(None, self))
 
 
-class ExperimentError(ValueError):
+class ExperimentError(BadInput):
     """An experiment that cannot be run, with all that is wrong with it, a line each.
 
     `file`, `key` and `rule` are those of the first error.
@@ -27,9 +28,8 @@ class ExperimentError(ValueError):
     def __init__(self, errors: Iterable[ErrorDetail]) -> None:
         self.errors = tuple(dict.fromkeys(errors))
         super().__init__("\n".join(map(str, self.errors)))
-        first = self.errors[0]
-        self.file, self.key, self.rule = first.file, first.key, first.rule
+        self.file, self.key, self.rule = self.errors[0]
 
 
-class LaunchError(ValueError):
+class LaunchError(BadInput):
     """Why an experiment cannot be launched so, or here."""

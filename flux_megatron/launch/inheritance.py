@@ -7,7 +7,7 @@ A mapping is merged key by key; a list or a scalar replaces what was there. `mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ class Value:
     key: str
     value: Any
     file: str
-    order: int
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,41 +41,18 @@ class Source:
     order: int
 
 
-@dataclass
-class Merged:
-    """`values` by dotted key; an empty mapping is a value too."""
-
-    values: dict[str, Value] = field(default_factory=dict)
-    sources: dict[str, Source] = field(default_factory=dict)
-    sweep: dict[str, Value] = field(default_factory=dict)
-    paper: dict[str, Any] = field(default_factory=dict)
-
-    def put(self, value: Value) -> None:
-        """Add `value`, in place of what stood under its key or, where a mapping is new, above."""
-        for key in list(self.values):
-            replaced = is_below(key, value.key) and value.value != {}
-            if replaced or (is_below(value.key, key) and self.values[key].value != {}):
-                del self.values[key]
-        self.values[value.key] = value
-
-    def replace_section(self, section: str, other: Merged) -> None:
-        """`other` becomes this section, of which nothing else remains."""
-        self.values = {k: v for k, v in self.values.items() if not covers(section, k)}
-        self.sources = {k: s for k, s in self.sources.items() if not covers(section, k)}
-        for old in other.values.values():
-            key = f"{section}.{old.key}"
-            self.values[key] = Value(key, old.value, old.file, old.order)
-        for source in other.sources.values():
-            key = f"{section}.{source.key}"
-            self.sources[key] = Source(key, source.kind, source.text, source.file, source.order)
-
-
-def is_below(key: str, prefix: str) -> bool:
-    return key.startswith(prefix + ".")
-
-
 def covers(prefix: str, key: str) -> bool:
-    return key == prefix or is_below(key, prefix)
+    return f"{key}.".startswith(f"{prefix}.")
+
+
+def put(values: dict[str, Value], name: str, value: Value) -> None:
+    """Add `value` in place of what stood under `name` or, where a mapping is new, above it."""
+    for old in [*values]:
+        below = covers(name, old) and value.value != {}
+        above = covers(old, name) and values[old].value != {}
+        if old != name and (below or above):
+            del values[old]
+    values[name] = value
 
 
 def shown(file: Path) -> str:
@@ -84,89 +61,97 @@ def shown(file: Path) -> str:
     return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 
-class Reader:
-    """Reads one experiment; `errors` collects what need not stop it."""
+class Merged:
+    """One experiment: `values`, `sources` and `sweep` by dotted key; an empty mapping is a value
+    too. `errors` collects what need not stop the reading.
+    """
 
     def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.sources: dict[str, Source] = {}
+        self.sweep: dict[str, Value] = {}
+        self.paper: dict[str, Any] = {}
         self.errors: list[ErrorDetail] = []
         self._order = 0
 
-    def read(self, file: Path, whole: Mapping[str, str], above: tuple[Path, ...] = ()) -> Merged:
-        """`file` upon its bases. `ExperimentError` where one is absent, no YAML, or in a cycle."""
+    def read(self, file: Path, section: str = "", above: tuple[Path, ...] = ()) -> None:
+        """Put `file` upon its bases, as one `section` or as the whole. `ExperimentError` where one
+        is absent, no YAML, or in a cycle.
+        """
         file = file.resolve()
         if file in above:
             chain = " -> ".join(shown(f) for f in (*above, file))
             raise _stop(above[-1], "base", f"inherits from itself: {chain}")
-        raw = parse(file)
+        try:
+            raw = config_files.read(file)
+        except ValueError as error:
+            raise _stop(file, "", str(error)) from None
         base = raw.pop("base", None)
-        merged = Merged()
         if isinstance(base, str):
-            merged = self.read(file.parent / base, whole, (*above, file))
+            self.read(file.parent / base, section, (*above, file))
         elif base is not None:
-            self._add_error(shown(file), "base", f"{base!r} given, the path of a file expected")
-        self._apply(merged, raw, shown(file), whole, file.parent)
-        return merged
+            self._error(shown(file), "base", f"{base!r} given, the path of a file expected")
+        self._apply(raw, shown(file), file.parent, section)
 
-    def override(self, merged: Merged, overrides: Mapping[str, Any]) -> None:
-        """Put dotted `overrides` upon `merged`, as the caller's assumptions."""
-        self._apply(merged, dict(overrides), "--set", SHIPPED, Path())
-        for value in list(merged.values.values()):
+    def override(self, overrides: Mapping[str, Any]) -> None:
+        """Put dotted `overrides` upon all, as the caller's assumptions."""
+        self._apply(dict(overrides), "--set", Path())
+        for value in [*self.values.values()]:
             if value.order == self._order:
-                self._source(merged, value.key, "assumed", BY_CALLER, "--set")
+                self._explain(value.key, "assumed", BY_CALLER, "--set")
 
-    def _apply(
-        self, merged: Merged, raw: dict[str, Any], file: str, whole: Mapping[str, str], folder: Path
-    ) -> None:
-        names = {key: raw.pop(key) for key in whole if isinstance(raw.get(key), str)}
-        for section, name in names.items():
-            found = folder / name
-            if not name.endswith(".yaml"):
-                shipped = configs() / whole[section]
-                known = sorted(file.stem for file in shipped.glob("*.yaml"))
-                if name not in known:
-                    rule = f"{name!r} given, one of {known} or a file expected"
-                    self._add_error(file, section, rule)
-                    continue
-                found = shipped / f"{name}.yaml"
-            merged.replace_section(section, self.read(found, {}))
-            merged.put(Value(f"{section}.name", Path(name).stem, file, self._order))
+    def _apply(self, raw: dict[str, Any], file: str, folder: Path, section: str = "") -> None:
+        if not section:
+            for part in SHIPPED:
+                if isinstance(raw.get(part), str):
+                    self._take(part, raw.pop(part), file, folder)
         self._order += 1
+        prefix = f"{section}." if section else ""
         for kind in ("stated", "assumed"):
             for keys, text in self._mapping(raw, kind, file).items():
                 for key in str(keys).split():
-                    self._source(merged, key, kind, text, file)
+                    self._explain(prefix + key, kind, text, file)
         for key, alternatives in self._mapping(raw, "sweep", file).items():
-            merged.sweep[key] = Value(key, alternatives, file, self._order)
-        merged.paper |= self._mapping(raw, "paper", file)
-        for key, value in flat(raw).items():
-            merged.put(Value(key, value, file, self._order))
+            self.sweep[prefix + key] = Value(prefix + key, alternatives, file)
+        self.paper |= self._mapping(raw, "paper", file)
+        for key, value in flat(raw, prefix).items():
+            put(self.values, key, Value(key, value, file, self._order))
+
+    def _take(self, section: str, name: str, file: str, folder: Path) -> None:
+        """The section becomes that of another file, and nothing of it remains."""
+        found = folder / name
+        if not name.endswith(".yaml"):
+            found = configs() / SHIPPED[section] / f"{name}.yaml"
+            known = sorted(one.stem for one in found.parent.glob("*.yaml"))
+            if name not in known:
+                rule = f"{name!r} given, one of {known} or a file expected"
+                self._error(file, section, rule)
+                return
+        self.values = {k: v for k, v in self.values.items() if not covers(section, k)}
+        self.sources = {k: s for k, s in self.sources.items() if not covers(section, k)}
+        self.read(found, section)
+        key = f"{section}.name"
+        self.values[key] = Value(key, found.stem, file, self._order)
 
     def _mapping(self, raw: dict[str, Any], key: str, file: str) -> dict[str, Any]:
         found = raw.pop(key, {})
         if isinstance(found, dict):
             return found
-        self._add_error(file, key, f"a mapping expected, {found!r} given")
+        self._error(file, key, f"a mapping expected, {found!r} given")
         return {}
 
-    def _source(self, merged: Merged, key: str, kind: Any, text: Any, file: str) -> None:
+    def _explain(self, key: str, kind: Any, text: Any, file: str) -> None:
         if not isinstance(text, str) or not text.strip():
-            self._add_error(file, f"{kind}.{key}", "expected where the value is from, or why it is")
+            rule = "expected where the value is from, or why it is"
+            self._error(file, f"{kind}.{key}", rule)
             return
-        known = merged.sources.get(key)
+        known = self.sources.get(key)
         if known and known.order == self._order and known.kind != kind:
-            self._add_error(file, key, "both stated and assumed")
-        merged.sources[key] = Source(key, kind, text.strip(), file, self._order)
+            self._error(file, key, "both stated and assumed")
+        self.sources[key] = Source(key, kind, text.strip(), file, self._order)
 
-    def _add_error(self, file: str, key: str, rule: str) -> None:
+    def _error(self, file: str, key: str, rule: str) -> None:
         self.errors.append(ErrorDetail(file, key, rule))
-
-
-def parse(file: Path) -> dict[str, Any]:
-    """The mapping that a file holds. `ExperimentError` for all else."""
-    try:
-        return config_files.read(file)
-    except ValueError as error:
-        raise _stop(file, "", str(error)) from None
 
 
 def _stop(file: Path, key: str, rule: str) -> ExperimentError:

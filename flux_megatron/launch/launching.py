@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -57,8 +56,8 @@ class Prepared:
     request: Request
     experiment: Experiment
     options: RunOptions
-    commands: tuple[Command, ...]
-    started: tuple[Command, ...]
+    commands: list[Command]
+    started: list[Command]
 
     @property
     def job(self) -> str:
@@ -70,16 +69,18 @@ class Prepared:
     def shown(self) -> str:
         """All of it in print."""
         whole = self.experiment
-        lines = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
+        parts = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
         for command in self.started:
-            lines += ["", *_shown(command)]
-        return "\n".join([*lines, "", "## job.sbatch", self.job])
+            texts = command.files | {"command.sh": command.script()}
+            parts.append(f"## arm {command.name}")
+            parts += [f"# {command.folder / name}\n{text}" for name, text in texts.items()]
+        return "\n".join([*parts, "## job.sbatch", self.job])
 
     def write(self) -> Path:
         """Write the run folder, and return its job.sbatch. No run is overwritten."""
         run = self.options.run
-        for remark in _check_checkout(self.experiment, self.options.checkout):
-            print(remark, file=sys.stderr)
+        if self.experiment.program != "train":
+            _check_checkout(self.experiment.megatron_lm, self.options.checkout)
         if not self.request.resume:
             run_folder.refuse_used(run)
         option_values.folder("--run-dir", run)
@@ -126,59 +127,32 @@ def prepare(request: Request) -> Prepared:
     _check_data(kept.program, options)
     sbatch.check_options(options.site, next(iter(kept.arms.values())))
     rounds = [f"round-{number}" for number in range(1, (request.rounds or 0) + 1)] or [""]
-    commands = tuple(
-        command_line.of(kept, arm, replace(options, round=one))
-        for one in rounds
-        for arm in kept.arms
-    )
+    commands = [command_line.of(kept, arm, options, one) for one in rounds for arm in kept.arms]
     _check_arguments(kept, commands)
     wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
-    started = tuple(command for command in commands if command.arm in wanted)
+    started = [command for command in commands if command.arm in wanted]
     return Prepared(request, kept, options, commands, started)
-
-
-def _shown(command: Command) -> Iterator[str]:
-    yield f"## arm {command.name}"
-    yield "# environment"
-    yield from (f"{name}={shlex.quote(text)}" for name, text in command.environment.items())
-    yield "# torchrun"
-    yield command.torchrun()
-    yield "# arguments"
-    yield from command_line.option_lines(command.arguments)
-    if command.on_resume:
-        yield f"# after a requeue also: {shlex.join(command.on_resume)}"
-    else:
-        yield "# no checkpoints: after a requeue the arm starts anew (--save-interval)"
-    for name, text in command.files.items():
-        yield f"# {command.folder / name}"
-        yield text.rstrip()
 
 
 def _check_arguments(experiment: Experiment, commands: Sequence[Command]) -> None:
     """`LaunchError` unless the parser of the release that the experiment names takes them all."""
-    if experiment.program == "train":
-        return
-    errors = [
-        f"arm {command.arm}: {error}"
-        for command in commands
-        for error in parser_signature.check(
-            [*command.arguments, *command.on_resume], experiment.megatron_lm
-        )
-    ]
+    errors: dict[str, None] = {}
+    for command in commands if experiment.program != "train" else ():
+        words = [*command.arguments, *command.on_resume]
+        for error in parser_signature.check(words, experiment.megatron_lm):
+            errors[f"arm {command.arm}: {error}"] = None
     if errors:
         raise LaunchError("\n".join(errors))
 
 
-def _check_checkout(experiment: Experiment, checkout: Path | None) -> Iterator[str]:
-    """Remarks on the checkout; `LaunchError` where one is needed and there is none."""
-    if experiment.program == "train":
-        return
+def _check_checkout(release: str, checkout: Path | None) -> None:
+    """`LaunchError` where there is none; one of another release is reported."""
     if checkout is None or not (checkout / "pretrain_gpt.py").is_file():
         found = f"{checkout} has no pretrain_gpt.py" if checkout else "none given"
-        raise LaunchError(f"--megatron-lm: {found}, a checkout of {experiment.megatron_lm} needed")
+        raise LaunchError(f"--megatron-lm: {found}, a checkout of {release} needed")
     found = parser_signature.version(checkout)
-    if found not in experiment.megatron_lm:
-        yield f"{checkout} is {found}, the experiment was written for {experiment.megatron_lm}"
+    if found not in release:
+        print(f"{checkout} is {found}, the experiment was written for {release}", file=sys.stderr)
 
 
 def _resumed(request: Request, run: Path) -> tuple[Path, Request]:

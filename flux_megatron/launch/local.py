@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 INTERRUPTED = 130
 

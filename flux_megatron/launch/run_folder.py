@@ -22,19 +22,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flux_megatron import config_files
+from flux_megatron.launch import schema
 from flux_megatron.launch.command_line import Command
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.version import __version__
 
-FORMAT = 1
 MAY_CHANGE = ("training.steps",)  # when a run is resumed
-_RECORDED = TypeAdapter(Experiment)
+
+
+class _Record(BaseModel):
+    format: Literal[1]
+    experiment: Experiment
 
 
 def refuse_used(run: Path) -> None:
@@ -78,7 +82,7 @@ def write(
     run.mkdir(parents=True, exist_ok=True)
     more = (run / "experiment.json").exists() and _values(read(run)) != _values(experiment)
     record = {
-        "format": FORMAT,
+        "format": 1,
         "flux_megatron": __version__,
         **how,
         "experiment": asdict(experiment),
@@ -100,17 +104,11 @@ def read(run: Path) -> Experiment:
     """The experiment of a run folder; `LaunchError` if it is none."""
     file = run / "experiment.json"
     try:
-        record = json.loads(file.read_text())
+        return _Record.model_validate_json(file.read_bytes()).experiment
     except OSError:
         raise LaunchError(f"{run} is no run folder: it has no experiment.json") from None
-    except ValueError as error:
-        raise LaunchError(f"{file}: {error}") from None
-    if record.get("format") != FORMAT:
-        raise LaunchError(f"{file}: format {record.get('format')} given, {FORMAT} expected")
-    try:
-        return _RECORDED.validate_json(json.dumps(record["experiment"]))
     except ValidationError as error:
-        raise LaunchError(f"{file}: {error}") from None
+        raise LaunchError(f"{file}: {schema.said(error)}") from None
 
 
 def _replace(file: Path, text: str) -> None:

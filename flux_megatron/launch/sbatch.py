@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from flux_megatron.launch.command_line import PREFLIGHT_S, Command, render
+from flux_megatron.launch.command_line import PREFLIGHT_S, Command, quoted, render
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.launch.site import Site
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.site import Options, Site
+from flux_megatron.launch.workload import Workload
 
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
@@ -24,7 +24,7 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
     An option of the site replaces ours.
     """
     first = commands[0]
-    cluster, site = first.workload.cluster, first.site
+    cpu, site = first.workload.cluster.gpu == "cpu", first.site
     return render(
         "job.sbatch.j2",
         name=name,
@@ -33,12 +33,9 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
         arms=[command.name for command in commands],
         mode=mode,
         progress=first.progress,
-        srun=[
-            f"--{key}" if value is None else f"--{key}={value}" for key, value in site.srun.items()
-        ],
-        containers=_containers(commands),
-        preflight=site.preflight and cluster.gpu != "cpu",
-        why_no_preflight="no GPUs" if cluster.gpu == "cpu" else "as the site says",
+        reached={command.arm: _reached(command) for command in commands},
+        preflight=site.preflight and not cpu,
+        why_no_preflight="no GPUs" if cpu else "as the site says",
         preflight_s=PREFLIGHT_S,
         retries=site.retries,
         silent_s=site.silent_s,
@@ -47,10 +44,10 @@ def script(name: str, run: Path, commands: Sequence[Command], mode: str) -> str:
     )
 
 
-def _options(name: str, run: Path, commands: Sequence[Command]) -> dict[str, str | int | None]:
+def _options(name: str, run: Path, commands: Sequence[Command]) -> Options:
     workload, site = commands[0].workload, commands[0].site
     folder = str(run).replace("%", "%%")
-    options: dict[str, str | int | None] = {
+    options: Options = {
         "job-name": name.replace("/", "-"),
         "nodes": workload.cluster.nodes,
         "ntasks-per-node": 1,
@@ -69,19 +66,6 @@ def _options(name: str, run: Path, commands: Sequence[Command]) -> dict[str, str
     return options | site.sbatch
 
 
-def _containers(commands: Sequence[Command]) -> dict[str, tuple[str, list[str], list[str]]]:
-    """By arm: the container's name, options of srun, and what precedes the command of a node."""
-    return {
-        command.arm: (
-            container.name(command.arm),
-            container.srun_options(command.arm, command.folders),
-            container.prefix(command.arm, command.folders),
-        )
-        for command in commands
-        if (container := command.site.container)
-    }
-
-
 def _option(name: str, value: str | int | None) -> str:
     if value is None:
         return f"--{name}"
@@ -89,6 +73,14 @@ def _option(name: str, value: str | int | None) -> str:
     if not re.fullmatch(r"[\w%+,./:@=\[\]-]+", text):
         text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return f"--{name}={text}"
+
+
+def _reached(command: Command) -> str:
+    """Options of srun, and what precedes the command of a node, as words of bash."""
+    srun, container = command.site.srun, command.site.container
+    words = [f"--{key}" if value is None else f"--{key}={value}" for key, value in srun.items()]
+    more = container.words(command.arm, command.folders) if container else ""
+    return f"{quoted(words)} {more}".strip()
 
 
 def check_options(site: Site, workload: Workload) -> None:
@@ -118,9 +110,8 @@ def check_there() -> None:
 
 def submit(file: Path) -> str:
     """Hand the script to Slurm; the job's id. `LaunchError` with sbatch's output otherwise."""
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(file)], capture_output=True, text=True, timeout=120
-    )
+    command = ["sbatch", "--parsable", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise LaunchError(
             f"sbatch refused {file}:\n{done.stderr.strip()}\n"

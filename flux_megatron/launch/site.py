@@ -10,9 +10,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flux_megatron import config_files
+from flux_megatron.launch import schema
 from flux_megatron.launch.container import Container
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 Options = dict[str, str | int | None]
 
@@ -51,19 +52,12 @@ def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[st
     try:
         site = Site.model_validate(raw)
     except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
-        raise LaunchError(f"{file}: {key}: {found['msg']}") from None
-    options = dict(_pair("--sbatch", text) for text in sbatch)
-    variables = dict(_pair("--env", text) for text in environment)
+        raise LaunchError(f"{file}: {schema.said(error)}") from None
+    options = site.sbatch | dict(_pair("--sbatch", text) for text in sbatch)
+    variables = site.environment | dict(_pair("--env", text) for text in environment)
     if None in variables.values():
         raise LaunchError(f"--env {[*environment]} given, KEY=VALUE expected")
-    return site.model_copy(
-        update={
-            "sbatch": site.sbatch | options,
-            "environment": site.environment | variables,
-        }
-    )
+    return site.model_copy(update={"sbatch": options, "environment": variables})
 
 
 def check_images(site: Site, arms: Iterable[Arm]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from flux_megatron.launch.megatron_arguments import POSITION
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
+SAME = ("steps", "micro_batch", "global_batch", "lr", "seed", "dtype")  # of `training`
 LAYERS = {"megatron": "stock", "flux": "flux"}
 
 
@@ -33,19 +34,12 @@ def render(workload: Workload, *, data: Path | None = None, save_interval: int =
             "position_embedding": POSITION[model.position],
         },
         "parallel": {
-            "tp": parallel.tp,
-            "sequence_parallel": parallel.sequence_parallel,
-            "world_size": parallel.world_size,
             "device": "cpu" if workload.cluster.gpu == "cpu" else "cuda",
+            **{name: getattr(parallel, name) for name in ("tp", "sequence_parallel", "world_size")},
         },
         "data": {"path": str(data) if data else None},
         "train": {
-            "steps": training.steps,
-            "micro_batch": training.micro_batch,
-            "global_batch": training.global_batch,
-            "lr": training.lr,
-            "seed": training.seed,
-            "dtype": training.dtype,
+            **{name: getattr(training, name) for name in SAME},
             "save_every": save_interval or None,
             "log_every": 1,
         },

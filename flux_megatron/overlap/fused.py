@@ -18,6 +18,7 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.recording import lend
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
@@ -29,7 +30,7 @@ RECORDABLE = (COLUMN, ROW)
 
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
-    return transfer.unequal_shards(problem) or launch.supports(problem)
+    return transfer.unequal_shards(problem) or launch.supports_scaled(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -62,6 +63,12 @@ def _clamped(size: int, smallest: int, largest: int) -> int:
     return max(smallest, min(largest, next_power_of_2(size)))
 
 
+def _tile_for(plan: Plan, scaling: Scaling | None) -> Tile:
+    """The plan's, but that tensor cores multiply 32 or more of K in FP8."""
+    least = 32 if scaling else 0
+    return plan.tile if plan.tile.block_k >= least else replace(plan.tile, block_k=least)
+
+
 def _interpreted_tile(problem: Problem) -> Tile:
     """Few large tiles: the interpreter takes as long for a small one."""
     return Tile(
@@ -76,6 +83,8 @@ def _compiled_tile(problem: Problem) -> Tile:
         return Tile(block_m=64, block_n=64, block_k=32, num_warps=4)
     if problem.M_shard <= 64:
         return Tile(block_m=64, block_n=128, block_k=64, num_warps=4, tma=_tma(problem))
+    if problem.scaled:  # as many bytes of K; addresses of x and w are whole units, TMA can read
+        return Tile(block_m=128, block_n=128, block_k=128)
     if _tma(problem):
         # with three stages 213,016 bytes of shared memory, of 232,448 (sm_90, triton 3.7.1)
         return Tile(block_m=128, block_n=256, block_k=64, tma=True)
@@ -95,7 +104,7 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather
 
 def ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
     local_copy = "engine" if consume is not None else "nobody"
@@ -111,7 +120,8 @@ def ag_gemm(
             timeout_ns=gather.call.timeout_ns,
             comm_rows=gather.comm_rows,
             layout=layout,
-            tile=plan.tile,
+            tile=_tile_for(plan, scaling),
+            scaling=scaling,
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
@@ -120,18 +130,21 @@ def ag_gemm(
 
 
 def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.ReduceScatter:
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    scaling: Scaling | None = None,
+) -> transfer.ReduceScatter:  # fmt: skip
     """x @ w, each tile stored at its owner; `finish` gives y [M_shard, N]."""
     world_size = workspace.world_size
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard = x.shape[0] // world_size
     comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    size_bytes = world_size * M_shard * N * x.element_size()
+    dtype = result_dtype(x, scaling)
+    size_bytes = world_size * M_shard * N * dtype.itemsize
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
+    received = call.view(call.rank, (world_size, M_shard, N), dtype)
     with phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
-            x, w,
+            x, w, received=received,
             received_pointers=call.pointers,
             pad_pointers=call.pad_pointers,
             counters=call.channel.tile_counters,
@@ -141,9 +154,9 @@ def start_gemm_rs(
             epoch=as_int32(call.epoch),
             comm_rows=comm_rows,
             layout=layout,
-            tile=plan.tile,
+            tile=_tile_for(plan, scaling),
+            scaling=scaling,
         )  # fmt: skip
-    received = call.view(call.rank, (world_size, M_shard, N), x.dtype)
     return transfer.ReduceScatter(workspace, call, received, comm_rows)
 
 

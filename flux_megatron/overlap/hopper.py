@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from flux_megatron.overlap import hopper_plans, transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.recording import lend
@@ -68,14 +69,16 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather
 
 def ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
     from flux_megatron.kernels import hopper_ag_gemm
 
     comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
     k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
-    tile = plan.tile if plan.tile.block_m <= x.shape[0] else LOW[0]  # it lies within a shard
+    tile = plan.tile
+    if tile.block_m > x.shape[0]:  # a tile lies within a shard
+        tile = replace(LOW[0], block_k=tile.block_k)
     columns = part_columns(x.shape[1], k_parts, tile.block_k) if k_parts > 1 else 0
     gather = transfer.start_gather(
         x, workspace, comm_rows, local_copy="nobody", part_columns=columns
@@ -89,7 +92,7 @@ def ag_gemm(
             work_words=call.channel.work_counter, rank=call.rank,
             epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             comm_rows=gather.comm_rows, layout=layout, tile=tile,
-            copy_local=consume is not None, k_parts=k_parts,
+            copy_local=consume is not None, k_parts=k_parts, scaling=scaling,
         )  # fmt: skip
     if consume is not None:
         lend(consume, gather.complete())
@@ -161,14 +164,17 @@ class Scatter:
         return self.y
 
 
-def start_gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Scatter:
+def start_gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    scaling: Scaling | None = None,
+) -> Scatter:  # fmt: skip
     """x @ w, tiles sent on as they are made; `finish` gives y [M_shard, N]."""
-    return _start(x, w, layout, plan, workspace)
+    return _start(x, w, layout, plan, workspace, scaling=scaling)
 
 
 def _start(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-    gathering: Gathering | None = None,
+    gathering: Gathering | None = None, scaling: Scaling | None = None,
 ) -> Scatter:  # fmt: skip
     from flux_megatron.kernels import hopper_gemm_rs
 
@@ -177,15 +183,14 @@ def _start(
     M_shard, N = x.shape[0] // world_size, w.shape[0] if layout == "nt" else w.shape[1]
     tile, by_sm = plan.tile, plan.transport == "sm"
     tile_rows = tiles_of_shard(M_shard, N, tile) * tile.block_m
-    size_bytes = world_size * tile_rows * tile.block_n * x.element_size()
+    dtype = result_dtype(x, scaling)
+    size_bytes = world_size * tile_rows * tile.block_n * dtype.itemsize
     call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
     counters = call.channel.tile_counters
-    schedule = _schedule(
-        call.region, counters.data_ptr(), M_shard, N, x.dtype, plan.comm_rows, tile
-    )
+    schedule = _schedule(call.region, counters.data_ptr(), M_shard, N, dtype, plan.comm_rows, tile)
     parts = None
     if not by_sm:
-        parts = empty(x, (world_size - 1) * tile_rows, tile.block_n)
+        parts = empty(x, (world_size - 1) * tile_rows, tile.block_n, dtype=dtype)
         engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
     with phase("gemm_rs kernel"):
         y = hopper_gemm_rs.gemm_rs(
@@ -196,7 +201,7 @@ def _start(
             work_words=call.channel.work_counter, rank=call.rank,
             world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
             tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
-            by_sm=by_sm, gathering=gathering,
+            by_sm=by_sm, gathering=gathering, scaling=scaling,
         )  # fmt: skip
     if parts is not None:
         with phase("scatter push"):

@@ -9,9 +9,12 @@ from dataclasses import replace
 from flux_megatron.kernels.hopper_config import LOW, NARROW, TILE, wide_tile
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Plan, Problem, Tile
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
+# GEMMs of FP8 are half as long, and stores of the SMs hold them up: 8 MiB of 2048 x 4096 x 8192 by
+# one copy 101 us, by two 105, by the SMs 121 (2 x H100, 2026-11-26, h100x2/fp8_operations.jsonl).
+FP8_BY_SM_BYTES = 2 << 20
 # GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
 # GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
 # not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
@@ -31,21 +34,36 @@ def default_plan(problem: Problem) -> Plan:
     if problem.spec.gathers:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
-        return Plan("hopper", tile=LOW[0] if low else wide)
-    small = problem.M_shard * problem.N_local * 2 <= BY_SM_BYTES
+        return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
+    size_bytes = problem.M_shard * problem.N_local * 2
+    by_sm = size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES)
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
-    comm_tiles = COMM_TILES_MAX if small else 2
+    comm_tiles = COMM_TILES_MAX if by_sm else 1 if size_bytes <= BY_SM_BYTES else 2
     return Plan(
         "hopper",
         comm_rows=cdiv(problem.M_shard, comm_tiles),
-        tile=replace(TILE, group_m=16),
-        transport="sm" if small else "copy_engine",
+        tile=_tile_of(problem, replace(TILE, group_m=16)),
+        transport="sm" if by_sm else "copy_engine",
     )
+
+
+def _tile_of(problem: Problem, tile: Tile) -> Tile:
+    """`tile`, or what FP8 has in its place: k-tiles of as many bytes. A split accumulator has its
+    sums in registers twice, and GEMM+RS to fp32 has them in shared memory too: they take NARROW.
+    """
+    if not problem.scaled:
+        return tile
+    wide_sums = problem.spec.scatters and problem.out_dtype == "float32"
+    if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
+        tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
+    return replace(tile, block_k=2 * tile.block_k)
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring."""
     default = default_plan(problem)
+    if problem.scaled:
+        return _of_fp8(problem, default)
     narrow = replace(default, tile=NARROW)
     if problem.spec.gathers:
         if problem.M_shard < TILE.block_m:
@@ -63,6 +81,20 @@ def candidates(problem: Problem) -> list[Plan]:
         for transport, comm_tiles in _other_pushes(problem)
         for plan in (default, narrow, wide)
     ]
+    return [*dict.fromkeys(plans)]
+
+
+def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
+    """GEMMs are half as long beside results of 16 bits: who pushes them matters more than tiles."""
+    plans = [default]
+    if problem.spec.scatters:
+        pushes = (("sm", COMM_TILES_MAX), ("copy_engine", 1), ("copy_engine", 2))
+        plans += [
+            replace(default, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
+            for transport, comm_tiles in pushes
+        ]
+    if problem.M_shard >= TILE.block_m:
+        plans += [replace(plan, tile=_tile_of(problem, NARROW)) for plan in plans]
     return [*dict.fromkeys(plans)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential, signalled
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias
@@ -65,6 +66,21 @@ class Strategy(Protocol):
     ) -> ReductionInFlight: ...
 
 
+class ScaledStrategy(Protocol):
+    """What a strategy that multiplies FP8 takes besides: the scales."""
+
+    def ag_gemm(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
+        workspace: Workspace, consume: Callable[[Tensor], None] | None,
+        scaling: Scaling | None = None,
+    ) -> Tensor: ...  # fmt: skip
+
+    def start_gemm_rs(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+        scaling: Scaling | None = None,
+    ) -> ReductionInFlight: ...  # fmt: skip
+
+
 # in order of preference without a measurement; the last can run every problem
 _ALL: dict[str, Strategy] = {
     "low_latency": low_latency,
@@ -72,6 +88,11 @@ _ALL: dict[str, Strategy] = {
     "fused": fused,
     "pipelined": pipelined,
     "signalled": signalled,
+    "sequential": sequential,
+}
+SCALED: Mapping[str, ScaledStrategy] = {
+    "hopper": hopper,
+    "fused": fused,
     "sequential": sequential,
 }
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {

@@ -17,6 +17,7 @@ from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -55,19 +56,22 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> CollectiveGathe
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
     with phase("all-gather"):
-        work = dist.all_gather_into_tensor(gathered, x, group=workspace.group, async_op=True)
+        out, rows = (gathered, x)
+        if is_fp8(x):  # no collective knows these dtypes
+            out, rows = gathered.view(torch.uint8), x.view(torch.uint8)
+        work = dist.all_gather_into_tensor(out, rows, group=workspace.group, async_op=True)
     return CollectiveGather(gathered, work, workspace)
 
 
 def ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
     gathered = start_gather(x, plan, workspace).complete()
     with phase("gemm chunk"):
-        y = _gemm(gathered, w, layout)
-    if bias is not None:
+        y = scaled_gemm(gathered, w, bias, scaling) if scaling else _gemm(gathered, w, layout)
+    if bias is not None and scaling is None:
         y += bias
     if consume is not None:
         consume(gathered)
@@ -80,6 +84,20 @@ def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         return torch.mm(x, right, out=x.new_empty(x.shape[0], right.shape[1]))
     return torch.mm(x, right)
+
+
+def scaled_gemm(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    """x @ w.t() * scales + bias, rounded once, by the library where it has FP8."""
+    dtype = scaling.out_dtype
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9):
+        inside = None if dtype is torch.float32 else bias  # the library adds none in fp32
+        y = torch._scaled_mm(
+            x, w.t(), scaling.x.reshape(()), scaling.w.reshape(()), bias=inside, out_dtype=dtype,
+            use_fast_accum=not scaling.split_accumulator,
+        )  # fmt: skip
+        return y if inside is bias else y.add_(bias)  # type: ignore[arg-type]
+    y = torch.mm(x.float(), w.float().t()) * scaling.product()
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -96,11 +114,12 @@ class CollectiveReduction:
 
 
 def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> CollectiveReduction:
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    scaling: Scaling | None = None,
+) -> CollectiveReduction:  # fmt: skip
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
-        partial = _gemm(x, w, layout)
+        partial = scaled_gemm(x, w, None, scaling) if scaling else _gemm(x, w, layout)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)

@@ -10,7 +10,7 @@ bytes, a profiler, settings that look for bugs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,15 +54,17 @@ class Steady:
 
     def run(
         self, x: Tensor, w: Tensor, bias: Tensor | None,
-        consume: Callable[[Tensor], None] | None = None,
+        consume: Callable[[Tensor], None] | None = None, scales: Sequence[Tensor] = (),
     ) -> Tensor | None:  # fmt: skip
-        """y, or None for a call that the strategy must make. `consume` gets what was lent."""
-        begun = self.begun(x, w, bias)
+        """y, or None for a call that the strategy must make. `consume` gets what was lent. `scales`
+        are those of x and w in FP8.
+        """
+        begun = self.begun(x, w, bias, scales)
         if begun is None:
             return None
         if begun[1].rest:
             try:
-                for lent in self.going_on(begun, x, w, bias):
+                for lent in self.going_on(begun, x, w, bias, scales):
                     assert consume is not None, "a call that lends nothing has no such stop"
                     consume(lent)
             except BaseException as error:
@@ -70,7 +72,9 @@ class Steady:
                 raise
         return self.ended(begun)
 
-    def begun(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Begun | None:
+    def begun(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, scales: Sequence[Tensor] = ()
+    ) -> Begun | None:
         """A call whose first list has run; None, and nothing enqueued, for one that the strategy
         must make.
         """
@@ -87,8 +91,10 @@ class Steady:
             new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in self._made
         ]
         biased = 0 if bias is None else bias.data_ptr()
+        of_x, of_w = [scale.data_ptr() for scale in scales] or (0, 0)
         registers = (
-            stream, epoch, x.data_ptr(), w.data_ptr(), biased, *[one.data_ptr() for one in made]
+            stream, epoch, x.data_ptr(), w.data_ptr(), biased, of_x, of_w,
+            *[one.data_ptr() for one in made],
         )  # fmt: skip
         channel.open = True
         try:
@@ -101,12 +107,15 @@ class Steady:
         channel.epoch = epoch
         return epoch, steps, registers, made
 
-    def going_on(self, begun: Begun, x: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[Any]:
+    def going_on(
+        self, begun: Begun, x: Tensor, w: Tensor, bias: Tensor | None, scales: Sequence[Tensor] = ()
+    ) -> Iterator[Any]:
         """What comes behind the first list. Wherever it is the caller's turn, this yields what the
         caller is lent, None for nothing.
         """
         _, steps, registers, made = begun
-        operands, engine = steps.operands_of((x, w, bias, *made)), self._engine
+        tensors = (x, w, bias, *(scales or (None, None)), *made)
+        operands, engine = steps.operands_of(tensors), self._engine
         for (function, which), run in steps.rest:
             given = [operands[number] for number in which]
             if function is not None:
@@ -146,11 +155,13 @@ class Steady:
         with noted(recording):
             return NotedPieces(self, recording, start())
 
-    def recorded(self, x: Tensor, w: Tensor, bias: Tensor | None) -> _Recorded | nullcontext[_Same]:
+    def recorded(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, scales: Sequence[Tensor] = ()
+    ) -> _Recorded | nullcontext[_Same]:
         """`with steady.recorded(x, w, bias) as made: return made(y)` around a call that the
         strategy makes: recorded if that may give a list that is missing.
         """
-        return _Recorded(self, x, w, bias) if self._may_record() else _UNRECORDED
+        return _Recorded(self, Recording(x, w, bias, scales)) if self._may_record() else _UNRECORDED
 
     def _may_record(self) -> bool:
         """Whether the next call is one that a list could make, but for the list."""
@@ -190,8 +201,8 @@ class Steady:
 class _Recorded:
     """A call that is being recorded; called with its result, which it gives."""
 
-    def __init__(self, steady: Steady, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-        self._steady, self._recording = steady, Recording(x, w, bias)
+    def __init__(self, steady: Steady, recording: Recording) -> None:
+        self._steady, self._recording = steady, recording
         self._noted = noted(self._recording)
 
     def __enter__(self) -> _Recorded:

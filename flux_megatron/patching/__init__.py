@@ -1,11 +1,11 @@
-"""Our patches of Megatron-LM: which ones fit a checkout, put in and taken out by `git apply`.
+"""Our patch of Megatron-LM: whether it fits a checkout, put in and taken out by `git apply`.
 
-Hunks without context go to their line numbers, whatever text is there. So the patches of a
-version come with fingerprints: hashes of the functions that they go into, and of those that
-`integration` takes over or relies on. Only where all of them are unchanged are the patches applied;
-a function that has only moved in its file takes its hunk along.
+The patch counts the lines of the function that it goes into, and git inserts there, whatever text
+is there. So each version that it was made for has fingerprints: hashes of that function, and of
+those that `integration` takes over or relies on. The patch is applied only where all of them are
+unchanged; where the function stands in its file does not matter.
 
-`series.py` reads a folder of `patches/`, `fingerprints.py` looks at functions, `checkout.py`
+`series.py` reads `patches/`, `fingerprints.py` looks at functions, `checkout.py`
 brings both together, `commands.py` is `flux-megatron patch`. Megatron is read as text, never
 imported.
 """

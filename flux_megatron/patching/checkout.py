@@ -17,8 +17,8 @@ from flux_megatron.patching.series import (
     Series,
     diff,
     folder_of,
+    hunks,
     numbers,
-    read_hunks,
     supported,
 )
 
@@ -60,13 +60,14 @@ def examine(checkout: Path) -> State:
     """
     version = version_of(checkout)
     series = min(supported(), key=lambda one: _distance(version, one.version))
-    present = [hunk.text in _read(checkout, hunk.path) for hunk in series.hunks]
+    ours = hunks()
+    present = [hunk.text in _read(checkout, hunk.path) for hunk in ours]
     differences = _differences(checkout, series)
     if numbers(version)[:2] != numbers(series.version)[:2]:
         known = ", ".join(f"{one.version} ({one.folder.name})" for one in supported())
         differences.insert(0, f"version {version} found, one of {known} expected")
     if any(present) and not all(present):
-        there = {hunk.path for hunk, found in zip(series.hunks, present, strict=True) if found}
+        there = {hunk.path for hunk, found in zip(ours, present, strict=True) if found}
         differences.append(f"only a part of the patches is applied, in {', '.join(sorted(there))}")
     return State(checkout, version, series, differences, all(present))
 
@@ -76,7 +77,7 @@ def apply(checkout: Path) -> State:
     state = examine(checkout)
     if state.differences or state.applied:
         raise Refused(str(state))
-    _git_apply(checkout, [_moved(hunk, state) for hunk in state.series.hunks])
+    _git_apply(checkout, [_placed(hunk, checkout) for hunk in hunks()])
     return state
 
 
@@ -88,34 +89,33 @@ def undo(checkout: Path) -> State:
     state = examine(checkout)
     if not state.applied:
         raise Refused(str(state))
-    _git_apply(checkout, state.series.hunks, "--reverse")
+    _git_apply(checkout, hunks(), "--reverse")
     return state
 
 
 def record(checkout: Path, name: str) -> Path:
-    """Write the fingerprints of `patches/NAME`, whose line numbers fit this unpatched checkout, and
-    the names by which its options reach our layers.
+    """Write, to `patches/NAME`, the fingerprints of this unpatched checkout, and the names by which
+    its options reach our layers.
 
-    Returns the former's file. `Refused` if there are no patches, or a hunk is in no function.
+    Returns the former's file. `Refused` where the patch is in, or has no function to go into.
     """
     folder = folder_of(name)
-    if not (folder / "series").is_file():
-        raise Refused(f"{folder} has no series: put patches there first")
     version = version_of(checkout)
-    touched: dict[str, dict[str, int]] = {}
     names = {path: set(names) for path, names in RELIED_ON.items()}
-    for hunk in read_hunks(folder):
-        if hunk.text in _read(checkout, hunk.path):
+    for hunk in hunks():
+        source = _read(checkout, hunk.path)
+        if hunk.text in source:
             raise Refused(f"{checkout}: {hunk.path} is patched already, undo that first")
-        name, function = _around(hunk, checkout)
-        touched.setdefault(hunk.path, {})[name] = function.first
-        names.setdefault(hunk.path, set()).add(name)
+        if hunk.function not in functions(source):
+            raise Refused(f"{checkout}: {hunk.path} has no function {hunk.function}")
+        names.setdefault(hunk.path, set()).add(hunk.function)
     hashes = {}
     for path in sorted(names):
         found = functions(_read(checkout, path))
         hashes[path] = {name: found[name].sha256 for name in sorted(names[path] & found.keys())}
     files = {path: digest(text) for path in RELIED_ON if (text := _read(checkout, path))}
-    content = {"version": version, "touched": touched, "hashes": hashes, "files": files}
+    content = {"version": version, "hashes": hashes, "files": files}
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / FINGERPRINTS
     file.write_text(json.dumps(content, indent=1) + "\n")
     seams.write(checkout, folder)
@@ -136,7 +136,7 @@ def version_of(checkout: Path) -> str:
 def _differences(checkout: Path, series: Series) -> list[str]:
     different = []
     for path, expected in series.hashes.items():
-        found = _unpatched(checkout, path, series)
+        found = _unpatched(checkout, path)
         for name, sha256 in expected.items():
             if name not in found:
                 different.append(f"{path}: {name} is missing")
@@ -145,37 +145,24 @@ def _differences(checkout: Path, series: Series) -> list[str]:
     return different
 
 
-def _unpatched(checkout: Path, path: str, series: Series) -> dict[str, Function]:
+def _unpatched(checkout: Path, path: str) -> dict[str, Function]:
     source = _read(checkout, path)
-    for hunk in series.hunks:
+    for hunk in hunks():
         source = source.replace(hunk.text, "", 1)
     return functions(source)
 
 
-def _moved(hunk: Hunk, state: State) -> Hunk:
-    """The hunk, moved by as many lines as its function was."""
-    found = _unpatched(state.checkout, hunk.path, state.series)
-    for name, line in state.series.touched[hunk.path].items():
-        function, moved_by = found[name], found[name].first - line
-        if hunk.after + moved_by in function.inside:
-            return replace(hunk, after=hunk.after + moved_by)
-    raise AssertionError(f"{state.series.folder} records no function around {hunk}")
+def _placed(hunk: Hunk, checkout: Path) -> Hunk:
+    """The hunk at the lines of the file where its function is."""
+    function = functions(_read(checkout, hunk.path))[hunk.function]
+    return replace(hunk, after=function.first - 1 + hunk.after)
 
 
-def _around(hunk: Hunk, checkout: Path) -> tuple[str, Function]:
-    """The innermost function around a hunk, and its name."""
-    found = functions(_read(checkout, hunk.path)).items()
-    around = [(name, function) for name, function in found if hunk.after in function.inside]
-    if not around:
-        raise Refused(f"{checkout}: line {hunk.after} of {hunk.path} is in no function")
-    return max(around, key=lambda one: one[1].first)
-
-
-def _git_apply(checkout: Path, hunks: list[Hunk], *options: str) -> None:
+def _git_apply(checkout: Path, placed: list[Hunk], *options: str) -> None:
     """All hunks or none."""
     try:
         done = subprocess.run(
-            ["git", "apply", "--unidiff-zero", *options], input=diff(hunks),
+            ["git", "apply", "--unidiff-zero", *options], input=diff(placed),
             cwd=checkout, text=True, capture_output=True, timeout=60,
         )  # fmt: skip
     except FileNotFoundError:

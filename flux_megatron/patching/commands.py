@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flux_megatron.patching import checkout as checkouts
+from flux_megatron.patching.series import hunks
 
 Checkout = Annotated[Path, typer.Argument(metavar="DIR", help="A checkout of Megatron-LM")]
 
@@ -50,7 +51,7 @@ def undo(checkout: Checkout) -> None:
 @app.command()
 def record(
     checkout: Checkout,
-    name: Annotated[str, typer.Argument(help="Folder of patches/ with patches for it")],
+    name: Annotated[str, typer.Argument(help="Folder of patches/ to write")],
 ) -> None:
     """For a new version: write the fingerprints of an unpatched checkout beside its patches."""
     with _exit_where_refused():
@@ -68,4 +69,4 @@ def _exit_where_refused() -> Iterator[None]:
 
 
 def _files(state: checkouts.State) -> str:
-    return ", ".join(sorted({str(state.checkout / hunk.path) for hunk in state.series.hunks}))
+    return ", ".join(sorted({str(state.checkout / hunk.path) for hunk in hunks()}))

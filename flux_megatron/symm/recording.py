@@ -20,8 +20,8 @@ from flux_megatron.symm.enqueue import Operation, Word
 
 # The registers behind that of the stream; from `_MADE` on what the call has made. From `X` on they
 # are addresses of the call's tensors, in the order of their places.
-EPOCH, X, W, BIAS = (Word(register) for register in range(2, 6))
-_MADE = 6
+EPOCH, X, W, BIAS, X_SCALE, W_SCALE = (Word(register) for register in range(2, 8))
+_MADE = 8
 
 
 class Unrecordable(Exception):
@@ -72,21 +72,25 @@ class Steps(NamedTuple):
     operands: tuple[View | Tensor, ...]  # a tensor never moves
 
     def operands_of(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """For a call with these: x, w, its bias or None, and what it makes."""
+        """For a call with these: x, w, its bias and scales or None, and what it makes."""
         return [one.of(tensors) if isinstance(one, View) else one for one in self.operands]
 
 
 class Recording:
     """`operations` so far, and what the call has `made`; `refused` says why it is of no use."""
 
-    def __init__(self, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, scales: Sequence[Tensor] = ()
+    ) -> None:
         self.operations: list[Operation | Launch | Stop] = []
         self.made: list[Tensor] = []
         self.refused = ""
         self.x = x
         self._operands: list[View | Tensor] = []  # of stops
         self._ranges: list[tuple[int, int, Word, Tensor]] = []
-        for tensor, word in ((x, X), (w, W), (bias, BIAS)):
+        x_scale, w_scale = scales or (None, None)
+        words = ((x, X), (w, W), (bias, BIAS), (x_scale, X_SCALE), (w_scale, W_SCALE))
+        for tensor, word in words:
             if tensor is not None:
                 self._add(tensor, word)
 
@@ -147,8 +151,8 @@ class Recording:
 
     def steps(self, device: int) -> Steps:
         """The lists for the streams of a device, by its number; their registers are the stream, the
-        epoch, x, w, the bias or 0, and what is `made`. They run outside of captures only, and with
-        whole 16-byte addresses.
+        epoch, x, w, the bias and scales or 0, and what is `made`. They run outside of captures
+        only, and with whole 16-byte addresses but for scales.
         """
         if self.refused:
             raise Unrecordable(self.refused)

@@ -9,8 +9,6 @@ difference compares them.
 
 from __future__ import annotations
 
-import ctypes
-
 MAX_COMM_TILES = 64  # communication tiles of one shard
 SPLIT_TILES = 1024  # that a kernel may have, cut along K
 PARTIAL_COUNTERS = 2 * SPLIT_TILES  # for each of two warp groups
@@ -72,20 +70,6 @@ def refused(number: int, expected: int, seen: int) -> str:
     if seen == expected:
         return f"the counts of rank {rank} name {seen} rows, and a negative number among them"
     return f"the counts of rank {rank} name {seen} rows, {expected} expected: as many as its x has"
-
-
-def record_at(address: int) -> ctypes.Array[ctypes.c_int32]:
-    """The status record that lies there, as the host reads it."""
-    return (ctypes.c_int32 * STATUS_WORDS).from_address(address)
-
-
-def record_first(
-    record: ctypes.Array[ctypes.c_int32], reason: int, pad: int, number: int, expected: int,
-    seen: int,
-) -> None:  # fmt: skip
-    """Say what has failed and why, if it is the first failure: others follow from it."""
-    if not record[STATUS_TRIPPED]:
-        record[STATUS_SLOT:] = [number, expected, seen, as_int32(pad), pad >> 32, reason]
 
 
 def as_int32(epoch: int) -> int:

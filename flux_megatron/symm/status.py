@@ -7,6 +7,7 @@ memory, so the host can read it while kernels run, and end their waits by it.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Status:
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)
-        self._record = signals.record_at(self.words.data_ptr())
+        self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
         self._pads: dict[int, _Named] = {}
         self._late = self._refused = ""
         self.mismatch = ""  # how another rank's call differs from the one that waits for it
@@ -86,7 +87,13 @@ class Status:
         return self._refused
 
     def _recorded(self) -> tuple[_Named, int, int, int]:
-        slot, expected, seen, low, high, _ = self._record[signals.STATUS_SLOT :]
+        low, high, slot, expected, seen = (
+            self._record[word]
+            for word in (
+                signals.STATUS_PAD_LOW, signals.STATUS_PAD_HIGH, signals.STATUS_SLOT,
+                signals.STATUS_EXPECTED, signals.STATUS_SEEN,
+            )
+        )  # fmt: skip
         address = (high << 32) + low % 2**32
         unknown = _Named("a rank", "slot {}".format, lambda: settings.get().timeout_s or math.nan)
         return self._pads.get(address, unknown), slot, expected, seen

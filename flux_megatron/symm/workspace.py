@@ -35,6 +35,7 @@ from flux_megatron.versions.torch import TORCH
 from flux_megatron.versions.triton import TRITON
 
 _log = logging.getLogger(__name__)
+SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all layers of a model
 
 
 def capturing(device: torch.device) -> bool:
@@ -57,9 +58,10 @@ class Workspace:
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
         self.calls: CallLog | None = None
-        self.tables: dict[Hashable, Any] = {}  # of plans, by layer kind, that all ranks share
-        self.decisions: Recent[Hashable, Any] = Recent()  # by what all ranks have alike
-        self.checked: Recent[Hashable, Any] = Recent()  # by all that a rank checks of its call
+        # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
+        self.agreed: dict[Hashable, Any] = {}
+        self.decisions: Recent[Hashable, Any] = Recent(SHAPES)  # by the shapes of a call
+        self.checked: Recent[Hashable, Any] = Recent(SHAPES)  # by all that a rank checks of a call
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
@@ -112,7 +114,7 @@ class Workspace:
             self.channels[channel] = kind(self.group, self.device, self._status)
         self.channels[channel].grow(size_bytes)
         for decision in (*self.decisions.values(), *self.checked.values()):
-            getattr(decision, "__dict__", {}).pop("steady", None)  # it would pin the old memory
+            vars(decision).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
     def _barrier(self, reason: str) -> None:
@@ -202,7 +204,7 @@ class Workspace:
             one.close()
         self.channels.clear()
         self.kept.clear()
-        self.tables.clear()
+        self.agreed.clear()
         self.decisions.clear()
         self.checked.clear()
 

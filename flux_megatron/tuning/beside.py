@@ -68,18 +68,10 @@ class AllReduces:
         with torch.cuda.stream(self._stream):
             self._enqueue()
 
-    def end(self) -> torch.cuda.Event:
-        """On CUDA, the event of the blocks' end. Enqueued behind the candidate: where
-        CUDA_DEVICE_MAX_CONNECTIONS is 1 it would wait behind this.
-        """
-        end = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._stream):
-            self.wait()  # the side stream, not the host
-            end.record()
-        return end
-
     def ended(self) -> bool:
-        """Whether the last block is done; on the CPU."""
+        """Whether the last block is done. The host asks, because an event behind the candidate is
+        recorded after it where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+        """
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:

@@ -11,7 +11,6 @@ import json
 import sys
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from triton import AsyncCompileMode
 
 from flux_megatron import settings
+from flux_megatron.kernels.triton_launch import compiling_together
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.lasting import lasting
@@ -32,7 +31,6 @@ from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
 
 ROUNDS = 5  # of a race
-COMPILERS = 4  # threads of a rank
 
 _spent_s = 0.0  # in races, in this process
 
@@ -46,8 +44,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     """
     kind = replace(problem, M=0)
     key = (kind, plan, settings.get())
-    if key in space.tables:
-        return space.tables[key]
+    if key in space.agreed:
+        return space.agreed[key]
     answer: dict[str, Any] = {"races": False, "points": []}
     if space.group.rank() == 0 and plan is None and settings.get().strategy == "auto":
         races = answer["races"] = _may_race(space)
@@ -58,7 +56,7 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     table = PlanTable({M: Plan.loads(text) for M, text in reversed(said["points"])})
     if not said["races"]:
         table.settled |= {*RANGES}
-    space.tables[key] = table
+    space.agreed[key] = table
     return table
 
 
@@ -75,7 +73,8 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
-    if ranges := table.unsettled(problem.M):
+    # a race has no scales
+    if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, names), None
 
@@ -143,7 +142,7 @@ def _compile(plans: list[tuple[Problem, Plan]], space: Workspace) -> None:
     machine, as Triton keeps them.
     """
     started, mine = time.monotonic(), plans[space.group.rank() :: space.world_size]
-    with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with compiling_together():
         for problem, plan in mine:
             module = registry.strategy(problem, plan.strategy)
             if compile_plan := getattr(module, "compile_plan", None):

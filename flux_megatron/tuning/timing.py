@@ -134,7 +134,7 @@ def _cuda_rounds(
 ) -> Tensor:  # fmt: skip
     """What `_slowest` gives, of this rank."""
     token = torch.zeros(1, device=device)
-    events = []
+    times_us, outlived = [], []
     for _ in range(rounds):
         for call in calls:
             torch.cuda.synchronize(device)  # the all-reduces of the turn before are done
@@ -149,10 +149,11 @@ def _cuda_rounds(
             start.record()
             call()
             end.record()
-            events.append((start, end, load.end() if load else None))
-    torch.cuda.synchronize(device)
-    times_us = [start.elapsed_time(end) * 1e3 for start, end, _ in events]
-    outlived = [last is not None and last.elapsed_time(end) > 0 for _, end, last in events]
+            end.synchronize()
+            times_us.append(start.elapsed_time(end) * 1e3)
+            outlived.append(load is not None and load.ended())
+            if load:
+                load.wait()
     return torch.tensor([times_us, outlived], dtype=torch.float64, device=device).view(
         2, rounds, len(calls)
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-import types
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
-import fault_case
 import run
 import torch
 from fault_case import Case, World
@@ -43,29 +40,6 @@ def test_a_fault(world, name):
     end = run.try_once(world, name, "suite")
     assert not end.wrong, end.wrong
     assert (end.ended, end.named, end.orphans, end.leftovers) == (True, True, 0, 0), end
-
-
-@pytest.mark.parametrize("disturb", [
-    lambda case, job: case.limit_files(job, 0, 0),
-    lambda case, job: case.strike(job, 0, signal.SIGKILL),
-], ids=["limit_files", "strike"])  # fmt: skip
-def test_a_rank_that_has_ended_is_no_try(world, tmp_path, monkeypatch, disturb):
-    """It may end between the look and the fault."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    monkeypatch.setattr(fault_case, "ending", lambda pid: False)
-    job = types.SimpleNamespace(rank=lambda number: gone.pid)
-    with pytest.raises(fault_case.Ended):
-        disturb(Case(tmp_path / "case", "gone", world), job)
-
-
-def test_a_job_that_hangs_is_noticed(world, monkeypatch):
-    """With the patience that gloo has by itself."""
-    monkeypatch.setattr(world, "bound_s", 1800.0)
-    monkeypatch.setattr(world, "limit_s", 5.0)
-    end = run.try_once(world, "SIGSTOP of one rank", "hang")
-    assert not end.ended
-    assert not end.named
 
 
 def test_orphans_and_other_bits_are_noticed(world, tmp_path):

@@ -6,12 +6,10 @@ import itertools
 from unittest import mock
 
 import pytest
-import soak_kinds
-import torch
 import torch.distributed as dist
 from ranks import DEVICE, here, on_device
 from soak import soak
-from soak_kinds import kinds, on_hopper
+from soak_kinds import on_hopper
 
 from flux_megatron.symm.device import copy_engine
 
@@ -45,20 +43,6 @@ def test_random_calls_with_random_late_ranks(world_size):
     assert all(row["calls"] == CALLS for row in rows)
     expected = {"fused", "pipelined", "sequential"} | ({"hopper"} if on_hopper(DEVICE) else set())
     assert expected <= {*rows[0]["strategies"]}
-
-
-def test_a_hopper_gpu_without_its_kernels_is_no_success(monkeypatch):
-    """Half of the kinds would be other ones, and nobody would know."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(soak_kinds.hopper, "candidates", lambda problem: [])
-    monkeypatch.setattr(soak_kinds.hopper, "supports", lambda problem: None)
-    options = {"seed": 0, "world_size": 2, "device": "cuda", "small": True}
-    drawn = [kind.plan for kind in kinds(8, portable=False, **options)]
-    assert {plan.strategy for plan in drawn[1::2]} == {"hopper"}
-    monkeypatch.setattr(soak_kinds.hopper, "supports", lambda problem: "no Gluon here")
-    with pytest.raises(RuntimeError, match=r"cannot run .*: no Gluon here"):
-        kinds(8, portable=False, **options)
-    assert len(kinds(8, portable=True, **options)) == 8
 
 
 @pytest.mark.timeout(300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from ranks import on_cpu_ranks
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
@@ -40,6 +42,20 @@ class Case:
 
     def runs_with(self, sp: bool) -> bool:
         return self.only_sp is None or self.only_sp == sp
+
+
+def on_tp_ranks(world_size: int, **options: Any) -> Callable[[Callable], Callable]:
+    """`on_cpu_ranks` behind `start`, with one tensor-parallel group."""
+
+    def of_body(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def started(rank: int, *given: Any) -> None:
+            start(world_size)
+            body(rank, *given)
+
+        return on_cpu_ranks(world_size, **options)(started)
+
+    return of_body
 
 
 def start(tp: int, **more: Any) -> None:

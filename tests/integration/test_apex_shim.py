@@ -10,7 +10,6 @@ import pytest
 import side_by_side as sbs
 import torch
 from megatron.core.tensor_parallel import layers as stock
-from ranks import run_ranks
 from side_by_side import Case
 
 from flux_megatron import reference, wgrad
@@ -109,13 +108,9 @@ def test_beta_0_reads_nothing(main_dtype):
     assert torch.equal(main_grad, torch.full((2, 3), 4.0, dtype=main_dtype))
 
 
-def test_stock_layers_fuse_without_apex():
-    run_ranks(_stock_layers, 2)
-
-
-def _stock_layers(rank) -> None:
+@sbs.on_tp_ranks(2)
+def test_stock_layers_fuse_without_apex(rank):
     """Two backwards: what is in main_grad is what autograd sums without fusion."""
-    sbs.start(2)
     cases = [(kind, sp, main) for kind in ("column", "row") for sp in (True, False)
              for main in (torch.float32, torch.bfloat16)]  # fmt: skip
     for kind, sp, main_dtype in cases:

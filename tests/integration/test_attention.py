@@ -85,12 +85,8 @@ MASKS = {
 }
 
 
-def test_as_close_to_the_reference_as_stock():
-    run_ranks(_beside_stock, 1)
-
-
-def _beside_stock(rank) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_as_close_to_the_reference_as_stock(rank):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for name, groups, dtype in itertools.product(MASKS, (HEADS, 2, 1), dtypes):
         mask_type, mask, sq, sk = MASKS[name]
@@ -108,12 +104,8 @@ def _beside_stock(rank) -> None:
                 assert_as_close_as(*three, f"{name}, {groups} groups, {dtype}: {what}")
 
 
-def test_scales_and_masks():
-    run_ranks(_scales_and_masks, 1)
-
-
-def _scales_and_masks(rank) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_scales_and_masks(rank):
     given = operands()
 
     def values(which: str, mask: Tensor | None = None, **options) -> Tensor:
@@ -138,12 +130,8 @@ def _scales_and_masks(rank) -> None:
         assert result.isfinite().all()
 
 
-def test_a_given_mask_replaces_the_causal_one():
-    run_ranks(_given_mask, 1)
-
-
-def _given_mask(rank) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_a_given_mask_replaces_the_causal_one(rank):
     plain, masked = (
         run(build("ours"), operands(), mask, torch.float32)[0] for mask in (None, two_documents())
     )
@@ -155,12 +143,8 @@ def _given_mask(rank) -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding"])
-def test_no_scores_are_kept(mask):
-    run_ranks(_saved, 1, mask)
-
-
-def _saved(rank, mask) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_no_scores_are_kept(rank, mask):
     mask_type, given_mask, *_ = MASKS[mask]
     largest = {}
     for which in CLASSES:
@@ -173,13 +157,9 @@ def _saved(rank, mask) -> None:
     assert largest["ours"] < B * HEADS * S * S
 
 
-def test_dropout():
-    run_ranks(_dropout, 1)
-
-
-def _dropout(rank) -> None:
+@sbs.on_tp_ranks(1)
+def test_dropout(rank):
     """Weights that are kept grow, so that the sum over many stays; heads of ranks differ."""
-    sbs.start(1)
     forks = []
 
     @contextlib.contextmanager

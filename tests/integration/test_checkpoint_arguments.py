@@ -7,32 +7,20 @@ import sys
 import types
 
 import pytest
+from test_requirements import add_megatron_arguments, megatron  # noqa: F401, a fixture
 
-from flux_megatron.integration import arguments, checkpoint_arguments, install, spec_argument
+from flux_megatron.integration import checkpoint_arguments, install, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 
 
-def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--transformer-impl", default="local")
-    parser.add_argument("--use-checkpoint-args", action="store_true")
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--moe-latent-size", type=int)
-    return parser
-
-
 @pytest.fixture
-def load(monkeypatch):
+def load(megatron, monkeypatch):  # noqa: F811
     """Megatron's modules; returns what loads arguments where Megatron calls it."""
 
     def load_args_from_checkpoint(args, load_arg="load", **saved):
         vars(args).update(saved)
         return args, "those of the checkpoint"
 
-    parser = types.ModuleType(arguments.PARSER)
-    parser.add_megatron_arguments = add_megatron_arguments
-    monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
-    monkeypatch.setitem(sys.modules, arguments.PARSER, parser)
-    sys.modules["megatron.training"].arguments = parser
     modules = [types.ModuleType(name) for name in checkpoint_arguments.MODULES]
     for module in modules:
         module.load_args_from_checkpoint = load_args_from_checkpoint
@@ -45,7 +33,7 @@ def load(monkeypatch):
 
 def parsed(*line: str) -> argparse.Namespace:
     parser = add_flux_arguments(add_megatron_arguments(argparse.ArgumentParser()))
-    return parser.parse_args([*line, "--use-checkpoint-args"])
+    return parser.parse_args([*line, "--transformer-impl", "local", "--use-checkpoint-args"])
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -85,12 +84,8 @@ def _keys_of_local(rank: int, name: str, installed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["RMSNorm, qk", "experts"])
-def test_both_load_both(name, tmp_path):
-    run_ranks(_both_ways, 1, name, tmp_path)
-
-
-def _both_ways(rank: int, name: str, folder: Any) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_both_load_both(rank, name, tmp_path):
     te.pretend_te()
     theirs = model(True, MODELS[name])
     assert te.overlap()
@@ -100,7 +95,7 @@ def _both_ways(rank: int, name: str, folder: Any) -> None:
             with torch.no_grad():
                 for parameter in source.parameters():
                     parameter.add_(1)
-            place = folder / str(step)
+            place = tmp_path / str(step)
             place.mkdir()
             dist_checkpointing.save(source.sharded_state_dict(), str(place))
             state = dist_checkpointing.load(target.sharded_state_dict(), str(place))

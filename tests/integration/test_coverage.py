@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -56,49 +56,36 @@ def counted(*models) -> Layers:
     return now.layers
 
 
-def test_all_are_ours():
-    assert run_ranks(_all, 1) == [Layers(9, 9, {})]
-
-
-def _all(rank: int) -> Layers:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_all_are_ours(rank):
     wrapped = torch.nn.Module()
     wrapped.module = model()
-    return counted(wrapped)
-
-
-def test_stages_of_a_pipeline_are_added_up():
-    assert run_ranks(_stages, 2) == [Layers(8, 9, {("output_layer", OTHER + COLUMN): 1})] * 2
+    assert counted(wrapped) == Layers(9, 9, {})
 
 
 COLUMN = "ColumnParallelLinear"
 
 
-def _stages(rank: int) -> Layers:
+@on_cpu_ranks(2)
+def test_stages_of_a_pipeline_are_added_up(rank):
     sbs.start(1, pipeline_model_parallel_size=2)
-    return counted(model(head=False, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32))
+    stage = model(head=False, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    assert counted(stage) == Layers(8, 9, {("output_layer", OTHER + COLUMN): 1})
 
 
-def test_layers_of_one_kind_are_reported_once_with_their_number():
-    assert run_ranks(_kinds, 1) == [Layers(1, 9, {
+@sbs.on_tp_ranks(1)
+def test_layers_of_one_kind_are_reported_once_with_their_number(rank):
+    others = {
         ("decoder.layers.*.self_attention.linear_qkv", OTHER + COLUMN): 2,
         ("decoder.layers.*.self_attention.linear_proj", f"{OTHER}RowParallelLinear"): 2,
         ("decoder.layers.*.mlp.linear_fc1", OTHER + COLUMN): 2,
         ("decoder.layers.*.mlp.linear_fc2", f"{OTHER}RowParallelLinear"): 2,
-    })]  # fmt: skip
+    }
+    assert counted(model("stock")) == Layers(1, 9, others)
 
 
-def _kinds(rank: int) -> Layers:
-    sbs.start(1)
-    return counted(model("stock"))
-
-
-def test_strict_refuses_what_is_not_ours_unless_it_was_not_chosen():
-    run_ranks(_strict, 1, environment={"FLUX_MEGATRON_STRICT": "1"})
-
-
-def _strict(rank: int) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
+def test_strict_refuses_what_is_not_ours_unless_it_was_not_chosen(rank):
     counted(model())
     with pytest.raises(errors.FallbackRefused, match=r"8 of 9 .* are ours; not output_layer \(1\)"):
         counted(model(head=False))
@@ -137,11 +124,7 @@ def test_layers_of_other_classes(layer, is_one):
     assert coverage.layers_of(models) == Layers(0, is_one, {("module", why): 1} if is_one else {})
 
 
-def test_experts_communicate_by_their_dispatcher_and_are_not_counted():
-    assert run_ranks(_experts, 2) == [Layers(5, 5, {})] * 2
-
-
-def _experts(rank: int) -> Layers:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_experts_communicate_by_their_dispatcher_and_are_not_counted(rank):
     more = {"num_moe_experts": 2, "add_bias_linear": False, "tensor_model_parallel_size": 2}
-    return counted(model(**more, sequence_parallel=True))
+    assert counted(model(**more, sequence_parallel=True)) == Layers(5, 5, {})

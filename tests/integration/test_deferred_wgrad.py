@@ -6,7 +6,6 @@ import pytest
 import side_by_side as sbs
 import torch
 from megatron.core.utils import drain_embedding_wgrad_compute
-from ranks import run_ranks
 from side_by_side import Case
 
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
@@ -14,13 +13,9 @@ from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_deferred_weight_gradient(limit, sp):
-    run_ranks(_deferred, 2, limit, sp)
-
-
-def _deferred(rank, limit, sp) -> None:
+@sbs.on_tp_ranks(2)
+def test_deferred_weight_gradient(rank, limit, sp):
     """Two microbatches; Megatron computes what was deferred, and all arrives in main_grad."""
-    sbs.start(2)
     provide_wgrad_kernels()
     main_grads = []
     for ours in (False, True):
@@ -52,13 +47,9 @@ def _deferred(rank, limit, sp) -> None:
     assert sbs.relative_error(main_grads[1], main_grads[0]) < 1e-6
 
 
-def test_main_grad_is_the_one_of_the_forward():
-    run_ranks(_used_twice, 2)
-
-
-def _used_twice(rank) -> None:
+@sbs.on_tp_ranks(2)
+def test_main_grad_is_the_one_of_the_forward(rank):
     """Between its forward and its backward a tied weight gets another main_grad."""
-    sbs.start(2)
     provide_wgrad_kernels()
     buffers = {"embedding_activation_buffer": [], "grad_output_buffer": []}
     case = Case("column", {**buffers, "bias": False})
@@ -76,12 +67,8 @@ def _used_twice(rank) -> None:
     assert layer.weight.main_grad is first
 
 
-def test_what_cannot_be_deferred_is_refused():
-    run_ranks(_refused, 2)
-
-
-def _refused(rank) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_what_cannot_be_deferred_is_refused(rank):
     config = sbs.settings(
         2, True, torch.float32, gradient_accumulation_fusion=True, num_layers=2,
         defer_embedding_wgrad_compute=True, pipeline_model_parallel_size=2,

@@ -23,7 +23,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe import experts as megatron_experts
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 from test_experts import CASES, VOCAB, build, ours, stock
 
 import flux_megatron
@@ -95,7 +95,18 @@ def trained(model: Any, ddp_options: dict) -> tuple[list[float], dict[str, torch
     return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tuple[Any, ...]:
+@pytest.mark.parametrize(
+    ("kind", "case", "ddp", "more", "world_size", "strategy"),
+    [
+        ("sequential", "two a token", {}, FUSION, 2, "sequential"),
+        ("sequential", "swiglu, empty experts", ZERO, FUSION, 2, "fused"),
+        ("sequential", "two a token", OVERLAP, FUSION, 4, "sequential"),
+        ("grouped", "swiglu, empty experts", {}, {}, 2, "sequential"),
+        ("grouped", "two a token", ZERO, FUSION, 2, "sequential"),
+    ],
+)
+@on_cpu_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_training_copies_nothing(rank, kind, case, ddp, more, strategy):
     """What ran, and where weights and gradients lie; losses and parameters are stock's."""
     sbs.start(1, expert_model_parallel_size=2)
     with experts_of(kind, False):
@@ -117,34 +128,16 @@ def beside_stock(rank: int, kind: str, case: str, ddp: dict, more: dict) -> tupl
         )
     report = flux_megatron.report()
     assert not report.copies, report
-    places = built, lies(model, lambda one: one.data), lies(model, lambda one: one.main_grad)
+    # two layers of two linears
+    assert built == ["in order"] * 4
+    assert lies(model, lambda one: one.data) == (["reverse"] * 4 if ddp else built)
+    assert lies(model, lambda one: one.main_grad) == ["reverse"] * 4
+    assert {ran for _, ran in report.calls} == {strategy}
     sbs.stop()
-    return {strategy for _, strategy in report.calls}, *places
 
 
-@pytest.mark.parametrize(
-    ("kind", "case", "ddp", "more", "world_size", "strategy"),
-    [
-        ("sequential", "two a token", {}, FUSION, 2, "sequential"),
-        ("sequential", "swiglu, empty experts", ZERO, FUSION, 2, "fused"),
-        ("sequential", "two a token", OVERLAP, FUSION, 4, "sequential"),
-        ("grouped", "swiglu, empty experts", {}, {}, 2, "sequential"),
-        ("grouped", "two a token", ZERO, FUSION, 2, "sequential"),
-    ],
-)
-def test_training_copies_nothing(kind, case, ddp, more, world_size, strategy):
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for calls, built, weights, gradients in run_ranks(
-        beside_stock, world_size, kind, case, ddp, more, environment=environment
-    ):
-        assert calls == {strategy}
-        # two layers of two linears
-        assert built == ["in order"] * 4
-        assert weights == (["reverse"] * 4 if ddp else built)
-        assert gradients == ["reverse"] * 4
-
-
-def grown(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_parameters_are_placed_again_and_saved_as_before(rank):
     """A layer that is moved has one storage again, and is loaded and saved as stock's."""
     sbs.start(1, expert_model_parallel_size=2)
     with stock():
@@ -169,10 +162,6 @@ def grown(rank: int) -> None:
     assert lies(model, lambda one: one.data) == ["in order"] * 4
     assert all(one is named[name] for name, one in model.named_parameters())
     sbs.stop()
-
-
-def test_parameters_are_placed_again_and_saved_as_before():
-    run_ranks(grown, 2)
 
 
 @pytest.mark.parametrize("held", [0, 2])  # the others are frozen
@@ -204,7 +193,8 @@ def test_a_weight_without_main_grad_is_named():
         expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
 
 
-def buffers(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_no_buffer_between_dispatcher_and_experts(rank):
     """Rows go from the tokens to the experts' GEMM and back without a buffer in between."""
     sbs.start(1, expert_model_parallel_size=2)
     with ours():
@@ -216,18 +206,11 @@ def buffers(rank: int) -> None:
     sbs.stop()
 
 
-def test_no_buffer_between_dispatcher_and_experts():
-    run_ranks(buffers, 2)
-
-
 @pytest.mark.skipif(
     "GroupedMLP" not in expert_layers.OURS, reason="this Megatron has no GroupedMLP"
 )
-def test_legacy_grouped_experts():
-    run_ranks(legacy, 2)
-
-
-def legacy(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_legacy_grouped_experts(rank):
     """Its constructor and forward, which need a package that is not here, are left out."""
     sbs.start(1, expert_model_parallel_size=2)
     with ours():

@@ -9,7 +9,6 @@ import types
 import pytest
 import side_by_side as sbs
 import torch
-from ranks import run_ranks
 from side_by_side import Case
 
 from flux_megatron.integration import fsdp, install
@@ -45,12 +44,8 @@ def adapters() -> list[type]:
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "norm and column"])
-def test_parameters_are_those_of_the_replaced_class(kind):
-    run_ranks(_same_view, 2, kind)
-
-
-def _same_view(rank, kind) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_parameters_are_those_of_the_replaced_class(rank, kind):
     config = sbs.settings(2, True, torch.float32)
     layer, theirs = _built(kind, config)
     kinds = adapters()

@@ -10,7 +10,6 @@ import side_by_side as sbs
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers as stock
-from ranks import RankFailure, run_ranks
 from side_by_side import Case
 
 import flux_megatron
@@ -43,12 +42,8 @@ def saved_sizes(layer, x) -> list[int]:
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_weight_saves_no_input(kind, sp):
-    run_ranks(_saves_weight_alone, 2, kind, sp)
-
-
-def _saves_weight_alone(rank, kind, sp) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_frozen_weight_saves_no_input(rank, kind, sp):
     layer, x, _ = layer_of(kind, sp, bias=False)
     assert sorted(saved_sizes(layer, x)) == sorted([x.numel(), layer.weight.numel()])
     layer.weight.requires_grad_(False)
@@ -57,12 +52,8 @@ def _saves_weight_alone(rank, kind, sp) -> None:
         assert saved_sizes(layer, x) == []
 
 
-def test_gathered_input_is_kept_on_request():
-    run_ranks(_keeps_gathered_input, 2)
-
-
-def _keeps_gathered_input(rank) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_gathered_input_is_kept_on_request(rank):
     layer, x, _ = layer_of("column", bias=False)
     layer.save_gathered = True
     assert sorted(saved_sizes(layer, x)) == sorted([2 * x.numel(), layer.weight.numel()])
@@ -70,13 +61,9 @@ def _keeps_gathered_input(rank) -> None:
 
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_can_be_offloaded(kind, sp):
+@sbs.on_tp_ranks(2)
+def test_what_is_saved_can_be_offloaded(rank, kind, sp):
     """TransformerEngine's hooks offload what has an attribute, older ones, or is no parameter."""
-    run_ranks(_saves_what_it_was_given, 2, kind, sp)
-
-
-def _saves_what_it_was_given(rank, kind, sp) -> None:
-    sbs.start(2)
     layer, x, _ = layer_of(kind, sp, bias=False)
     x.activation_offloading = True  # by megatron-core, in the layer's own forward for "row"
     if kind == "row" and sp:
@@ -97,13 +84,9 @@ def _saves_what_it_was_given(rank, kind, sp) -> None:
     assert len(saved) == 2
 
 
-def test_bias_beside_a_frozen_weight_learns():
+@sbs.on_tp_ranks(2)
+def test_bias_beside_a_frozen_weight_learns(rank):
     """Stock gives it no gradient."""
-    run_ranks(_bias_learns, 2)
-
-
-def _bias_learns(rank) -> None:
-    sbs.start(2)
     for kind in KINDS:
         layer, x, dy = layer_of(kind, prepare=lambda layer: layer.weight.requires_grad_(False))
         layer(x)[0].backward(dy)
@@ -112,12 +95,8 @@ def _bias_learns(rank) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_ranks_cannot_share_are_reported_once_and_counted(kind):
-    run_ranks(_reported_once, 2, kind, environment=PIPELINED)
-
-
-def _reported_once(rank, kind) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2, environment=PIPELINED)
+def test_rows_that_ranks_cannot_share_are_reported_once_and_counted(rank, kind):
     layer, x, dy = layer_of(kind, sp=False)
     x, dy = x[:3].detach().requires_grad_(), dy[:3]  # 3 x 3 rows
     flux_megatron.reset_report()
@@ -133,12 +112,8 @@ def _reported_once(rank, kind) -> None:
     assert flux_megatron.report().total == 3
 
 
-def test_strict_mode_refuses_to_run_without_overlap():
-    run_ranks(_strict, 2, environment={"FLUX_MEGATRON_STRICT": "1", **PIPELINED})
-
-
-def _strict(rank) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1", **PIPELINED})
+def test_strict_mode_refuses_to_run_without_overlap(rank):
     assert settings.get().strict
     for kind in KINDS:
         for sp in (True, False):
@@ -153,12 +128,8 @@ def _strict(rank) -> None:
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("why", ["autocast", "a newer option"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_left_to_megatron_with_a_reason(kind, why, sp):
-    run_ranks(_left_to_megatron, 2, kind, why, sp)
-
-
-def _left_to_megatron(rank, kind, why, sp) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_left_to_megatron_with_a_reason(rank, kind, why, sp):
     fused = {"gradient_accumulation_fusion": True}
     ours, x, dy = layer_of(kind, sp, config=fused)
     theirs = sbs.build(Case(kind), False, sbs.settings(2, sp, torch.float32))
@@ -175,10 +146,7 @@ def _left_to_megatron(rank, kind, why, sp) -> None:
         results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
     for got, wanted in zip(*results, strict=True):
         assert got is wanted is None or torch.equal(got, wanted)
-    reasons = {
-        "autocast": "autocast",
-        "a newer option": "gtp_remat_size=2",
-    }
+    reasons = {"autocast": "autocast", "a newer option": "gtp_remat_size=2"}
     ((pattern, reason),) = flux_megatron.report().fallbacks
     with_sp = "ag_gemm" if kind == "column" else "gemm_rs"
     assert pattern == (with_sp if sp else "gemm_ar")
@@ -199,12 +167,8 @@ def _pass_newer_option(layer) -> None:
         kind._forward_impl = without
 
 
-def test_bad_input_is_reported_on_every_rank():
-    run_ranks(_bad_inputs, 2)
-
-
-def _bad_inputs(rank) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_bad_input_is_reported_on_every_rank(rank):
     column, x, _ = layer_of("column")
     row, x_row, _ = layer_of("row")
     passed, _, _ = layer_of("column", skip_weight_param_allocation=True)
@@ -223,23 +187,8 @@ def _bad_inputs(rank) -> None:
     column(x)  # and the layers still work
 
 
-def test_fusion_needs_a_main_grad():
-    run_ranks(_no_main_grad, 2)
-
-
-def _no_main_grad(rank) -> None:
-    sbs.start(2)
-    layer, x, dy = layer_of("column", config={"gradient_accumulation_fusion": True})
-    with pytest.raises(RuntimeError, match="the weight has no main_grad"):
-        layer(x)[0].backward(dy)
-
-
-def test_constructor_leaves_the_config_as_it_was():
-    run_ranks(_config_unchanged, 1)
-
-
-def _config_unchanged(rank) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_constructor_leaves_the_config_as_it_was(rank):
     config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
         sbs.build(Case("column"), False, config)
@@ -249,12 +198,8 @@ def _config_unchanged(rank) -> None:
     assert layer.gradient_accumulation_fusion
 
 
-def test_a_weight_used_twice_goes_to_the_main_grad_of_each_use():
-    run_ranks(_used_twice, 2)
-
-
-def _used_twice(rank) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_a_weight_used_twice_goes_to_the_main_grad_of_each_use(rank):
     for kind in KINDS:
         layer, x, dy = layer_of(kind, config={"gradient_accumulation_fusion": True})
         grads = [torch.zeros_like(layer.weight) for _ in range(2)]
@@ -266,13 +211,3 @@ def _used_twice(rank) -> None:
         outputs[1].backward(dy)
         assert grads[0].any()
         assert sbs.relative_error(3 * grads[0], grads[1]) < 1e-6
-
-
-def test_rank_failures_are_seen():
-    """The assertions above are made in other processes."""
-    with pytest.raises(RankFailure, match="rank 1"):
-        run_ranks(_fails_on_rank_1, 2)
-
-
-def _fails_on_rank_1(rank) -> None:
-    assert rank == 0

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import side_by_side as sbs
 import torch
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 from side_by_side import Case
 from torch.distributed import ProcessGroup
 
@@ -26,11 +26,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "sp"), [(1, False), (2, True), (2, False), (4, True)])
-def test_state_is_stocks(world_size, sp):
-    run_ranks(_same_state, world_size, sp)
-
-
-def _same_state(rank: int, sp: bool) -> None:
+@on_cpu_ranks("world_size")
+def test_state_is_stocks(rank, sp):
     tp = torch.distributed.get_world_size()
     sbs.start(tp)
     for case in CASES:

@@ -18,7 +18,6 @@ from statistics import fmean, stdev
 import pytest
 import side_by_side as sbs
 import torch
-from ranks import run_ranks
 
 import flux_megatron
 from flux_megatron.integration import arm, coverage, metrics, step_check
@@ -57,15 +56,6 @@ def noisy_pairs(seed: int, pairs: int, gain: float = 1.0, block: int = 4, noise:
     return [(iterations(1.0), iterations(1 / gain)) for _ in range(pairs)]
 
 
-@pytest.mark.parametrize("pairs", [FEWEST_PAIRS, 10, 30])
-def test_noise_is_not_significant(pairs):
-    """95 % intervals miss the truth in 5 % of all runs: here at most in 9 % of 200."""
-    results = [speedup(noisy_pairs(seed, pairs)) for seed in range(200)]
-    assert sum(result.significant for result in results) <= 18
-    quiet = next(result for result in results if not result.significant)
-    assert f"), not significant, {4 * pairs} iterations of each arm" in str(quiet)
-
-
 def test_planted_speedup_is_found():
     results = [speedup(noisy_pairs(seed, 10, gain=1.05)) for seed in range(100)]
     assert sum(result.significant for result in results) >= 95
@@ -73,12 +63,6 @@ def test_planted_speedup_is_found():
     text = str(results[0])
     assert re.fullmatch(r"1\.0\d\dx \(95 %: 1\.\d+ to 1\.\d+\), 40 iterations of each arm", text)
     assert str(speedup(noisy_pairs(0, 10, gain=1.05))) == text
-
-
-def test_slowdown_is_found_too():
-    result = speedup(noisy_pairs(0, 20, gain=0.95))
-    assert result.significant
-    assert result.interval[1] < 1
 
 
 def test_outlier_within_a_block_does_not_count():
@@ -99,8 +83,11 @@ def test_the_interval_is_the_bootstrap_t_by_its_definition():
     ts.sort()
     tail = RESAMPLES // 40
     high, low = (math.exp(fmean(logs) - t * stdev(logs)) for t in (ts[tail], ts[-1 - tail]))
-    found = speedup([([math.exp(log)] * 4, [1.0] * 4) for log in logs]).interval
-    assert found == pytest.approx((low, high), rel=1e-4)
+    found = speedup([([math.exp(log)] * 4, [1.0] * 4) for log in logs])
+    assert found.interval == pytest.approx((low, high), rel=1e-4)
+    assert low <= 1 <= high
+    assert not found.significant
+    assert "), not significant, 20 iterations of each arm" in str(found)
 
 
 def test_few_pairs_have_no_interval():
@@ -147,12 +134,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "sp", "fusion"), CASES)
-def test_stock_arm_is_megatron_s_own_code(kind, sp, fusion):
-    run_ranks(_equals_stock, 2, kind, sp, fusion)
-
-
-def _equals_stock(rank, kind, sp, fusion) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2)
+def test_stock_arm_is_megatron_s_own_code(rank, kind, sp, fusion):
     provide_wgrad_kernels()
     config = sbs.settings(2, sp, torch.float32, gradient_accumulation_fusion=fusion)
 

@@ -10,7 +10,6 @@ import side_by_side as sbs
 import torch
 from megatron.core.tensor_parallel import layers as stock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from ranks import run_ranks
 from side_by_side import Case
 
 import flux_megatron
@@ -95,13 +94,9 @@ def test_fields_of_the_user_s_own_configuration_are_not_looked_at():
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_constructor_argument_that_we_do_not_know_leaves_the_calls_to_megatron(kind):
-    run_ranks(_unknown_argument, 2, kind)
-
-
-def _unknown_argument(rank, kind) -> None:
+@sbs.on_tp_ranks(2)
+def test_a_constructor_argument_that_we_do_not_know_leaves_the_calls_to_megatron(rank, kind):
     """As a release after main d98e8a64 may have it: its own forward would heed the argument."""
-    sbs.start(2)
     parent = sbs.PAIRS[kind][0]
     init = parent.__init__
 
@@ -142,12 +137,8 @@ class _Shard(torch.nn.Parameter):
 
 @pytest.mark.skipif(not GTP, reason="this megatron-core has no weight shards")
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_weight_shards_are_gathered_by_megatron(kind):
-    run_ranks(_weight_shards, 2, kind, environment={"FLUX_MEGATRON_ALLOW": "gtp_weight_remat_size"})
-
-
-def _weight_shards(rank, kind) -> None:
-    sbs.start(2)
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_ALLOW": "gtp_weight_remat_size"})
+def test_weight_shards_are_gathered_by_megatron(rank, kind):
     results = []
     flux_megatron.reset_report()
     for ours in (False, True):

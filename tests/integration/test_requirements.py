@@ -22,7 +22,11 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     """Some of Megatron's own, of each class, and one that flux_megatron does not know."""
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--use-checkpoint-args", action="store_true")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--moe-latent-size", type=int)
     parser.add_argument("--fp8-format", dest="fp8")
+    parser.add_argument("--symmetric-ar-type")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--brand-new", type=int, default="7")
     parser.add_argument("--no-brand-new-fusion", action="store_false", dest="brand_new_fusion")
@@ -40,7 +44,7 @@ def check(*options: str, script=lambda parser: parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    requirements._log_once.cache_clear()
+    requirements.log_once.cache_clear()
     monkeypatch.delenv("FLUX_MEGATRON_ALLOW", raising=False)
 
 
@@ -76,9 +80,10 @@ NEW = "--brand-new: flux_megatron does not know this argument (set to 1); --flux
     [
         ("--brand-new 1", [NEW]),
         ("--no-brand-new-fusion", ["--no-brand-new-fusion: flux_megatron does not know this"]),
-        ("--fp8-format hybrid --brand-new 1 --sft", ["--fp8-format: ", "--sft: ", NEW]),
+        ("--fp8-format hybrid --brand-new 1 --sft", ["--sft: ", NEW, "--fp8-format: "]),
         ("--sft --brand-new 1 --flux-allow sft", [NEW]),
         ("--fp8-format hybrid --flux-allow fp8-format", ["--fp8-format: "]),
+        ("--symmetric-ar-type x --flux-allow symmetric-ar-type", ["--symmetric-ar-type: "]),
     ],
 )
 def test_unknown_and_refused_arguments_are_named(line, expected):

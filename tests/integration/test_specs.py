@@ -54,12 +54,8 @@ def test_layers_and_norms(layers, normalization):
     assert norms == {FluxNorm}
 
 
-def test_norms_of_queries_are_those_of_the_configuration():
-    run_ranks(_norms_of_queries, 1)
-
-
-def _norms_of_queries(rank) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_norms_of_queries_are_those_of_the_configuration(rank):
     given = config(qk_layernorm=True)
     for wanted in (False, True):
         given.qk_l2_norm = wanted  # before 0.16 no field
@@ -145,12 +141,8 @@ def _layers_built(rank, stages, more) -> int:
 
 
 @pytest.mark.parametrize("layers", ["flux", "stock"])
-def test_model_is_built_of_these_layers_alone(layers):
-    run_ranks(_model_classes, 1, layers)
-
-
-def _model_classes(rank, layers) -> None:
-    sbs.start(1)
+@sbs.on_tp_ranks(1)
+def test_model_is_built_of_these_layers_alone(rank, layers):
     assert parallel_state.is_initialized()
 
     def model():

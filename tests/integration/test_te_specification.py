@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
@@ -179,19 +179,14 @@ def sharded(model: GPTModel) -> list[tuple]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_layers_have_what_transformer_engine_s_source_says(name):
-    run_ranks(_as_read, 2, name)
-
-
-def _as_read(rank: int, name: str) -> None:
+@on_cpu_ranks(2)
+def test_layers_have_what_transformer_engine_s_source_says(rank, name):
     start({})
     config = sbs.settings(2, True, torch.float32)
     options = {
-        "bias": True,
-        "skip_bias_add": True,
-        "is_expert": False,
+        "bias": True, "skip_bias_add": True, "is_expert": False,
         "init_method": torch.nn.init.ones_,
-    }
+    }  # fmt: skip
     options |= {"input_is_parallel": True} if "Row" in name else {"gather_output": False}
     stand_in = te.STAND_INS[name]
     for layer in (stand_in, CLASSES[stand_in]):
@@ -202,11 +197,8 @@ def _as_read(rank: int, name: str) -> None:
         assert [*built.state_dict()] == [*READ[name], "_extra_state"]
 
 
-def test_every_specification_asks_our_provider():
-    run_ranks(_asked, 1)
-
-
-def _asked(rank: int) -> None:
+@on_cpu_ranks(1)
+def test_every_specification_asks_our_provider(rank):
     te.pretend_te()
     assert te.overlap()
     assert {user.TESpecProvider for user in te.USERS} == {FluxTEProvider}
@@ -221,11 +213,8 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("layers", CHOSEN)
-def test_layers_that_were_not_chosen_are_transformer_engine_s(layers):
-    assert run_ranks(_chosen, 2, layers) == [sorted(CHOSEN[layers].split())] * 2
-
-
-def _chosen(rank: int, layers: tuple[str, ...]) -> list[str]:
+@on_cpu_ranks(2)
+def test_layers_that_were_not_chosen_are_transformer_engine_s(rank, layers):
     start({})
     (stock,) = chunks({}, True)
     assert te.overlap("--flux-layers", *layers)
@@ -237,14 +226,11 @@ def _chosen(rank: int, layers: tuple[str, ...]) -> list[str]:
         if isinstance(module, (*ours, *CLASSES)):
             found[isinstance(module, ours)].add(name.split(".")[-1])
     assert len(found[True]) + len(found[False]) == 5
-    return sorted(found[True])
+    assert found[True] == set(CHOSEN[layers].split())
 
 
-def test_latent_attention_keeps_its_own_projections():
-    run_ranks(_latent, 2)
-
-
-def _latent(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_latent_attention_keeps_its_own_projections(rank):
     start({})
     stock = _latent_model()
     assert te.overlap("--flux-layers", "proj", "fc1", "fc2")

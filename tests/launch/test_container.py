@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,20 @@ FOLDERS = [Path("/run"), Path("/data")]
 
 def test_pyxis_gets_options_of_srun():
     one = Container(image="a#b:c", mounts=("/x:/y:ro+rprivate", "/data:/d"), workdir="/w")
-    assert one.prefix("flux", FOLDERS) == []
-    assert one.srun_options("flux", FOLDERS) == [
-        "--container-image=a#b:c",
+    *options, name = one.words("flux", FOLDERS).split()
+    assert options == [
+        "'--container-image=a#b:c'",
         "--container-mounts=/x:/y:ro+rprivate,/data:/d,/run:/run",
         "--container-workdir=/w",
     ]
+    assert re.fullmatch(r'--container-name=flux_megatron-[0-9a-f]{8}-"\$SLURM_JOB_ID"', name)
 
 
 def test_enroot_starts_the_command():
     one = Container(
         runtime="enroot", image="/a.sqsh", images={"te": "/te.sqsh"}, mounts=("/x:/y:ro",)
     )
-    assert one.srun_options("te", FOLDERS) == []
-    assert one.prefix("te", FOLDERS) == [
+    assert one.words("te", FOLDERS).split() == [
         "enroot", "start", "--rw",
         "--env", "SLURM_JOB_ID", "--env", "SLURM_JOB_NUM_NODES", "--env", "SLURM_NODEID",
         "--env", "SLURM_RESTART_COUNT", "--env", "SLURMD_NODENAME",
@@ -40,7 +41,7 @@ def test_enroot_starts_the_command():
         "--mount=/data:/data:none:x-create=auto,rbind",
         "/te.sqsh",
     ]  # fmt: skip
-    assert one.prefix("flux", FOLDERS)[-1] == "/a.sqsh"
+    assert one.words("flux", FOLDERS).endswith(" /a.sqsh")
 
 
 WRONG = {
@@ -90,7 +91,7 @@ def test_data_and_checkout_are_mounted_and_srun_gets_the_sites_options(tmp_path)
     job = launching.prepare(request).job
     for folder in ("run", "Megatron-LM", "texts"):
         assert f"{tmp_path / folder}:{tmp_path / folder}" in job
-    assert "--network=x --quiet\n" in job
+    assert "(--network=x --quiet --container-" in job
 
 
 def test_variables_of_the_clusters_network_come_before_the_sites(tmp_path):

@@ -80,8 +80,14 @@ RULES = {
         "1535 is not divisible by training.micro_batch x parallel.dp, 4",
     ),
     "warm-up": (PAPER, {"training.warmup_steps": 30}, "training.warmup_steps", "none is left"),
-    "sign": (PAPER, {"training.micro_batch": 0}, "training.micro_batch", "more than 0 expected"),
-    "sign, from 0": (PAPER, {"training.seed": -1}, "training.seed", "0 or more expected"),
+    "sign": (PAPER, {"training.micro_batch": 0}, "training.micro_batch", "greater than 0, 0 given"),
+    "sign, from 0": (
+        PAPER,
+        {"training.seed": -1},
+        "training.seed",
+        "greater than or equal to 0, -1 given",
+    ),
+    "too large": (PAPER, {"training.steps": 2**31}, "training.steps", "equal to 2147483647, 2147"),
     "tp over nodes": (
         PAPER,
         {"parallel.tp": 16, "parallel.dp": 1},
@@ -150,7 +156,7 @@ RULES = {
     "typo at the top": (PAPER, {"trainning": 2}, "trainning", "did you mean 'training'?"),
     "typo, nested": (PAPER, {"cluster.nics.cuont": 2}, "cluster.nics.cuont", "'count'"),
     "typo of an arm": (PAPER, {"arms.fluks": {}}, "arms.fluks", "'flux'"),
-    "typo in an arm": (PAPER, {"arms.flux.trainin.lr": 1.0}, "arms.flux.trainin.lr", "'training'"),
+    "typo in an arm": (PAPER, {"arms.flux.trainin.lr": 1.0}, "arms.flux.trainin", "'training'"),
     "unlike all": (PAPER, {"model.xyzzy": 2}, "model.xyzzy", "known: ['ffn', 'heads'"),
     "text for a number": (
         PAPER,
@@ -165,13 +171,19 @@ RULES = {
         "valid number, 'x' given",
     ),
     "mapping for a number": (PAPER, {"training.lr.x": 1}, "training.lr", "valid number"),
+    "mapping in an arm for a number": (
+        PAPER,
+        {"arms.flux.parallel.tp.x": 1},
+        "arms.flux.parallel.tp",
+        "valid integer",
+    ),
     "number for a mapping": (PAPER, {"cluster.link": 1}, "cluster.link", "1 given"),
     "truth for a number": (PAPER, {"parallel.tp": True}, "parallel.tp", "True given"),
     "not a number": (PAPER, {"training.lr": float("nan")}, "training.lr", "nan given"),
     "unlisted choice": (PAPER, {"training.recompute": "all"}, "training.recompute", "'selective'"),
-    "scalar for a section": (PAPER, {"training": 5}, "training", "a mapping expected, 5 given"),
-    "scalar for an arm": (PAPER, {"arms.te": None}, "arms.te", "a mapping expected, None given"),
-    "texts": (PAPER, {"arms.te.arguments": [1]}, "arms.te.arguments", "a list of texts"),
+    "scalar for a section": (PAPER, {"training": 5}, "training", "should be a mapping, 5 given"),
+    "scalar for an arm": (PAPER, {"arms.te": None}, "arms.te", "should be a mapping, None given"),
+    "texts": (PAPER, {"arms.te.arguments": [1]}, "arms.te.arguments", "valid string, 1 given"),
     "model's name": (PAPER, {"model": "gpt4"}, "model", "'gpt4' given, one of ['gpt3-175b'"),
 }
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.launch import arm_builder, inheritance, rules
+from flux_megatron.config_files import flat
+from flux_megatron.launch import experiment, inheritance, memory, rules
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import load, names, parse_override
-from flux_megatron.perf import memory
 
 ROOT = Path(__file__).parents[2]
 CPU = str(ROOT / "configs/experiments/cpu/tiny.yaml")
@@ -112,7 +112,10 @@ NOT_YAML = {
     "no path": (f"base: [{CPU}]", "the path of a file expected"),
     "no base": ("base: elsewhere.yaml", "elsewhere.yaml: No such file"),
     "nothing in it": ("{}", "program: missing"),
-    "one key missing": (f"base: {CPU}\nmodel: {{}}\nparallel: 3", "parallel: a mapping expected"),
+    "one key missing": (
+        f"base: {CPU}\nmodel: {{}}\nparallel: 3",
+        "parallel: Input should be a mapping",
+    ),
     "no arms": ("program: train", "arms: none given"),
 }
 
@@ -180,8 +183,8 @@ def test_every_scalar_has_one_source(name):
     for workload in found.arms.values():
         values = dataclasses.asdict(workload)
         arm = values.pop("arm")
-        keys = inheritance.flat(values).keys() - {"model.name", "cluster.name"}
-        left_out = {key for key in keys - given if key.startswith(arm_builder.OPTIONAL)}
+        keys = flat(values).keys() - {"model.name", "cluster.name"}
+        left_out = {key for key in keys - given if key.startswith(experiment.OPTIONAL)}
         assert keys - left_out <= given
         assert all(key in keys or f"arms.{arm}" in key or "." not in key for key in given)
     assert {"program", "megatron_lm"} <= given

@@ -12,23 +12,19 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-import typer
 from typer.testing import CliRunner
 
+from flux_megatron.cli import app
 from flux_megatron.launch import experiment, local, run_folder, sbatch
-from flux_megatron.launch.commands import launch
 from flux_megatron.launch.errors import LaunchError
 
 GPT = "paper/gpt3-175b_a100-pcie"
 WITHOUT = ("torch", "triton", "numpy", "megatron", "matplotlib")
 
-app = typer.Typer()
-app.command()(launch)
-
 
 def run(*arguments: object, code: int = 0) -> str:
     """The output of a launch that ends with `code`."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(app, ["launch", *map(str, arguments)])
     assert done.exit_code == code, done.output
     return done.output
 
@@ -47,13 +43,11 @@ def checkout(tmp_path):
 @pytest.mark.parametrize("name", [GPT, "cpu/tiny"])
 def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
     blocked = "".join(f"sys.modules[{module!r}] = None; " for module in WITHOUT)
-    code = (
-        f"import sys; {blocked}import typer; from flux_megatron.launch.commands import launch; "
-        "app = typer.Typer(); app.command()(launch); app()"
-    )
+    code = f"import sys; {blocked}from flux_megatron.cli import app; app()"
     done = subprocess.run(
-        [sys.executable, "-c", code, name, "--dry-run"], cwd=tmp_path, capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=60,
+        [sys.executable, "-c", code, "launch", name, "--dry-run"], cwd=tmp_path,
+        capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = [line for line in done.stdout.splitlines() if line.startswith("## arm ")]
@@ -63,7 +57,7 @@ def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
                   "#SBATCH --open-mode=append", "after a requeue"):  # fmt: skip
         assert shown in done.stdout
     if name == GPT:
-        assert "\n--tensor-model-parallel-size 8\n" in done.stdout
+        assert "\n    --tensor-model-parallel-size 8\n" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

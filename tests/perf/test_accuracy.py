@@ -9,13 +9,12 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
+from flux_megatron.lab.perf import accuracy, flops, published_runs, step
+from flux_megatron.lab.perf.published_runs import RUNS, workload
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.experiment import load, names
-from flux_megatron.perf import accuracy, published_runs
 
 ROWS = Path(__file__).parents[2] / "docs/results/h200x2/iterations.jsonl"
-
-
 ARMS = {"stock": "megatron", "tp_comm_overlap": "te", "flux": "flux"}  # of a row, of a step
 
 
@@ -88,3 +87,21 @@ def test_errors_on_a100_are_those_of_published_runs():
 def test_every_prediction_says_its_error_or_that_none_is_known(name, words):
     cluster = load(name).arms["megatron"].cluster
     assert words in accuracy.sentence(cluster)
+
+
+@pytest.mark.parametrize(
+    ("run", "published"), [*zip(RUNS, (0.415, 0.514, 0.560, 0.563), strict=True)]
+)
+def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published):
+    """It counts attention's scores whole, and the padded vocabulary."""
+    one = workload(run, full=False)
+    counted = flops.mfu(one, run.selective_s)
+    scores = 6 * run.layers * 2048**2 * run.hidden * run.batch
+    whole = counted * (1 + scores / flops.model_flops(one))
+    assert whole == pytest.approx(published, abs=0.005)
+
+
+@pytest.mark.parametrize("pp", [4, 12])
+def test_hopper_is_predicted_near_megatrons_own_figure(pp):
+    found = step.predict(published_runs.on_hopper(pp)).mfu
+    assert found == pytest.approx(published_runs.HOPPER_MFU, abs=0.03)

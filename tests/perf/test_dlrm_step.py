@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_simulate import simulate
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from typer.testing import CliRunner
 
-from flux_megatron.cli import app
+from flux_megatron.lab.perf import dlrm_step
+from flux_megatron.lab.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
+from flux_megatron.lab.perf.scale_out import Network, all_reduce_us, all_to_all_us
 from flux_megatron.lab.simulate import dlrm_tables, study
-from flux_megatron.launch import experiment
 from flux_megatron.launch.errors import ExperimentError
-from flux_megatron.perf import dlrm_step
-from flux_megatron.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
-from flux_megatron.perf.scale_out import Network, all_reduce_us, all_to_all_us
 
 ROOT = Path(__file__).parents[2]
 NAME = "study/dlrm-128-nodes"
-BLOCKED = """
-import sys
-sys.modules["torch"] = sys.modules["triton"] = None  # importing them fails
-from flux_megatron.cli import app
-app()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +153,7 @@ def test_every_value_has_its_source(tmp_path):
 
 def test_the_command_needs_no_torch(tmp_path):
     file = tmp_path / "all.json"
-    command = ["simulate", NAME, "--sweep", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *command], capture_output=True, text=True, timeout=60
-    )
+    done = simulate(NAME, "--sweep", "--json", str(file))
     assert done.returncode == 0, done.stderr
     for words in ("shorter by", "about 21 %", "network.bandwidth_gbps = 12.5"):
         assert words in done.stdout
@@ -174,14 +161,3 @@ def test_the_command_needs_no_torch(tmp_path):
     unfused, both = (found["arms"][arm]["step_us"] for arm in ("unfused", "both"))
     assert found["reductions"]["both"] == pytest.approx(1 - both / unfused)
     assert len(found["alternatives"]) > 100
-
-
-def test_arms_of_transformers_are_refused():
-    done = CliRunner().invoke(app, ["simulate", NAME, "--arm", "flux"])
-    assert done.exit_code == 2
-    assert "--set, --sweep and --json expected" in done.output
-
-
-def test_a_study_is_not_launched():
-    with pytest.raises(ExperimentError, match="a study, which `flux-megatron simulate` alone"):
-        experiment.load(NAME)

@@ -9,20 +9,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from step_costs import GPT3, LLAMA
 
-from flux_megatron.perf import layer, userbuffers
-from flux_megatron.perf.all_reduce import all_reduce_us
-from flux_megatron.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
-from flux_megatron.perf.workload import Cluster, Link, Model, Parallel, Training, Workload
+from flux_megatron.lab.perf import layer, userbuffers
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
+from flux_megatron.launch.workload import Cluster, Link, Parallel, Training, Workload
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200x4"
-MODELS = {
-    "gpt3-175b": Model("gpt3-175b", 96, 12288, 96, 96, 49152, 50257, 2048),
-    "llama2-70b": Model(
-        "llama2-70b", 80, 8192, 64, 8, 28672, 32000, 2048,
-        swiglu=True, norm="RMSNorm", position="rope", linear_bias=False, tied_embeddings=False,
-    ),
-}  # fmt: skip
+MODELS = {"gpt3-175b": GPT3, "llama2-70b": replace(LLAMA, seq_length=2048)}
 LINEAR = ("qkv", "proj", "fc1", "fc2")
 CLUSTERS = {
     "H200": Cluster("node", "H200-SXM5", 1, 4, 1, 140.0, Link("nvlink", 450.0)),
@@ -156,7 +151,7 @@ def test_the_head_is_ours_in_our_arm_alone_and_grows_with_the_vocabulary():
     assert ours.forward_us < stock.forward_us
     assert ours.backward_us < stock.backward_us
     assert layer.head(workload("te")) == stock
-    assert layer.padded_vocab(workload()) == 51200  # of 50257, for 8 ranks
+    assert workload().padded_vocab == 51200  # of 50257, for 8 ranks
     small = workload()
     small = replace(small, model=replace(small.model, vocab=25000))
     assert layer.head(workload()).forward_us > 1.5 * layer.head(small).forward_us

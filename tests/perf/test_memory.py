@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from step_costs import A100, GPT3, LLAMA, WORKLOAD, with_
 
-from flux_megatron.perf import memory, stages
-from flux_megatron.perf.workload import Parallel
+from flux_megatron.launch import memory, stages
+from flux_megatron.launch.workload import Parallel
 
 SBH = 2048 * 2 * 12288  # elements of [s, b, h]
 

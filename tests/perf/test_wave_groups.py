@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.perf.band_plans import gather_model
-from flux_megatron.perf.hardware import H200
-from flux_megatron.perf.operator_cost import predict_us
-from flux_megatron.perf.wave_groups import Curve, WaveModel, model_of
+from flux_megatron.lab.perf.band_plans import gather_model
+from flux_megatron.lab.perf.hardware import H200
+from flux_megatron.lab.perf.operator_cost import predict_us
+from flux_megatron.lab.perf.wave_groups import Curve, WaveModel, model_of
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200x2" / "signalled.jsonl"

@@ -47,7 +47,11 @@ from flux_megatron.problem import Pattern, Plan, Problem
 _SM_90 = GPUTarget("cuda", 90, 32)
 SMS = 132  # of an H100 or H200
 WORLD_SIZE = 4
-_GL_DTYPE = {"bfloat16": (gl.bfloat16, "bf16"), "float16": (gl.float16, "fp16")}
+_GL_DTYPE = {
+    "bfloat16": (gl.bfloat16, "bf16"), "float16": (gl.float16, "fp16"),
+    "float32": (gl.float32, "fp32"), "float8_e4m3fn": (gl.float8e4nv, "fp8e4nv"),
+    "float8_e5m2": (gl.float8e5, "fp8e5"),
+}  # fmt: skip
 _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
 _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "x_desc": ("block_m", "block_k"),
@@ -61,6 +65,7 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
 _PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
 _TYPES = {
     "timeout_ns": "i64",
+    **dict.fromkeys(("x_scale", "w_scale"), "*fp32"),
     "partials": "*fp32",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
@@ -75,6 +80,7 @@ class Configuration:
     dtype: str
     layout: str
     launcher: Launcher
+    out_dtype: str = ""
 
 
 def _problems(pattern: Pattern) -> Iterator[Problem]:
@@ -101,6 +107,9 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
     device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
     common = {"world_size": WORLD_SIZE, "dtype": dtype, "device": device}
     common |= {"layout": problem.layout, "tile": plan.tile}
+    if problem.scaled:
+        common["out_dtype"] = getattr(torch, problem.out_dtype)
+        common["split_accumulator"] = problem.split_accumulator
     if problem.pattern is Pattern.AG_GEMM:
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
@@ -115,8 +124,11 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         yield kind, launcher
         return
     chunks = chunk_count(WORLD_SIZE, cdiv(problem.K_local, plan.tile.block_k))
+    if problem.scaled:
+        chunks = 1
     launcher = hopper_gemm_rs._launcher(**common, chunks=chunks, by_sm=plan.transport == "sm")
-    yield f"{plan.transport}{' short' * (chunks < WORLD_SIZE - 1)}", launcher
+    short = chunks < WORLD_SIZE - 1 and not problem.scaled
+    yield f"{plan.transport}{' short' * short}", launcher
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
@@ -134,7 +146,32 @@ def shipped() -> dict[str, Configuration]:
                     name = f"{pattern} {problem.dtype} {problem.layout} {width} {options}"
                     made = Configuration(name, problem.dtype, problem.layout, launcher)
                     found.setdefault(name, made)
-    return found | gathering() | signalled() | experts()
+    return found | scaled() | gathering() | signalled() | experts()
+
+
+def scaled() -> dict[str, Configuration]:
+    """FP8: the tiles of the default plans for each result, with and without a split accumulator."""
+    found = {}
+    kinds = [
+        (Pattern.AG_GEMM, "float8_e4m3fn", "bfloat16", False),
+        (Pattern.AG_GEMM, "float8_e5m2", "bfloat16", True),
+        (Pattern.AG_GEMM, "float8_e4m3fn", "float32", False),
+        (Pattern.GEMM_RS, "float8_e4m3fn", "bfloat16", False),
+        (Pattern.GEMM_RS, "float8_e5m2", "bfloat16", True),
+        (Pattern.GEMM_RS, "float8_e4m3fn", "float32", False),
+    ]
+    for (pattern, dtype, out_dtype, split), rows in itertools.product(kinds, (64, 4096)):
+        M, N, K = WORLD_SIZE * rows, 4096, WORLD_SIZE * 4096
+        problem = Problem(
+            pattern, M, N, K, dtype, WORLD_SIZE, out_dtype=out_dtype, split_accumulator=split
+        )
+        for plan in _plans(problem):
+            width = f"{plan.tile.block_m}x{plan.tile.block_n}"
+            for options, launcher in _launchers(problem, plan):
+                options += f" to {out_dtype}" + " split_accumulator" * split
+                name = f"{pattern} {dtype} nt {width} {options}"
+                found.setdefault(name, Configuration(name, dtype, "nt", launcher, out_dtype))
+    return found
 
 
 def gathering() -> dict[str, Configuration]:
@@ -184,7 +221,13 @@ def experts() -> dict[str, Configuration]:
 
 
 def _type(name: str, configuration: Configuration) -> str:
-    gl_dtype, short = _GL_DTYPE[configuration.dtype]
+    dtype = configuration.dtype
+    if configuration.out_dtype:
+        if name == "w_desc":
+            dtype = "float8_e4m3fn"
+        elif name in ("y_desc", "parts_desc", "received_desc", "bias"):
+            dtype = configuration.out_dtype
+    gl_dtype, short = _GL_DTYPE[dtype]
     keys = (f"{name} {word}" for word in configuration.name.split())
     key = next((key for key in keys if key in _BLOCKS), name)
     if key in _BLOCKS:

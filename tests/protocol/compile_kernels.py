@@ -34,8 +34,10 @@ from flux_megatron.kernels.wait_sources import wait_sources_kernel
 from flux_megatron.overlap import fused
 from flux_megatron.problem import Pattern, Problem, Tile
 
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-ARCHITECTURES = {80: tuple(SHORT), 90: tuple(SHORT), 100: ("bfloat16",)}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
+_WIDE = ("float32", "bfloat16", "float16")
+ARCHITECTURES = {80: _WIDE, 90: _WIDE, 100: ("bfloat16",)}
+FP8_ARCHITECTURES = (89, 90)
 # What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
 _ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
@@ -43,15 +45,18 @@ _TYPES = {
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
     "table": "*i32",
     **dict.fromkeys(("epochs", "work", "arrivals"), "*i32"),
-    "partials": "*fp32",
+    **dict.fromkeys(("partials", "x_scale", "w_scale"), "*fp32"),
     **dict.fromkeys(("received_pointers", "pad_pointers", "word_pointers"), "*i64"),
 }
-_PAYLOAD = ("x", "gathered", "w", "bias", "y", "received", "out", "source", "target")
+_RESULTS = ("bias", "y", "received_here")
+_PAYLOAD = ("x", "gathered", "w", *_RESULTS, "received", "out", "source", "target")
 
 
 def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) -> dict:
     """What Triton makes of `kernel` for sm_<architecture>."""
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
+    if dtype == "float8_e4m3fn":
+        types |= dict.fromkeys(_RESULTS, "*bf16")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
     aligned = [n for n in names if signature[n].startswith("*") or n in _ALIGNED_NUMBERS]
@@ -118,10 +123,11 @@ def shipped(architecture: int, dtypes: Iterable[str]) -> Iterator[tuple[str, Cal
                     "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
                     "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
                 }  # fmt: skip
+                unscaled = {**common, "SCALED": False}
                 # with a bias in one layout only: it does not touch the order of anything
-                ag = {**common, "HAS_BIAS": layout_nn}
+                ag = {**unscaled, "HAS_BIAS": layout_nn}
                 yield f"{prefix} ag_gemm {name}", partial(make, ag_gemm_kernel, **ag)
-                yield f"{prefix} gemm_rs {name}", partial(make, gemm_rs_kernel, **common)
+                yield f"{prefix} gemm_rs {name}", partial(make, gemm_rs_kernel, **unscaled)
                 if dtype == "bfloat16" and not layout_nn:  # else it differs from gemm_rs in nothing
                     shards = {n: value for n, value in common.items() if n != "WORLD_SIZE"}
                     yield (
@@ -140,8 +146,26 @@ def shipped(architecture: int, dtypes: Iterable[str]) -> Iterator[tuple[str, Cal
     yield f"{prefix} rank_barrier", partial(one_warp, rank_barrier_kernel, WORLD_SIZE=4, BLOCK=256)
 
 
+def scaled(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """FP8, by the tile of the fused strategy."""
+    dtype = "float8_e4m3fn"
+    problem = Problem(Pattern.AG_GEMM, 8192, 4096, 1024, dtype, 4, out_dtype="bfloat16")
+    tile = fused.default_plan(problem).tile
+    common = {
+        "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": False, "SCALED": True,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
+    }  # fmt: skip
+    make = partial(compiled, architecture=architecture, dtype=dtype, tile=tile)
+    ag = partial(make, ag_gemm_kernel, **common, HAS_BIAS=True)
+    yield f"sm_{architecture} ag_gemm fp8 nt", ag
+    yield f"sm_{architecture} gemm_rs fp8 nt", partial(make, gemm_rs_kernel, **common)
+
+
 def main(path: str) -> None:
     work = {}
+    for architecture in FP8_ARCHITECTURES:
+        work |= dict(scaled(architecture))
     for architecture, dtypes in ARCHITECTURES.items():
         work |= dict(shipped(architecture, dtypes))
     tile = Tile(num_warps=4, num_stages=1)

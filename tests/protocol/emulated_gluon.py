@@ -44,6 +44,7 @@ class Gluon:
 
     def __init__(self, scheduler: Scheduler, regions: Sequence[Region], told: Callable) -> None:
         self._scheduler, self._regions, self._told = scheduler, regions, told
+        self._issued: dict[Strand, int] = {}  # MMAs of a partition
 
     def names(self) -> dict[str, object]:
         nothing = lambda *args, **options: None  # noqa: E731
@@ -210,12 +211,19 @@ class Gluon:
     def _mma_init(self, acc: Accumulator | Tensor) -> Accumulator:
         return acc if isinstance(acc, Accumulator) else Accumulator(acc)
 
-    def _mma(self, left: Shared, right: Shared, acc: Accumulator, is_async: bool) -> Accumulator:
-        return Accumulator(acc.sums, (*acc.pending, (left, right)))
+    def _mma(
+        self, left: Shared, right: Shared, acc: Accumulator, is_async: bool, use_acc: bool = True
+    ) -> Accumulator:
+        partition = self._scheduler.running
+        number = self._issued.get(partition, 0)
+        self._issued[partition] = number + 1
+        if not use_acc:
+            acc = Accumulator(torch.zeros_like(acc.sums))
+        return Accumulator(acc.sums, (*acc.pending, (number, left, right)))
 
     def _mma_wait(self, num_outstanding: int, deps: Sequence[Accumulator]):
         (acc,) = deps
-        return acc.wait(num_outstanding)
+        return acc.wait(self._issued.get(self._scheduler.running, 0) - num_outstanding)
 
     def _transfers(self, name: str) -> Transfers:
         """Of this partition: it awaits its own alone."""

@@ -119,17 +119,21 @@ class Barriers:
 
 
 class Accumulator:
-    """fp32 sums, and the MMAs that are still to be added to them."""
+    """fp32 sums, and the MMAs that are still to be added to them, by their numbers."""
 
-    def __init__(self, sums: Tensor, pending: tuple[tuple[Shared, Shared], ...] = ()) -> None:
+    def __init__(self, sums: Tensor, pending: tuple[tuple[int, Shared, Shared], ...] = ()) -> None:
         self.sums, self.pending = sums, pending
 
-    def wait(self, outstanding: int) -> Accumulator | Tensor:
-        done = max(0, len(self.pending) - outstanding)
-        sums = self.sums
-        for left, right in self.pending[:done]:
-            sums = sums + left.memory.float() @ right.memory.float()
-        return Accumulator(sums, self.pending[done:]) if outstanding else sums
+    def wait(self, done: int) -> Accumulator | Tensor:
+        """What it is when the first `done` MMAs of its partition are done."""
+        sums, left = self.sums, self.pending
+        while left and left[0][0] < done:
+            (_, a, b), *left = left
+            sums = sums + a.memory.float() @ b.memory.float()
+        return Accumulator(sums, tuple(left)) if left else sums
+
+    def __radd__(self, other: object) -> None:
+        raise Misuse("sums are read before their MMAs are done")
 
 
 class Transfers:

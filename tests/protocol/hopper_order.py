@@ -45,8 +45,9 @@ ARRIVE = r"mbarrier\.arrive\.shared"
 INIT = r"mbarrier\.init"
 SHARED_FENCE = r"fence\.proxy\.async(\.shared::cta)?$"
 TMA_READ = r"cp\.async\.bulk\.wait_group"  # with or without .read: shared memory may be reused
-STAGED = r"stmatrix|st\.shared\.v4"
-FETCHED = r"ldmatrix|ld\.shared\.v4"
+STAGED_FP32 = r"st\.shared\.v2\.b32 \[ %r"
+STAGED = rf"stmatrix|st\.shared\.v4|{STAGED_FP32}"
+FETCHED = r"ldmatrix|ld\.shared\.v4|ld\.shared\.v2\.b32"
 
 
 def barrier_of(warps: int) -> str:
@@ -203,8 +204,11 @@ def check_staging_tile(ptx: Ptx) -> None:
 
 def slices(mma: Ptx) -> list[tuple[str, str]]:
     """What stores a slice by TMA, and what stages it: a pair for each buffer. Buffers differ by the
-    constant in their addresses, [%r + constant] or %r = %r + constant.
+    constant in their addresses, [%r + constant] or %r = %r + constant. None for fp32, whose rows
+    have addresses of their own: its source is that of the others.
     """
+    if mma.find(STAGED_FP32):
+        return []
     added = {}
     for line in mma.instructions:
         if told := re.match(r"add\.s32\s+(%r\d+), %r\d+, (\d+)$", line):

@@ -60,6 +60,14 @@ CASES = {
     ),
     "hopper ag in parts of K": Case("ag", "hopper", rows=(16, 32, 32), K=112, parts=3),
     "hopper ag, ragged shards": Case("ag", "hopper", rows=(20, 33, 47), bias=True, comm_rows=7),
+    "ag, FP8": Case("ag", bias=True, scaled=True),
+    "rs, FP8": Case("rs", comm_rows=12, scaled=True),
+    "hopper ag, FP8": Case("ag", "hopper", rows=(16, 32, 32), bias=True, scaled=True),
+    "hopper ag, FP8, split accumulator": Case(
+        "ag", "hopper", rows=(32, 16, 48), K=96, ctas=6, scaled=True, split=True
+    ),
+    "hopper rs, FP8": Case("rs", "hopper", scaled=True),
+    "hopper rs, FP8, 3 ranks": Case("rs", "hopper", 3, K=64, scaled=True, split=True),
     "hopper rs": Case("rs", "hopper"),
     "hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), K=64),
     "hopper rs, short K": Case("rs", "hopper", 3, rows=(20, 20), K=32, ctas=2),

@@ -101,7 +101,7 @@ CudaCopyEngine.hold = lambda self, *tensors: None  # type: ignore[method-assign]
 agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
 workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
 workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
-launch.supports = lambda problem: None
+launch.supports = launch.supports_scaled = lambda problem: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
 hopper_gemm._refused = lambda *given: None
@@ -146,6 +146,9 @@ PLANS |= {
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
+FP8_TILE = replace(hopper_config.NARROW, block_k=128)
+PLANS["hopper ag_gemm, FP8"] = Plan("hopper", tile=FP8_TILE)
+PLANS["hopper gemm_rs, FP8"] = Plan("hopper", comm_rows=512, tile=FP8_TILE, transport="copy_engine")
 WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm", "low_latency ag_gemm, TMA")
 
 
@@ -197,6 +200,11 @@ class Call:
         self.x, self.dy = matrix(rows, K), matrix(2 * rows, N)
         self.rows, self.w = matrix(2 * rows, K), matrix(N, K)
         self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
+        self.scales = {}
+        if name.endswith("FP8"):
+            operands = self.x, self.rows, self.w
+            self.x, self.rows, self.w = (one.to(torch.float8_e4m3fn) for one in operands)
+            self.scales = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}
         kind = re.split(r"[ ,]+", name)[1]
         self.call = {
             "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "gemm_ar": self.gemm_ar,
@@ -205,16 +213,19 @@ class Call:
         }[kind]  # fmt: skip
         self.differentiates = name.endswith("layer")
         for tensor in (self.x, self.rows, self.w):
-            tensor.requires_grad_(self.differentiates)
+            if self.differentiates:
+                tensor.requires_grad_()
 
     def __call__(self) -> torch.Tensor:
         return self.call()
 
     def ag_gemm(self) -> torch.Tensor:
-        return ops.all_gather_gemm(self.x, self.w, self.group, bias=self.bias, plan=self.plan)
+        return ops.all_gather_gemm(
+            self.x, self.w, self.group, bias=self.bias, plan=self.plan, **self.scales
+        )
 
     def gemm_rs(self) -> torch.Tensor:
-        return ops.gemm_reduce_scatter(self.rows, self.w, self.group, plan=self.plan)
+        return ops.gemm_reduce_scatter(self.rows, self.w, self.group, plan=self.plan, **self.scales)
 
     def gemm_ar(self) -> torch.Tensor:
         return ops.gemm_all_reduce(self.rows, self.w, self.group, plan=self.plan)

@@ -16,6 +16,7 @@ from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron import reference
+from flux_megatron.scaling import Scaling
 
 
 class WrongResult(AssertionError):
@@ -37,6 +38,8 @@ class Case:
     layout: str = "nt"
     bias: bool = False
     dtype: torch.dtype = torch.float32
+    scaled: bool = False  # FP8 operands, a scale each
+    split: bool = False  # and a split accumulator
     rounds: bool = False  # partials of 256 and of 1, whose sum differs if it is rounded on the way
     tma: bool = False
     ctas: int = 3  # of a persistent kernel
@@ -59,7 +62,8 @@ class Case:
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
-        options = " bias" * self.bias + " tma" * self.tma + " captured" * self.captured
+        options = " FP8" * self.scaled + " split" * self.split + " bias" * self.bias
+        options += " tma" * self.tma + " captured" * self.captured
         options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
         options += " two phases" * self.two_phase
         options += f" {self.parts} parts" * bool(self.parts)
@@ -76,13 +80,20 @@ class Operands:
     def __init__(self, case: Case) -> None:
         random = torch.Generator().manual_seed(0)
 
+        dtype = torch.float8_e4m3fn if case.scaled else case.dtype
+
         def integers(*shape: int) -> Tensor:
-            return torch.randint(-2, 3, shape, generator=random).to(case.dtype)
+            return torch.randint(-2, 3, shape, generator=random).to(dtype)
 
         ranks = range(case.world_size)
         w_shape = (case.N, case.K) if case.layout == "nt" else (case.K, case.N)
         self.w = [integers(*w_shape) for _ in ranks]
-        self.bias = [integers(case.N) for _ in ranks] if case.bias else None
+        self.bias = [integers(case.N).to(case.dtype) for _ in ranks] if case.bias else None
+        self.scales: dict[str, list[Tensor]] = {}
+        if case.scaled:  # all ranks have one scale of gathered rows
+            own = [0 if case.host == "ag" else rank for rank in ranks]
+            self.scales["x_scale"] = [torch.tensor([2.0 ** (1 + one)]) for one in own]
+            self.scales["w_scale"] = [torch.tensor([2.0 ** (2 * rank - 1)]) for rank in ranks]
         self.ag_x = [[integers(rows, case.K) for _ in ranks] for rows in case.rows]
         all_rows = [rows * case.world_size for rows in case.rows]
         self.rs_x = [[integers(rows, case.K) for _ in ranks] for rows in all_rows]
@@ -113,6 +124,8 @@ class Host:
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
+        scales = [of_ranks[rank] for of_ranks in operands.scales.values()]
+        self.scaling = (Scaling(*scales, case.dtype, case.split),) if scales else ()
         self._inputs: dict[tuple[str, str], Tensor] = {}
 
     def run(self) -> None:
@@ -135,7 +148,9 @@ class Host:
                 self.results[what, call] = torch.empty_like(result).copy_(result)
 
     def start_scatter(self, x: Tensor):
-        return self.strategy.start_gemm_rs(x, self.w, self.case.layout, self.plan, self.workspace)
+        return self.strategy.start_gemm_rs(
+            x, self.w, self.case.layout, self.plan, self.workspace, *self.scaling
+        )
 
     def _input(self, name: str, new: Tensor) -> Tensor:
         """This call's data, in the memory of the stream's last call's if that has the same size."""
@@ -154,7 +169,7 @@ def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
     results["ag"] = host.strategy.ag_gemm(
         ag_x, host.w, host.bias, host.case.layout, host.plan, host.workspace,
-        keep if consumes else None,
+        keep if consumes else None, *host.scaling,
     )  # fmt: skip
     return results
 
@@ -199,8 +214,9 @@ def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
     for host in hosts:
         for (what, call), result in host.results.items():
             expected = _expected(case, operands, what, call)[host.rank]
-            if not torch.equal(result, expected):
-                wrong = int((result != expected).sum())
+            differ = result.float() != expected.float()
+            if result.dtype != expected.dtype or differ.any():
+                wrong = int(differ.sum())
                 where = f"{what} of call {call} on rank {host.rank}"
                 raise WrongResult(f"{where}: {wrong} of {expected.numel()} elements are wrong")
     return scheduler
@@ -209,9 +225,10 @@ def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
 def _expected(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
     if what == "gathered":
         return [torch.cat(operands.ag_x[call])] * case.world_size
+    scaled = {**operands.scales, "out_dtype": case.dtype} if case.scaled else {}
     if what == "ag":
         x = operands.ag_x[call]
-        return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias)
+        return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias, **scaled)
     if what == "ar":
         return reference.gemm_all_reduce(operands.rs_x[call], operands.w, case.layout)
-    return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout)
+    return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout, **scaled)

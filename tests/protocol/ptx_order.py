@@ -65,8 +65,8 @@ class Ptx:
         branch = re.match(r"bra(?:\.uni)?\s+(\S+)", operation)
         if branch:
             places = self._labels[branch[1]]
-            # inline assembly repeats the names of its local labels: the nearest one before is meant
-            target = places[0] if len(places) == 1 else max(p for p in places if p <= i)
+            # inline assembly repeats the names of its local labels, before and behind a branch
+            target = min(places, key=lambda place: abs(place - i))
             return [target, *following] if predicate else [target]
         if table := re.match(r"brx\.idx(?:\.uni)?\s+\S+,\s*(\S+)", operation):
             return [self._labels[label][0] for label in self._tables[table[1]]]

@@ -84,6 +84,9 @@ class _Replacing:
         self._mutant, self._file = mutant, file
 
     def pytest_collection_finish(self) -> None:
+        test = sys.modules[self._mutant.test_file.stem]
+        if pretend := getattr(test, "pretend", None):  # what the module imports may not be there
+            pretend()
         module = importlib.import_module(self._mutant.module)
         replace(module, self._mutant.mutation, self._file)
 

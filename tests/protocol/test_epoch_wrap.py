@@ -67,7 +67,7 @@ def test_a_signal_is_compared_around_the_wrap(expected, ahead):
     pad = torch.tensor([signals.as_int32(expected + ahead)], dtype=torch.int32)
     status = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32)
     epoch = signals.as_int32(expected)
-    wait_kernel[(1,)](pad, status, epoch, WAIT=primitives.wait_acquire)
+    wait_kernel[(1,)](pad, status, epoch, WAIT=primitives._wait_acquire_sys_device)
     late = status[signals.STATUS_TRIPPED].item() == signals.STATUS_LATE
     assert late == (ahead < 0)
     # whose loop has asked whether time is over

@@ -104,7 +104,7 @@ def loops_of_mmas(sass: str) -> list[list[str]]:
     """
     lines = sass.splitlines()
     labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
-    mmas = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    mmas = [i for i, line in enumerate(lines) if re.search(r"\b[HQ]GMMA", line)]
     loops: dict[tuple[int, ...], tuple[int, int]] = {}
     for last, line in enumerate(lines):
         target = re.search(r"BRA `\((\.L_x_\d+)\)", line)

@@ -7,6 +7,7 @@ gets no SM is one that starts when another has ended: calls must end with one re
 from __future__ import annotations
 
 import pytest
+import torch
 from interpreted_access import needs_interpreter
 from mutants import CASES as CASES_OF_MUTANTS
 from protocol_cases import Case, run
@@ -33,6 +34,12 @@ CASES = [
     # the last tiles of ragged shards end with them
     Case(*AG, 3, rows=(17, 31, 40), N=40, layout="nn", block_n=32, comm_rows=0),
     Case(*AG, rows=(16, 32, 32), N=40, bias=True, block_n=32),  # more slices than buffers
+    Case(*AG, rows=(16, 32, 32), bias=True, scaled=True),
+    Case(*AG, rows=(32, 16, 48), K=96, ctas=6, scaled=True, split=True),
+    Case(*AG, 3, rows=(17, 31, 40), dtype=torch.bfloat16, scaled=True),
+    Case(*RS, scaled=True),
+    Case(*RS, 3, K=64, scaled=True, split=True),
+    Case(*RS, K=96, ctas=6, transport="sm", dtype=torch.bfloat16, scaled=True),
     Case(*RS),
     Case(*RS, rows=(7, 20, 33), comm_rows=5, layout="nn"),
     Case(*RS, transport="sm"),

@@ -29,6 +29,8 @@ CALLS = {
     ],
     "hopper gemm_rs": [*FORK, "launch", *["wait", *PUSH] * 2, "write", "write", *JOIN],
     "hopper gemm_rs, by SM": ["launch"],
+    "hopper ag_gemm, FP8": [*GATHER, "launch", *JOIN],
+    "hopper gemm_rs, FP8": [*FORK, "launch", *["wait", *PUSH] * 2, "write", "write", *JOIN],
     "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],
     "fused gemm_rs": ["launch", "launch"],
     "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],

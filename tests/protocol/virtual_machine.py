@@ -42,6 +42,7 @@ _MODULES = (
     "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
+    "kernels.hopper_scales",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_stored_tiles",
     "kernels.hopper_gathered_rows",
     "kernels.hopper_ag_gemm",

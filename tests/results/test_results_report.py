@@ -22,11 +22,11 @@ from written_runs import (
     write,
 )
 
+from flux_megatron.lab.perf import flops
 from flux_megatron.lab.results import logs, report, summary
 from flux_megatron.lab.results.commands import results
 from flux_megatron.lab.results.iterations import Iteration, Series
 from flux_megatron.launch.experiment import load
-from flux_megatron.perf import flops
 
 ROOT = Path(__file__).parents[2]
 PAPER = "paper/gpt3-175b_a100-pcie"

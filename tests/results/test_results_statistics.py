@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import pytest
 from written_runs import correlated
@@ -26,14 +26,6 @@ def wrong_share(interval, n: int, rho: float) -> float:
     return wrong / REPEATS
 
 
-def naive(baseline, ours):
-    """As if all iterations were independent: the interval everybody would write first."""
-    logs = [[math.log(time) for time in times] for times in (baseline, ours)]
-    difference = fmean(logs[0]) - fmean(logs[1])
-    half = 1.96 * math.sqrt(sum(stdev(one) ** 2 / len(one) for one in logs))
-    return math.exp(difference - half), math.exp(difference + half)
-
-
 def test_intervals_without_an_effect_hold_one():
     shares = [
         wrong_share(lambda a, b: speedup(a, b).interval, n, rho)
@@ -42,12 +34,6 @@ def test_intervals_without_an_effect_hold_one():
     ]
     assert fmean(shares) <= MOST_WRONG, shares
     assert max(shares) <= MOST_WRONG_OF_ONE, shares
-
-
-def test_an_interval_of_independent_iterations_would_be_caught():
-    assert wrong_share(naive, 100, 0.0) <= MOST_WRONG  # it is the correlation that breaks it
-    assert wrong_share(naive, 100, 0.5) > 2 * MOST_WRONG
-    assert wrong_share(naive, 100, 0.8) > 4 * MOST_WRONG
 
 
 def test_what_is_slower_than_the_run_is_not_taken_for_an_effect():
@@ -125,17 +111,6 @@ def test_pairs_of_runs_hold_what_is_common_to_both_arms():
     assert not speedup_of_runs([1.02, 1.08]).significant  # two runs are very few
 
 
-def test_students_t():
-    """Its density, integrated numerically between the two table values, is the coverage."""
-    for freedom, t in enumerate(statistics.STUDENT, start=1):
-        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
-        scale /= math.sqrt(freedom * math.pi)
-        steps = 4000
-        at = [-t + (i + 0.5) * 2 * t / steps for i in range(steps)]
-        inside = sum((1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in at)
-        assert inside * scale * 2 * t / steps == pytest.approx(statistics.COVERAGE, abs=1e-4)
-
-
 APART = 0.01  # of the logarithms of block medians, one after another
 
 
@@ -148,7 +123,7 @@ def test_the_interval_of_a_step_time_by_hand():
     """Deviations of 3, 1, 1 and 3 halves: a variance of 5 / 3 over four blocks, t of 3 degrees."""
     found = step_time(four_blocks(APART))
     assert found.blocks == 4
-    half = 3.182 * APART * math.sqrt(5 / 3 / 4)
+    half = 3.182446305284263 * APART * math.sqrt(5 / 3 / 4)
     assert found.interval == pytest.approx(
         (found.median * math.exp(-half), found.median * math.exp(half)), rel=1e-12
     )
@@ -156,9 +131,9 @@ def test_the_interval_of_a_step_time_by_hand():
 
 @pytest.mark.parametrize(("baseline", "ours"), [(1, 2), (2, 1)])
 def test_the_interval_of_a_speedup_by_hand(baseline, ours):
-    """Errors 1 to 2, three degrees of freedom each: Welch's 25 / (1 / 3 + 16 / 3) are 4.4."""
+    """Errors 1 to 2, three degrees of freedom each: Welch's 25 / (1 / 3 + 16 / 3) are 75 / 17."""
     found = speedup(four_blocks(baseline * APART), four_blocks(ours * APART))
-    half = 2.776 * APART * math.sqrt(5 / 3 / 4 * (1 + 4))
+    half = 2.677173578465619 * APART * math.sqrt(5 / 3 / 4 * (1 + 4))
     assert found.interval == pytest.approx(
         (found.ratio * math.exp(-half), found.ratio * math.exp(half)), rel=1e-12
     )
@@ -167,7 +142,7 @@ def test_the_interval_of_a_speedup_by_hand(baseline, ours):
 def test_the_interval_of_three_runs_by_hand():
     """Logarithms 1 apart deviate by 1; t of 2 degrees."""
     found = speedup_of_runs([math.exp(0.05 + i * APART) for i in (-1, 0, 1)])
-    half = 4.303 * APART / math.sqrt(3)
+    half = 4.302652729911275 * APART / math.sqrt(3)
     assert found.interval == pytest.approx((math.exp(0.05 - half), math.exp(0.05 + half)))
 
 
@@ -176,10 +151,3 @@ def test_correlation_time_of_a_short_series_by_hand():
     times = [2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0] * 2 + [2.0, 2.0, 4.0, 4.0]
     assert sum(times) / 20 == 3
     assert statistics.correlation_time(times) == pytest.approx(1.5675 / 0.4325)
-
-
-def test_correlation_time():
-    """(1 + rho) / (1 - rho) of the process, and of white noise 1."""
-    for rho, low, high in ((0.0, 1.0, 1.3), (0.5, 2.5, 4.0), (0.8, 7.0, 13.0)):
-        estimates = [statistics.correlation_time(correlated(i, 300, rho)) for i in range(50)]
-        assert low <= median(estimates) <= high

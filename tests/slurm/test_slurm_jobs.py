@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from slurm_cluster import SOON, SlurmCluster, why_unavailable
+from slurm_cluster import SOON, SlurmCluster
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -26,14 +26,6 @@ from flux_megatron.launch import experiment
 STEPS, SAVE_INTERVAL, REQUEUED_AT = 20, 4, 6
 GOING_WELL = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "COMPLETED"}
 COMMAND = (sys.executable, "-m", "flux_megatron.cli")
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("name", experiment.names())

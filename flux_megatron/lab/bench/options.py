@@ -10,6 +10,7 @@ from flux_megatron import machine, option_values, settings
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.suites import Case
+from flux_megatron.tune_command.widths import CPU_SCALE
 
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
@@ -32,7 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "pattern": "ag_gemm,gemm_rs",
         "M": "64",
         "rounds": 2,
-        "scale": suites.CPU_SCALE,
+        "scale": CPU_SCALE,
     },
 }
 TRIAL = "`flux-megatron bench --device cpu`"
@@ -107,7 +108,7 @@ class Options:
             raise BadInput(f"no case of {self.suites} has a pattern of {self.patterns}")
         if self.device == "cpu":
             sizes = ((case.M, case.N_local, case.K_local) for case in cases)
-            machine.check_interpreted(sizes, f"--scale {suites.CPU_SCALE} and a smaller --M fit")
+            machine.check_interpreted(sizes, f"--scale {CPU_SCALE} and a smaller --M fit")
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

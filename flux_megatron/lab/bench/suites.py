@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flux_megatron import patterns
 from flux_megatron.errors import BadInput
 from flux_megatron.patterns import Pattern, PatternSpec
+from flux_megatron.tune_command.widths import MODELS, Model
 
 PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
@@ -19,36 +20,7 @@ PEERS: dict[str, tuple[str, ...]] = dict.fromkeys(PATTERNS, ()) | {
     "backward": ("async_tp", "te"),
 }
 GEMM_PEERS = ("quack_gemm",)  # they only multiply
-CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
 
-
-@dataclass(frozen=True)
-class Model:
-    """Widths of a model's linear layers.
-
-    `qkv` and `fc1` are outputs of column-parallel layers, `attention` and `ffn` inputs of
-    row-parallel ones; fc1 holds gate and up where a model has both.
-    """
-
-    hidden: int
-    qkv: int
-    attention: int
-    fc1: int
-    ffn: int
-
-    def scaled(self, scale: int) -> Model:
-        """The same model with every width divided by `scale`, for machines without GPUs."""
-        widths = (self.hidden, self.qkv, self.attention, self.fc1, self.ffn)
-        if any(width % scale for width in widths):
-            raise BadInput(f"scale {scale} given, a divisor of {widths} expected")
-        return Model(*(width // scale for width in widths))
-
-
-MODELS = {
-    "gpt3-175b": Model(12288, 3 * 12288, 12288, 4 * 12288, 4 * 12288),
-    # 64 heads and 2 x 8 key-value heads of 128; gate and up of 28672 each
-    "llama2-70b": Model(8192, (64 + 2 * 8) * 128, 8192, 2 * 28672, 28672),
-}
 
 COLUMN = ("qkv", "fc1")
 ROW = ("proj", "fc2")

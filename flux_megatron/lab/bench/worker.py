@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flux_megatron.lab.bench.launch import RankOptions
 from flux_megatron.lab.bench.options import Options
-from flux_megatron.lab.bench.rank_processes import as_rank, rendezvous
+from flux_megatron.tune_command.rank_processes import as_rank, rendezvous
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flux_megatron.lab.results.iterations import Series
 from flux_megatron.lab.results.report import Report
 from flux_megatron.lab.results.summary import loss_differences, warm_times
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

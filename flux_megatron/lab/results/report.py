@@ -15,7 +15,7 @@ from flux_megatron.lab.results.statistics import Speedup
 from flux_megatron.lab.results.summary import ArmSummary, Parity
 from flux_megatron.launch import run_folder
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.perf.workload import Arm
+from flux_megatron.launch.workload import Arm
 
 PAIRS: tuple[tuple[Arm, Arm], ...] = (
     ("te", "megatron"),

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, quantiles, stdev
 
+from scipy.special import stdtrit
+
 COVERAGE = 0.95
-# Student's t that is exceeded, up or down, with probability 0.05, by degrees of freedom from 1 on
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-           2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 6
 SHORTEST_BLOCK = 5  # so that its median bears a slow step
 CORRELATION_TIMES = 2  # of a block
@@ -99,7 +98,7 @@ def speedup(baseline: Sequence[float], ours: Sequence[float]) -> Speedup:
     half = 0.0
     if variance > 0:
         terms = a.error**4 / (a.blocks - 1) + b.error**4 / (b.blocks - 1)
-        half = student(int(variance**2 / terms)) * math.sqrt(variance)
+        half = student(variance**2 / terms) * math.sqrt(variance)
     interval = ratio * math.exp(-half), ratio * math.exp(half)
     return Speedup(ratio, interval, 1, max(a.noise, b.noise))
 
@@ -112,8 +111,9 @@ def speedup_of_runs(ratios: Sequence[float]) -> Speedup:
     return Speedup(math.exp(mean), (math.exp(mean - half), math.exp(mean + half)), len(logs))
 
 
-def student(freedom: int) -> float:
-    return STUDENT[min(max(freedom, 1), len(STUDENT)) - 1]
+def student(freedom: float) -> float:
+    """Student's t that is exceeded, up or down, with probability 1 - COVERAGE."""
+    return float(stdtrit(freedom, 0.5 + COVERAGE / 2))
 
 
 def correlation_time(times: Sequence[float]) -> float:

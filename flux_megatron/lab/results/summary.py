@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 
+from flux_megatron.lab.perf import flops
 from flux_megatron.lab.results.iterations import Series
 from flux_megatron.lab.results.statistics import StepTime, step_time
-from flux_megatron.perf import flops
-from flux_megatron.perf.workload import Workload
+from flux_megatron.launch.workload import Workload
 
 # Nats. float32: the same sums, a few of them in another order (1e-5, as in `train --compare`), and
 # the last digit that Megatron prints of losses above 10. 16 bits: how far stock Megatron's own

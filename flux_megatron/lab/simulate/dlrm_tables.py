@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flux_megatron.lab.perf.dlrm_step import ARMS, Arm
 from flux_megatron.lab.simulate import study
 from flux_megatron.lab.simulate.study import Alternative, StudyFile
-from flux_megatron.perf.dlrm_step import ARMS, Arm
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from flux_megatron.perf import hardware
+from flux_megatron.lab.perf import hardware
 
 NAME = "study/one-node"
 HEAD = 128  # columns of an attention head, where their number is not given

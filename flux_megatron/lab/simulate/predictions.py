@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flux_megatron.lab.perf import step as steps
+from flux_megatron.lab.perf.step import Step
 from flux_megatron.launch import experiment as experiments
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.perf import step as steps
-from flux_megatron.perf.step import Step
-from flux_megatron.perf.workload import Arm, Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 Steps = dict[Arm, Step]
 

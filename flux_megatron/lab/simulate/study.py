@@ -15,20 +15,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from flux_megatron.lab.perf import dlrm_step
+from flux_megatron.lab.perf.dlrm import Study, broken
+from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
 from flux_megatron.launch import experiment, inheritance, schema
 from flux_megatron.launch.errors import ErrorDetail, ExperimentError
-from flux_megatron.launch.inheritance import Value
-from flux_megatron.perf import dlrm_step
-from flux_megatron.perf.dlrm import Dlrm, Gpu, Step, Study, broken
-from flux_megatron.perf.dlrm_step import ARMS, Arm, Prediction
-from flux_megatron.perf.scale_out import Network
+from flux_megatron.launch.inheritance import Merged, Value
 
-SECTIONS = {"model": Dlrm, "gpu": Gpu, "network": Network, "step": Step}
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (
     "network.bandwidth_gbps", "network.latency_us", "model.pooling", "step.global_batch",
 )  # fmt: skip
-schema.make_strict(*SECTIONS.values())
 
 
 @dataclass(frozen=True)
@@ -54,62 +51,30 @@ class Alternative:
 
 def is_study(name_or_path: str) -> bool:
     """Whether the file is one of these. `ExperimentError` as `experiment.load`."""
-    _, file = experiment.find(name_or_path)
-    program = inheritance.Reader().read(file, inheritance.SHIPPED).values.get("program")
-    return program is not None and program.value == experiment.STUDY_PROGRAM
+    merged = Merged()
+    merged.read(experiment.find(name_or_path)[1])
+    return experiment.is_study(merged)
 
 
 def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> StudyFile:
     """`ExperimentError` lists all that is wrong: file, key and rule of each."""
-    name, file = experiment.find(name_or_path)
-    reader = inheritance.Reader()
-    merged = reader.read(file, {})
-    if overrides:
-        reader.override(merged, overrides)
-    shown = inheritance.shown(file)
-    merged.values.pop("model.name", None)
-    merged.put(Value("model.name", Path(name).name, shown, 0))
-    study, errors = _built(merged.values, shown)
-    errors = [*reader.errors, *errors]
-    scalars = [*_flat(study)] if study else []
-    sources, unexplained = experiment.sources_of(
-        (key for key in scalars if key != "model.name"), merged
-    )
-    errors += unexplained if study else []
-    for value in merged.sweep.values() if study else ():
-        errors += experiment.wrong_sweep(value, sources.get(value.key))
+    name, path = experiment.find(name_or_path)
+    merged, file = Merged(), inheritance.shown(path)
+    merged.read(path)
+    merged.override(overrides or {})
+    values = {key: value for key, value in merged.values.items() if key != "program"}
+    values["model.name"] = Value("model.name", Path(name).name, file)
+    study, errors = schema.build(Study, values, file)
+    if study:
+        for key, rule in broken(study):
+            errors.append(ErrorDetail(values[key].file if key in values else file, key, rule))
+        scalars = [key for key in _flat(study) if key != "model.name"]
+        reasons, unexplained = experiment.explained(scalars, merged)
+        errors += unexplained
+    errors += merged.errors
     if errors or study is None:
         raise ExperimentError(errors)
-    of_kind = {
-        kind: {key: source.text for key, source in sources.items() if source.kind == kind}
-        for kind in ("stated", "assumed")
-    }
-    sweep = {key: value.value for key, value in merged.sweep.items()}
-    return StudyFile(name, study, **of_kind, sweep=sweep, paper=merged.paper)
-
-
-def _built(values: Mapping[str, Value], file: str) -> tuple[Study | None, list[ErrorDetail]]:
-    known = (*SECTIONS, "program")
-    errors = [
-        ErrorDetail(value.file, key, schema.unknown_key(key.split(".")[0], known))
-        for key, value in values.items()
-        if key.split(".")[0] not in known
-    ]
-    sections: dict[str, Any] = {}
-    for name, kind in SECTIONS.items():
-        below = {
-            key.removeprefix(f"{name}."): value
-            for key, value in values.items()
-            if key.startswith(f"{name}.")
-        }
-        sections[name], wrong = schema.build(kind, below, name, file)
-        errors += wrong
-    if None in sections.values():
-        return None, errors
-    study = Study(**sections)
-    for key, rule in broken(study):
-        errors.append(ErrorDetail(values[key].file if key in values else file, key, rule))
-    return study, errors
+    return StudyFile(name, study, **reasons)
 
 
 def predict(study: Study, arms: Iterable[Arm] = ARMS) -> dict[Arm, Prediction]:

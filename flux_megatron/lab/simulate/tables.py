@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flux_megatron.lab.perf import accuracy
+from flux_megatron.lab.perf.step import Step
 from flux_megatron.lab.simulate.predictions import Predictions
-from flux_megatron.perf import accuracy
-from flux_megatron.perf.step import Step
 
 if TYPE_CHECKING:
     from rich.table import Table

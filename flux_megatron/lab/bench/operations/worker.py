@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.bench.operations import NAMES
-from flux_megatron.lab.bench.rank_processes import as_rank
 from flux_megatron.lab.bench.worker import joined
+from flux_megatron.tune_command.rank_processes import as_rank
 
 GRACE_S = 15
 

@@ -1,0 +1,225 @@
+"""TransformerEngine's own layers with our operations in place of its userbuffers: FP8 training.
+
+TE's Linear and LayerNormLinear ask `get_ub(name)` for an object that overlaps a GEMM with its
+communication, and give it to `general_gemm`. `use` puts ours in both places. Recipes, quantizers,
+amax, cached weights and their transposes stay TE's; we move the bytes and multiply.
+
+    column  forward AG+GEMM of x; backward GEMM+RS of dx, beside TE's gather of x
+    row     forward GEMM+RS of y; backward AG+GEMM of dy, whose gathered rows TE's wgrad reads
+
+TE pushes x and dy in FP8 where ranks have one scale: it reduces their amax over the group before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine_torch as tex
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
+
+from flux_megatron import ops
+from flux_megatron.integration import arm
+from flux_megatron.integration.selection import layer_of
+from flux_megatron.scaling import E4M3, E5M2
+
+# Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
+GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+_DTYPES = {tex.DType.kFloat8E4M3: E4M3, tex.DType.kFloat8E5M2: E5M2}
+_FLAGS = (
+    "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad"
+)  # fmt: skip
+_IN_FP8 = base.UserBufferQuantizationMode.FP8
+_general_gemm = linear.general_gemm
+
+
+class Communicator:
+    """What `get_ub` gives in place of userbuffers. TE puts in a shard and takes out the whole,
+    which is there behind the GEMM.
+    """
+
+    def __init__(self, group: ProcessGroup, gathers_fp8: bool) -> None:
+        self.group, self._gathers_fp8 = group, gathers_fp8
+        self.shard: Tensor | None = None
+
+    def is_fp8_ubuf(self) -> bool:
+        return self._gathers_fp8
+
+    def is_atomic_gemm(self) -> bool:
+        return False
+
+    def with_cublasmp(self) -> bool:
+        return False
+
+    def copy_into_buffer(self, shard: Tensor, local_chunk: bool = True) -> None:
+        assert local_chunk, "the whole given, a shard expected"
+        self.shard = shard
+
+    def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
+        """Of the whole's shape. FP8 rows have no memory here: what reads them later reads their
+        transpose.
+        """
+        assert self.shard is not None and not local_chunk, "there is the whole of a shard only"
+        if self._gathers_fp8:
+            return self.shard.new_empty(1).expand(shape)
+        return self.shard.new_empty(shape)
+
+    def taken(self) -> Tensor:
+        assert self.shard is not None, "no shard given to gather"
+        shard, self.shard = self.shard, None
+        return shard
+
+
+class _Communicators(dict[tuple[str, Any], Communicator]):
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: tuple[str, Any]) -> Communicator:
+        name, mode = key
+        self[key] = Communicator(self._group, mode is _IN_FP8 and name in GATHERS)
+        return self[key]
+
+
+def general_gemm(
+    A: Any, B: Any, *arguments: Any, ub: Any = None, ub_type: Any = None, extra_output: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """TE's, with a `Communicator` for `ub` an operation of ours: B @ A.T ("TN") or B @ A ("NN")."""
+    if not isinstance(ub, Communicator):
+        return _general_gemm(
+            A, B, *arguments, ub=ub, ub_type=ub_type, extra_output=extra_output, **options
+        )
+    assert not arguments, f"{arguments} given by place, names expected"
+    gathers = ub_type == tex.CommOverlapType.AG
+    if reason := _unsupported(A, B, options):
+        ops.note_fallback("ag_gemm" if gathers else "gemm_rs", reason)
+        return _serial(A, B, ub, gathers, extra_output, options)
+    layout = options.get("layout", "TN")
+    w, of_w = _operand(A, transposed=layout == "NN")
+    rows, of_x = _operand(B)
+    scaled: dict[str, Any] = {"layout": "nt" if layout == "TN" or of_w is not None else "nn"}
+    if of_w is not None:
+        scaled |= {
+            "x_scale": of_x, "w_scale": of_w, "out_dtype": options["out_dtype"],
+            "split_accumulator": options.get("use_split_accumulator", False),
+        }  # fmt: skip
+    if not gathers:
+        y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **scaled).view(extra_output.shape)
+        return y, None, None, y
+    shard = ub.taken().view(rows.dtype).flatten(0, -2)
+    consume = functools.partial(_keep, B) if options.get("grad") else None
+    y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **scaled)
+    return y.view(*B.size()[:-1], -1), None, None, None
+
+
+def _keep(whole: Any, rows: Tensor) -> None:
+    """What the GEMM of the weight's gradient reads of gathered rows, which were lent."""
+    if isinstance(whole, Tensor):
+        whole.view(rows.shape).copy_(rows)
+    else:
+        whole._transpose = tex.fp8_transpose(rows.view(torch.uint8), whole._fp8_dtype, out=None)
+        whole._transpose_invalid = False
+
+
+def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Its elements, and the scale of FP8 ones. These lie along K: `transposed`, its transpose."""
+    if not _is_fp8(tensor):
+        return tensor, None
+    data = tensor._transpose if transposed else tensor._data
+    return data.view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+
+
+def _is_fp8(tensor: Any) -> bool:
+    """With one scale."""
+    return isinstance(tensor, base.Float8TensorStorage)
+
+
+def _unsupported(A: Any, B: Any, options: dict[str, Any]) -> str | None:
+    """What we do not compute of a GEMM with communication, or None."""
+    for name in ("quantization_params", "gelu", "accumulate", "out", "bulk_overlap"):
+        if options.get(name) not in (None, False):
+            return f"TransformerEngine asks for {name}"
+    if not (_is_fp8(A) and _is_fp8(B)) and not (ops.is_plain(A) and ops.is_plain(B)):
+        return f"{type(A).__name__} times {type(B).__name__}"
+    if _is_fp8(A) and _DTYPES.get(A._fp8_dtype) is not E4M3:
+        return f"a weight in {A._fp8_dtype}"
+    return None
+
+
+def _serial(
+    A: Any, B: Any, ub: Communicator, gathers: bool, scattered: Any, options: dict[str, Any]
+) -> Any:
+    """The same by NCCL and TE's GEMM."""
+    if gathers:
+        shard = ub.taken().contiguous()
+        whole = shard.new_empty(ub.group.size() * shard.shape[0], *shard.shape[1:])
+        dist.all_gather_into_tensor(whole, shard, group=ub.group)
+        if isinstance(B, Tensor):
+            B.copy_(whole)
+        else:
+            B._data = whole
+        return _general_gemm(A, B, **options)
+    y = _general_gemm(A, B, **options)[0]
+    dist.reduce_scatter_tensor(scattered, y.view(-1, *scattered.shape[1:]), group=ub.group)
+    return y, None, None, scattered
+
+
+class _Flag:
+    """An attribute that asks for overlap, as TE's modules set it: not in force where we have none,
+    and in the stock arm of a comparison.
+    """
+
+    def __init__(self, name: str, layers: Collection[str] | None) -> None:
+        self._name, self._layers = name, layers
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self if module is None else self._asked(module) and _in_force()
+
+    def __set__(self, module: Any, value: bool) -> None:
+        module.__dict__[self._name] = value
+
+    def _asked(self, module: Any) -> bool:
+        named = module.__dict__
+        chosen = not self._layers or layer_of(named.get("ub_name")) in self._layers
+        return chosen and bool(named.get(self._name))
+
+
+def _in_force() -> bool:
+    """Not in the stock arm of a comparison, nor with recipes of several scales a tensor."""
+    manager = base.FP8GlobalStateManager
+    if arm.stock_now() or not manager.is_fp8_enabled():
+        return not arm.stock_now()
+    recipe = manager.get_fp8_recipe()
+    return bool(recipe.delayed() or recipe.float8_current_scaling())
+
+
+def overlaps(layer: Any) -> bool:
+    """Whether this is a layer of TE's that asks for overlap and gets it from us."""
+    flags = (getattr(type(layer), name, None) for name in _FLAGS)
+    return any(isinstance(flag, _Flag) and flag._asked(layer) for flag in flags)
+
+
+def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None) -> None:
+    """From TE's next `initialize_ub` on, its layers that ask for overlap (`ub_overlap_ag`,
+    `ub_overlap_rs`, `ub_overlap_rs_dgrad`; Megatron's `tp_comm_overlap`) get it from us. `group` is
+    asked then for the tensor-parallel one. `layers`: only those with these names.
+    """
+
+    def initialize_ub(*_: Any, **__: Any) -> None:
+        base._ub_communicators = _Communicators(group())
+
+    base.initialize_ub = initialize_ub
+    for module in (linear, layernorm_linear, layernorm_mlp):
+        module.general_gemm = general_gemm
+    for of_te in (linear.Linear, layernorm_linear.LayerNormLinear):
+        for name in _FLAGS:
+            setattr(of_te, name, _Flag(name, layers))

@@ -1,0 +1,1 @@
+"""Scripts that measure one thing each: modules for `python -m` and torchrun."""

@@ -1,0 +1,190 @@
+"""The four linears of a layer for `dynamic_rows.py`: by ours, and by NCCL and torch.mm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import ops
+from flux_megatron.lab.measure.gpu_run import Run
+from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of a layer with gate and up, and with key-value heads of its own number."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def linears(self) -> tuple[tuple[bool, int, int], ...]:
+        """(gathers, N, K) of qkv, proj, fc1 and fc2, of all ranks together."""
+        attention = self.heads * self.head_dim
+        qkv = attention + 2 * self.kv_heads * self.head_dim
+        return (
+            (True, qkv, self.hidden), (False, self.hidden, attention),
+            (True, 2 * self.ffn, self.hidden), (False, self.hidden, self.ffn),
+        )  # fmt: skip
+
+
+MODELS = {
+    "qwen3-32b": Widths(5120, 25600, 64, 8, 128),
+    "qwen3-8b": Widths(4096, 12288, 32, 8, 128),
+    "tiny": Widths(256, 512, 8, 2, 32),
+    "small": Widths(16, 24, 4, 2, 4),
+}
+
+
+class Linear:
+    """One linear with operands of the largest M, of which a micro-batch takes the first rows."""
+
+    def __init__(
+        self, run: Run, gathers: bool, N: int, K: int, largest: int, backward: bool
+    ) -> None:
+        self.group, self.gathers, self.backward = run.group, gathers, backward
+        self.rows = (run.group.size(), 1) if gathers else (1, run.group.size())  # x's, y's
+        dtype = getattr(torch, run.about.dtype)
+        kind = ColumnParallelLinear if gathers else RowParallelLinear
+        self.module = kind(K, N, bias=False, group=run.group, device=run.device, dtype=dtype)
+        self.weight = self.module.weight.requires_grad_(backward)
+        self._made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
+        N_local, K_local = self.weight.shape
+        self._x = self.weight.new_empty(largest // self.rows[0], K_local)
+        self._dy = self.weight.new_empty(largest // self.rows[1], N_local)
+        self.take(largest)
+
+    def take(self, M: int) -> None:
+        self.x = self._x[: M // self.rows[0]].detach().requires_grad_(self.backward)
+        self.dy = self._dy[: M // self.rows[1]]
+
+    @torch.no_grad()
+    def fill_whole(self) -> None:
+        """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
+        for tensor in (self._x, self._dy, self.weight):
+            drawn = torch.randint(
+                -8, 9, tensor.shape, generator=self._made, device=tensor.device, dtype=torch.int8
+            )
+            tensor.copy_(drawn.sign() * (drawn.abs() == 8))
+
+    @torch.no_grad()
+    def fill_random(self) -> None:
+        """Of few numbers a GEMM draws less power, and is faster than in training."""
+        for tensor in (self._x, self._dy, self.weight):
+            tensor.normal_()
+
+    def ours(self) -> Tensor:
+        if self.backward:
+            return self.module(self.x)
+        operation = ops.all_gather_gemm if self.gathers else ops.gemm_reduce_scatter
+        return operation(self.x, self.weight, self.group)
+
+    def by_nccl(self) -> Tensor:
+        if self.backward:
+            return (Column if self.gathers else Row).apply(self.x, self.weight, self.group)
+        return (column if self.gathers else row)(self.x, self.weight, self.group)
+
+
+class Layer:
+    """A layer of a model: its linears are called one after the other, with operands of their own.
+    With `backward` the gradients of all operands follow, without a sum over layers.
+    """
+
+    def __init__(self, run: Run, widths: Widths, largest: int, backward: bool) -> None:
+        self.backward = backward
+        self.linears = [
+            Linear(run, gathers, N, K, largest, backward) for gathers, N, K in widths.linears
+        ]
+
+    def take(self, M: int) -> None:
+        """The next calls have M rows over all ranks."""
+        for linear in self.linears:
+            linear.take(M)
+
+    def fill_whole(self) -> None:
+        for linear in self.linears:
+            linear.fill_whole()
+
+    def fill_random(self) -> None:
+        for linear in self.linears:
+            linear.fill_random()
+
+    def ours(self) -> list[Tensor]:
+        return self._with_gradients([linear.ours() for linear in self.linears])
+
+    def by_nccl(self) -> list[Tensor]:
+        return self._with_gradients([linear.by_nccl() for linear in self.linears])
+
+    def _with_gradients(self, results: list[Tensor]) -> list[Tensor]:
+        if not self.backward:
+            return results
+        operands = [one for linear in self.linears for one in (linear.x, linear.weight)]
+        dys = [linear.dy for linear in self.linears]
+        return [*results, *torch.autograd.grad(results, operands, dys)]
+
+
+def gather(x: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, Any]:
+    """x of all ranks; with `later` only after the work that is returned too."""
+    whole = x.new_empty(x.shape[0] * group.size(), x.shape[1])
+    return whole, dist.all_gather_into_tensor(whole, x, group=group, async_op=later)
+
+
+def scatter(y: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor, Any]:
+    """This rank's rows of the sum; with `later` only after the work that is returned too."""
+    mine = y.new_empty(y.shape[0] // group.size(), y.shape[1])
+    return mine, dist.reduce_scatter_tensor(mine, y, group=group, async_op=later)
+
+
+def column(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    return torch.mm(gather(x, group)[0], w.t())
+
+
+def row(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    return scatter(torch.mm(x, w.t()), group)[0]
+
+
+class Column(torch.autograd.Function):
+    """`column`, whose backward hides NCCL behind GEMMs as Megatron's own layer does: x is gathered
+    beside dgrad, dx is scattered beside the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.group = group
+        return column(x, w, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        whole, gathering = gather(x, ctx.group, later=True)
+        summands = torch.mm(dy, w)
+        gathering.wait()
+        dx, scattering = scatter(summands, ctx.group, later=True)
+        dw = torch.mm(dy.t(), whole)
+        scattering.wait()
+        return dx, dw, None
+
+
+class Row(torch.autograd.Function):
+    """`row`, and its backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.group = group
+        return row(x, w, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        whole, _ = gather(dy, ctx.group)
+        return torch.mm(whole, w), torch.mm(whole.t(), x), None

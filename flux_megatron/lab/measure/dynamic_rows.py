@@ -1,0 +1,263 @@
+"""Another number of tokens in every micro-batch, as with packed sequences: ours beside NCCL.
+
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --commit COMMIT
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --repeat \
+        --beside
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --many 10000
+    TRITON_INTERPRET=1 torchrun \
+        --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --device cpu
+
+A case is a kind of call and a model. `ops` calls the operations of a layer's four linears, forward;
+`nn` calls the modules of `flux_megatron.nn`, forward and backward. Both are verified on small
+integers, every bit, and called once with the largest M. Then each micro-batch has a new M; layers
+are called one after the other, ours and NCCL's in turn, and the slowest rank counts. A row a case:
+the ratio is NCCL's time by ours. `--repeat` keeps one M. `--many` calls one layer of tiny widths
+with so many different M, for growth of memory alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+import typer
+
+from flux_megatron import settings
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
+from flux_megatron.lab.measure.gpu_run import Run
+from flux_megatron.overlap.report import report, reset_report
+from flux_megatron.tuning.beside import AllReduces
+
+CASES = "ops qwen3-32b,nn qwen3-32b,nn qwen3-8b"
+SMALL = "ops small,nn small"
+LEAST, LARGEST = 2048, 16384
+SMALL_LEAST, SMALL_LARGEST = 8, 96
+LAYERS = 8
+SETTLED = 5  # micro-batches: the fifth is the first that counts
+SEED = 20261126
+
+Calls = dict[str, Callable[[], list[torch.Tensor]]]
+
+
+class Kernels:
+    """Counts what Triton compiles, and what it loads from its cache instead, from now on."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        triton.knobs.compilation.listener = self._note
+
+    def _note(self, *, cache_hit: bool, **_: object) -> None:
+        self.found["loaded" if cache_hit else "compiled"] += 1
+
+
+def census(run: Run, kernels: Kernels) -> dict[str, float]:
+    """What this process holds, the largest over the ranks. Collective."""
+    used = 0
+    if run.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(run.device)
+        used = total - free
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    here = {
+        "device_mib": used / 2**20,
+        "host_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "workspace_mib": report().workspace_bytes / 2**20,
+        "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
+        "compiled": kernels.found["compiled"],
+        "loaded": kernels.found["loaded"],
+    }
+    largest = run.slowest(torch.tensor([*map(float, here.values())])).tolist()
+    return {
+        name: round(value, 1) if name.endswith("mib") else round(value)
+        for name, value in zip(here, largest, strict=True)
+    }
+
+
+def sizes(run: Run, count: int, least: int, largest: int, repeat: bool) -> list[int]:
+    """The M of each micro-batch, the same on every rank: one alone, or no M twice."""
+    R = run.group.size()
+    drawn = random.Random(SEED).sample(range(-(-least // R) * R, largest, R), count)
+    return drawn[:1] * count if repeat else drawn
+
+
+def verified(run: Run, layer: Layer, M: int, name: str) -> bool:
+    """Whether ours gives every bit of what NCCL's gives, of integers on all ranks."""
+    layer.fill_whole()
+    layer.take(M)
+    pairs = zip(layer.ours(), layer.by_nccl(), strict=True)
+    wrong = [float((ours != right).sum()) for ours, right in pairs]
+    total = run.slowest(torch.tensor(wrong))
+    if total.any():
+        run.say(f"{name} WRONG: {total.tolist()} of results and gradients")
+    return not total.any()
+
+
+def timed(
+    run: Run, call: Callable[[], object], layers: int, load: AllReduces | None
+) -> tuple[float, float, float]:
+    """ms of a micro-batch, ms of the host in its first layer, and 1.0 where `load` ended first."""
+    on_gpu = run.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(run.device)
+    dist.barrier(group=run.group)
+    if on_gpu:
+        torch.cuda.synchronize(run.device)
+    if load is not None:
+        load.start()
+    begin = time.perf_counter()
+    call()
+    first = time.perf_counter()
+    for _ in range(layers - 1):
+        call()
+    if on_gpu:
+        torch.cuda.current_stream(run.device).synchronize()
+    end = time.perf_counter()
+    outlived = load is not None and load.ended()
+    if load is not None:
+        load.wait()
+    return 1e3 * (end - begin), 1e3 * (first - begin), float(outlived)
+
+
+def reported() -> dict[str, object]:
+    """Totals of `report()`, of this rank."""
+    found = report()
+    return {
+        "calls": {" ".join(key): n for key, n in sorted(found.calls.items())},
+        "fallbacks": {": ".join(key): n for key, n in sorted(found.fallbacks.items())},
+        "copies": {": ".join(key): n for key, n in sorted(found.copies.items())},
+    }
+
+
+def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool:
+    """Whether the case is right; only then it is timed."""
+    kind, model = case.split()
+    small = model == "small"
+    least, largest = (SMALL_LEAST, SMALL_LARGEST) if small else (LEAST, LARGEST)
+    layers = 2 if small else LAYERS
+    reset_report()
+    layer, kernels = Layer(run, MODELS[model], largest, kind == "nn"), Kernels()
+    if not verified(run, layer, least, case):
+        return False
+    layer.fill_random()
+    layer.take(largest)
+    calls: Calls = {"ours": layer.ours, "nccl": layer.by_nccl}
+    alone_ms = [timed(run, call, layers, None)[0] for call in [*calls.values()] * 2]
+    load = None
+    if beside:  # the first calls compile
+        longest_ms = run.slowest(torch.tensor(max(alone_ms[2:]))).item()
+        load = AllReduces(run.group, run.device, longest_us=1e3 * longest_ms)
+    found: list[torch.Tensor] = []  # [call, value]
+    Ms = sizes(run, count, least, largest, repeat)
+    settled = census(run, kernels)
+    for number, M in enumerate(Ms):
+        if not run.time_left():
+            run.say(f"{case}: no time for micro-batches from {number + 1} on")
+            break
+        layer.take(M)
+        order = [*calls] if number % 2 else [*calls][::-1]
+        turns = {name: timed(run, calls[name], layers, load) for name in order}
+        found.append(run.slowest(torch.tensor([turns[name] for name in calls])))
+        if number + 1 == SETTLED:
+            settled = census(run, kernels)
+    if len(found) < SETTLED:
+        run.say(f"{case}: no row of {len(found)} micro-batches, at least {SETTLED} expected")
+        return True
+    ending = census(run, kernels)
+    row = {
+        "case": kind, "model": model, "layers": layers, "repeat": repeat, "beside": beside,
+        "micro_batches": len(found), **summary(torch.stack(found)),
+        "after_5": settled, "at_end": ending,
+        "compiled_after_5": ending["compiled"] - settled["compiled"], **reported(),
+        "M": Ms[: len(found)],
+    }  # fmt: skip
+    run.row("dynamic_rows", **row)
+    run.say(f"{case:14} x {row['ratio_median']} in the median, {row['ratio_lowest']} at least, "
+            f"host of a first layer {row['host_ms_ours']} ms, by NCCL {row['host_ms_nccl']} ms, "
+            f"{row['compiled_after_5']} compiled, {settled} to {ending}")  # fmt: skip
+    return True
+
+
+def summary(found: torch.Tensor) -> dict[str, object]:
+    """Of `found` [micro-batches, (ours, NCCL), (ms, host ms, outlived)]: what is in a row. Medians
+    and extremes begin with the fifth micro-batch.
+    """
+    ours, nccl = found.unbind(1)
+    times = {"ours": ours[:, 0].tolist(), "nccl": nccl[:, 0].tolist()}
+    host = {"ours": ours[:, 1].tolist(), "nccl": nccl[:, 1].tolist()}
+    ratios = [b / a for a, b in zip(times["ours"], times["nccl"], strict=True)][SETTLED - 1 :]
+    values: dict[str, object] = {
+        "ratio_median": round(statistics.median(ratios), 3),
+        "ratio_lowest": round(min(ratios), 3),
+    }
+    for name in times:
+        late = host[name][SETTLED - 1 :]
+        values[f"ms_{name}"] = round(statistics.median(times[name][SETTLED - 1 :]), 3)
+        values[f"host_ms_{name}"] = {
+            "median": round(statistics.median(late), 2), "max": round(max(late), 2)
+        }  # fmt: skip
+        values[f"times_ms_{name}"] = _rounded(times[name])
+        values[f"host_times_ms_{name}"] = _rounded(host[name])
+    return {**values, "outlived": int(found[SETTLED - 1 :, :, 2].sum())}
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 2) for value in values]
+
+
+def many(run: Run, count: int) -> None:
+    """A row of `count` different M, or as many as there is time for, the largest first: what grows
+    afterwards never ends. `held` has the first census after the largest.
+    """
+    R = run.group.size()
+    reset_report()
+    model = "small" if run.device.type == "cpu" else "tiny"
+    layer, kernels = Layer(run, MODELS[model], R * count, backward=True), Kernels()
+    layer.fill_random()
+    Ms = [R * size for size in range(1, count)]
+    random.Random(SEED).shuffle(Ms)
+    host: list[float] = []
+    held: list[dict[str, float]] = []
+    for number, M in enumerate([R * count, *Ms]):
+        if number % 10 == 0 and not run.time_left():
+            break
+        layer.take(M)
+        begin = time.perf_counter()
+        layer.ours()
+        host.append(1e3 * (time.perf_counter() - begin))
+        if number % max(1, count // 10) == 0:
+            held.append({"different_M": number + 1, **census(run, kernels)})
+    held.append({"different_M": len(host), **census(run, kernels)})
+    times = {"median": round(statistics.median(host), 2), "max": round(max(host[1:] or host), 2)}
+    run.row("dynamic_rows", case="many", model=model, asked=count, different_M=len(host),
+            host_ms_ours=times, held=held, **reported())  # fmt: skip
+    run.say(f"{len(host)} of {count} different M, host {times} ms, {held[0]} to {held[-1]}")
+
+
+def main(
+    out: Path, commit: str = "", device: str = "cuda", cases: str = "", count: int = 40,
+    repeat: bool = False, beside: bool = False, many_different: int = typer.Option(0, "--many"),
+    seconds: float = 240,
+) -> None:  # fmt: skip
+    """Be one of the ranks. One case after the other, until `seconds` are over."""
+    os.environ["FLUX_MEGATRON_BESIDE"] = str(int(beside))  # by which `auto` chooses
+    settings.reload()
+    run = gpu_run.start_on(device, out, commit, seconds)
+    if many_different:
+        many(run, many_different)
+        gpu_run.finish(run)
+    for case in (cases or (SMALL if device == "cpu" else CASES)).split(","):
+        if not measure(run, case, count, repeat, beside):
+            gpu_run.finish(run, 1)
+    gpu_run.finish(run)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,193 @@
+"""Which version makes the faster code, of this package or of Triton? The same calls with several,
+in one race.
+
+    git worktree add ../before COMMIT
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree now=. --tree before=../before
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree installed \
+        --tree 3.9=PATH/OF/ITS/FOLDER
+    python -m flux_megatron.lab.measure.trees rows.jsonl --tree 1=. \
+        --tree 0=.,FLUX_MEGATRON_NATIVE=0
+    TRITON_INTERPRET=1 python -m flux_megatron.lab.measure.trees rows.jsonl --tree now=. \
+        --tree before=../before --device cpu --shapes "64x64x64 nt" --rounds 2
+
+A tree is a folder for PYTHONPATH: another checkout, or another `triton`, as
+`pip install --no-deps --target` makes it; `installed` is this checkout and the machine's Triton.
+Variables of its environment may follow the folder.
+Each tree gets processes of its own, one a GPU, which take turns: in a round every tree makes
+`--calls` calls of a case, one tree after the other, the first one in turn. Before that each case is
+verified on small integers, every bit; timed are random numbers.
+
+Cases: torch's library GEMM, which no tree changes; our GEMM alone; and AG+GEMM, GEMM+RS and GEMM+AR
+of each strategy of our kernels and of `auto`, what an unmeasured call gets in each tree. A row a
+case and tree: us, the slowest rank, median over rounds; `to_first` is the median of a round's ratio
+to the first tree. `--only "auto,gemm_ar low_latency"` leaves the others out. Ends after
+`--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).parents[3]
+SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
+
+
+@dataclass
+class Tree:
+    """The ranks of one tree; each reads a case a line and answers with its time."""
+
+    name: str
+    ranks: list[Any]  # of Popen, with pipes
+    variables: tuple[str, ...] = ()  # names of what its environment has besides
+
+    def ask(self, case: str) -> list[dict]:
+        for rank in self.ranks:
+            with suppress(BrokenPipeError):  # it has ended: `_answer` says so
+                rank.stdin.write(case + "\n")
+                rank.stdin.flush()
+        return [self._answer(rank) for rank in self.ranks]
+
+    def _answer(self, rank: Any) -> dict:
+        for line in rank.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def start(tree: str, given: argparse.Namespace) -> Tree:
+    """Of NAME=FOLDER,VARIABLE=VALUE,..."""
+    name, _, rest = tree.partition("=")
+    folder, *words = rest.split(",")
+    variables = dict(word.split("=", 1) for word in words)
+    path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(given.ranks),
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
+        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1", **variables,
+    }  # fmt: skip
+    worker = str(Path(__file__).with_name("trees_rank.py"))
+    command = [sys.executable, worker, given.commit, str(given.calls), folder]
+    ranks = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(given.ranks)
+    ]  # fmt: skip
+    return Tree(name, ranks, tuple(variables))
+
+
+def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, list[float]]:
+    """The us of each round, by tree."""
+    times: dict[str, list[float]] = {tree.name: [] for tree in trees}
+    for number in range(rounds):
+        if time.monotonic() > end_s:
+            break
+        first = number % len(trees)
+        for tree in trees[first:] + trees[:first]:
+            times[tree.name].append(max(answer["us"] for answer in tree.ask(f"time {case}")))
+    return times
+
+
+def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> list[dict]:
+    reference = next(iter(times.values()))
+    return [
+        {
+            "table": "trees", "case": case, "tree": name,
+            "us": round(statistics.median(us), 1), "times_us": [round(one, 1) for one in us],
+            "to_first": round(
+                statistics.median(a / b for a, b in zip(us, reference, strict=True)), 4
+            ),
+            **about[name],
+        }
+        for name, us in times.items()
+    ]  # fmt: skip
+
+
+def shown(rows: list[dict]) -> str:
+    return f"{rows[0]['case']:44}" + "".join(
+        f"  {row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows
+    )
+
+
+def exact(trees: list[Tree], case: str) -> bool:
+    wrong = [tree.name for tree in trees if not all(a["exact"] for a in tree.ask(f"check {case}"))]
+    if wrong:
+        print(f"{case}: WRONG in {', '.join(wrong)}", flush=True)
+    return not wrong
+
+
+def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
+    """How many cases were wrong in some tree."""
+    about = {tree.name: tree.ask(" ".join(("about", *tree.variables)))[0] for tree in trees}
+    print({name: one["triton"] for name, one in about.items()}, flush=True)
+    wrong = 0
+    for shape in given.shapes.split(","):
+        of_each = [tree.ask(f"cases {shape}")[0]["cases"] for tree in trees]
+        cases = [
+            case for case in of_each[0]
+            if all(case in others for others in of_each)
+            and any(words in case for words in given.only.split(","))
+        ]  # fmt: skip
+        right = [case for case in cases if exact(trees, case)]
+        wrong += len(cases) - len(right)
+        for tree in trees:
+            tree.ask("renew")
+        for case in right:
+            if time.monotonic() > end_s:
+                print("no time for the others", flush=True)
+                return wrong
+            rows = rows_of(case, race(trees, case, given.rounds, end_s), about)
+            print(shown(rows), flush=True)
+            with given.out.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "--tree", action="append", required=True, metavar="NAME=FOLDER[,VARIABLE=VALUE]"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shapes", default=SHAPES, help="local M x N x K, and layout of w")
+    parser.add_argument("--only", default="", help="cases whose names have one of these words")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=10, help="a round, of one case and tree")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--seconds", type=float, default=90)
+    given = parser.parse_args()
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    end_s = time.monotonic() + given.seconds
+    trees = [start(tree, given) for tree in given.tree]
+    try:
+        return 1 if run(given, trees, end_s) else 0
+    finally:
+        for rank in (rank for tree in trees for rank in tree.ranks):
+            rank.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

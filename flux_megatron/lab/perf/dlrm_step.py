@@ -1,0 +1,227 @@
+"""The time of a training step of a DLRM over many nodes.
+
+The order is that of ASTRA-sim's DLRM workload: the all-to-all runs beside the bottom MLP and goes
+before all-reduces, which run beside backward.
+
+step = predict(study, "unfused")
+step.step_us, step.parts["all-to-all, exposed"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from flux_megatron.lab.perf import scale_out
+from flux_megatron.lab.perf.dlrm import Gpu, Study
+from flux_megatron.lab.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
+from flux_megatron.lab.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
+from flux_megatron.lab.perf.terms import Terms, total
+from flux_megatron.launch.workload import ELEMENT_BYTES
+
+Arm = Literal["unfused", "forward", "both", "ours"]
+ARMS: tuple[Arm, ...] = ("unfused", "forward", "both", "ours")
+EXPOSED = "all-to-all, exposed"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`parts` adds up to `step_us`; communication counts where it is exposed."""
+
+    step_us: float
+    parts: dict[str, float]
+
+
+class Job(NamedTuple):
+    """A collective, of which the network runs one at a time."""
+
+    ready_us: float
+    time_us: float
+
+
+def predict(study: Study, arm: Arm) -> Prediction:
+    """The step of the busiest node, by arm:
+
+    | arm | forward | backward |
+    | --- | --- | --- |
+    | unfused | lookup, then all-to-all | all-to-all, then update |
+    | forward | slices travel while others are pooled | as unfused |
+    | both | as forward | tables are updated by slices, as they arrive |
+    | ours | as forward, by our kernel's times | gradients travel while entries are sorted |
+    """
+    costs = Costs(study)
+    layers = study.model.bottom_layers, study.model.top_layers
+    mlps = 3 * (costs.layer_us * sum(layers) + costs.interaction_us)  # backward: twice forward
+    lookup, exposed, copies = _forward(study, arm, costs)
+    clock = lookup + exposed + copies + costs.layer_us * sum(layers) + costs.interaction_us
+
+    sums = _sums(clock, layers[1], costs)
+    clock += 2 * (costs.layer_us * layers[1] + costs.interaction_us)
+    exchange = Job(clock, costs.exchange_us)
+    if not study.step.bottom_beside:
+        clock = serve(sums, exchange)[0]
+        exposed += clock - exchange.ready_us
+    sums += _sums(clock, layers[0], costs)
+    clock += 2 * costs.layer_us * layers[0]
+
+    arrived, summed = serve(sums, exchange)
+    update = costs.update_us(arm)
+    late, behind = _backward(study, arm, costs, arrived - clock)
+    clock += late + behind + update
+    parts = {
+        "lookup": lookup,
+        EXPOSED: exposed + late,
+        "layout copies": copies + behind,
+        "MLPs and interaction": mlps,
+        "update of tables": update,
+        "all-reduce, exposed": max(0.0, summed - clock),
+        "optimizer of MLPs": costs.optimizer_us,
+    }
+    return Prediction(sum(parts.values()), parts)
+
+
+def _forward(study: Study, arm: Arm, costs: Costs) -> tuple[float, float, float]:
+    """Until the pooled rows of all tables are there: lookup, exposed all-to-all, copies."""
+    if arm == "unfused":
+        beside = costs.layer_us * study.model.bottom_layers * study.step.bottom_beside
+        return costs.lookup_us, max(0.0, costs.exchange_us - beside), costs.layout_us
+    pooling = costs.own_lookup_us
+    if arm != "ours":
+        pooling = costs.lookup_us * study.step.fused_slowdown
+    nodes = study.network.nodes
+    slices = study.step.slices * (nodes - 1)
+    return pooling, fused_us(pooling, costs.slices_us, slices) - pooling, 0.0
+
+
+def _backward(study: Study, arm: Arm, costs: Costs, left_us: float) -> tuple[float, float]:
+    """(exposed all-to-all, copies) of the gradients, `left_us` before all of them are there."""
+    left_us = max(0.0, left_us)
+    update = costs.update_us(arm)
+    if arm == "ours":
+        return max(0.0, left_us - study.step.sort_share * update), 0.0
+    if arm == "both":
+        slices = study.step.slices * (study.network.nodes - 1)
+        return fused_us(update, left_us, slices) - update, 0.0
+    return left_us, costs.layout_us
+
+
+def _sums(start_us: float, layers: int, costs: Costs) -> list[Job]:
+    """The all-reduces of one MLP's layers, whose backward begins at `start_us`."""
+    each = costs.study.step.layers_per_sum
+    ends = [min(first + each, layers) for first in range(0, layers, each)]
+    sizes = [end - before for before, end in pairwise([0, *ends])]
+    return [
+        Job(start_us + 2 * end * costs.layer_us, costs.sum_us(size))
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def serve(sums: Sequence[Job], urgent: Job) -> tuple[float, float]:
+    """(when `urgent` has ended, when all have): it begins before what has not begun by then."""
+    free, arrived = 0.0, None
+    for job in sums:
+        if arrived is None and max(free, job.ready_us) >= urgent.ready_us:
+            free = arrived = max(free, urgent.ready_us) + urgent.time_us
+        free = max(free, job.ready_us) + job.time_us
+    if arrived is None:
+        free = arrived = max(free, urgent.ready_us) + urgent.time_us
+    return arrived, free
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The times of a study's parts, in microseconds."""
+
+    study: Study
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return like_h200(self.study.gpu, self.study.step.dtype)
+
+    @cached_property
+    def lookup(self) -> Lookup:
+        model, step = self.study.model, self.study.step
+        tables = -(-model.tables // self.study.network.nodes)
+        element = ELEMENT_BYTES[step.dtype]
+        return Lookup(step.global_batch, tables, model.pooling, model.dim, element)
+
+    @cached_property
+    def lookup_us(self) -> float:
+        return self._looked_up_us(LOOKUP)
+
+    @cached_property
+    def own_lookup_us(self) -> float:
+        return self._looked_up_us(FUSED)
+
+    @cached_property
+    def layout_us(self) -> float:
+        """Both copies of one direction."""
+        copied = LAYOUT["pooled_bytes"] * self.lookup.pooled_bytes * 1e-3
+        return self.study.step.layout_copies * self._by_memory_us(copied)
+
+    @cached_property
+    def exchange_us(self) -> float:
+        return scale_out.all_to_all_us(self.study.network, self.lookup.pooled_bytes)
+
+    @cached_property
+    def slices_us(self) -> float:
+        """The same in slices."""
+        network, size_bytes = self.study.network, self.lookup.pooled_bytes
+        return scale_out.all_to_all_us(network, size_bytes, self.study.step.slices)
+
+    def update_us(self, arm: Arm) -> float:
+        lookup = self.own_lookup_us if arm == "ours" else self.lookup_us
+        return self.study.step.update_ratio * lookup
+
+    @cached_property
+    def layer_us(self) -> float:
+        """One layer's forward of this node's samples."""
+        model, step = self.study.model, self.study.step
+        samples = step.global_batch // self.study.network.nodes
+        return gemm_us(self.hardware, samples, model.width, model.width, step.dtype)
+
+    def sum_us(self, layers: int) -> float:
+        """The all-reduce of their gradients."""
+        return scale_out.all_reduce_us(self.study.network, layers * self._layer_bytes)
+
+    @cached_property
+    def interaction_us(self) -> float:
+        model, step = self.study.model, self.study.step
+        rows = step.global_batch // self.study.network.nodes * model.tables
+        size_bytes = rows * model.dim * ELEMENT_BYTES[step.dtype] * model.interaction_passes
+        return pass_us(self.hardware, size_bytes)
+
+    @cached_property
+    def optimizer_us(self) -> float:
+        """Parameters and gradients are read, parameters written."""
+        model = self.study.model
+        layers = model.bottom_layers + model.top_layers
+        return pass_us(self.hardware, 3 * layers * self._layer_bytes)
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        return self.study.model.width**2 * ELEMENT_BYTES[self.study.step.dtype]
+
+    def _looked_up_us(self, kernel: Terms) -> float:
+        return self.study.gpu.lookup_factor * self._by_memory_us(total(kernel, self.lookup.terms))
+
+    def _by_memory_us(self, on_h200_us: float) -> float:
+        """A time of an H200, by the data sheets' memory bandwidths."""
+        return on_h200_us * H200_MEMORY_GBPS / self.study.gpu.memory_gbps
+
+
+def like_h200(gpu: Gpu, dtype: str) -> Hardware:
+    """A GPU by its data sheet at the H200's ratios; fp32 GEMMs reach 80 % of the sheet."""
+    share = 0.8 if dtype == "float32" else H200.tflops[dtype] / H200.peak_tflops
+    return replace(
+        H200,
+        name=gpu.name,
+        sms=gpu.sms,
+        tflops={dtype: share * gpu.tflops, "float32": share * gpu.tflops},
+        memory_gbps=gpu.memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
+        source="its data sheet, at the H200's ratios",
+    )

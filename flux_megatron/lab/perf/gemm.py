@@ -1,0 +1,56 @@
+"""The time of a library's GEMM, of wgrad that adds to a gradient, and of passes over memory."""
+
+from __future__ import annotations
+
+import math
+
+from flux_megatron.lab.perf.constants import FITTED, Constants
+from flux_megatron.lab.perf.hardware import Hardware
+from flux_megatron.launch.workload import ELEMENT_BYTES
+
+# The tiles that a library chooses from, and the share of the peak rate that each can reach.
+TILES = {
+    (128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.9,
+    (64, 256): 0.85, (64, 128): 0.75, (64, 64): 0.5,
+}  # fmt: skip
+
+# A library can also use split-K, so that no SM idles in the last wave: the partials cost a share of
+# the work, and the fix-up a constant time.
+SPLIT_K_SHARE = 1.08
+SPLIT_K_US = 4.0
+
+
+def gemm_us(
+    hardware: Hardware, M: int, N: int, K: int, dtype: str, constants: Constants = FITTED
+) -> float:
+    """The library's [M, K] @ [K, N]: waves of the best tile, not faster than memory allows."""
+    tflops = hardware.tflops.get(dtype, hardware.tflops["float32"])
+    rate = constants.gemm_rate * tflops * 1e6 / hardware.sms
+    times = []
+    for (rows, columns), share in TILES.items():
+        waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.sms
+        tile_us = 2 * rows * columns * K / (rate * share) + constants.tile_us
+        times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_K_SHARE + SPLIT_K_US))
+    return max(
+        hardware.launch_us + min(times),
+        pass_us(hardware, (M * K + K * N + M * N) * ELEMENT_BYTES[dtype]),
+    )
+
+
+def wgrad_us(
+    hardware: Hardware, N: int, K: int, M: int, dtype: str, constants: Constants = FITTED
+) -> float:
+    """dy[M, N]^T @ x[M, K], added to an fp32 gradient, which is read and written.
+
+    The longer the SMs multiply between two tiles, the more of that traffic is hidden.
+    """
+    gemm = gemm_us(hardware, N, K, M, dtype, constants)
+    if dtype == "float32":
+        return gemm
+    traffic = 8 * N * K / hardware.memory_gbps * 1e-3
+    return gemm + constants.accumulate * traffic / (1 + constants.hidden * gemm / traffic)
+
+
+def pass_us(hardware: Hardware, size_bytes: float, kernels: int = 1) -> float:
+    """Kernels that together read and write so many bytes of memory and do little else."""
+    return kernels * hardware.launch_us + size_bytes / hardware.memory_gbps * 1e-3

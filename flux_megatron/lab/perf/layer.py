@@ -1,0 +1,192 @@
+"""The time of one transformer layer on one GPU for one micro-batch: by piece, forward and backward.
+
+Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
+microseconds and include the tensor-parallel communication that stays exposed. Every function raises
+`ValueError` for a cluster without a GPU that `hardware` describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux_megatron.lab.perf import attention, linear, moe_layer, userbuffers
+from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf.gemm import pass_us
+from flux_megatron.lab.perf.hardware import in_training
+from flux_megatron.lab.perf.operator_cost import collective_us
+from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
+
+# Measured over the least: what traces of stock Megatron's norms, activations and other small
+# kernels took beside one read and write of each tensor: 3.2 and 4.1 (GPT-3 at M = 2048 and 8192),
+# 1.9 and 2.3 (Llama-2), geometric mean (docs/results/h200x2/breakdown.jsonl). There are gradients
+# of Q, K and V to be joined, casts, copies before attention, sums for biases, kernels not fused.
+UNFUSED = 2.7
+# No kernel runs while the host catches up after the synchronisations of a step, whatever M: 8.2 to
+# 14.5 ms in the same traces.
+HOST_US = 9000.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the model on one GPU; times include the exposed communication."""
+
+    name: str
+    forward_us: float
+    backward_us: float
+    forward_exposed_us: float = 0.0
+    backward_exposed_us: float = 0.0
+
+
+def pieces(workload: Workload) -> list[Piece]:
+    """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
+    fc2; then norms, the layer's two with its two residual adds; of arm te what userbuffers add.
+    Experts stand in place of fc1 and fc2.
+    """
+    model = workload.model
+    qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
+    fc1 = model.ffn * (2 if model.swiglu else 1)
+    if model.moe:
+        mlp = [Piece(*times) for times in moe_layer.times(workload)]
+    else:
+        mlp = [
+            _linear(workload, "fc1", N=fc1, K=model.hidden),
+            _linear(workload, "fc2", N=model.hidden, K=model.ffn),
+        ]
+    return [
+        _linear(workload, "qkv", N=qkv, K=model.hidden),
+        Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
+        _linear(workload, "proj", N=model.hidden, K=model.hidden),
+        *mlp[:-1],
+        _activation(workload),
+        mlp[-1],
+        _norms(workload),
+        *_userbuffers(workload),
+    ]
+
+
+def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None = None) -> Piece:
+    layer = linear.Linear(
+        column=name not in ("proj", "fc2"),
+        M=workload.tokens,
+        N=N,
+        K=K,
+        tp=workload.parallel.tp,
+        dtype=workload.training.dtype,
+        sequence_parallel=workload.parallel.sequence_parallel,
+    )
+    strategy = strategy or linear.STRATEGY[workload.arm]
+    return Piece(
+        name, *linear.cost(layer, strategy, linear.Platform(in_training(workload.cluster)))
+    )
+
+
+def _activation(workload: Workload) -> Piece:
+    """Bias and GELU, or SwiGLU: what goes in, what comes out, and in backward both gradients."""
+    wide = 2 if workload.model.swiglu else 1
+    rows = workload.expert_rows if workload.model.moe else workload.tokens
+    elements = int(rows * workload.model.ffn) // workload.parallel.tp
+    return _passes(workload, "activation", elements, wide + 1, 2 * wide + 1)
+
+
+def _norms(workload: Workload) -> Piece:
+    """Two norms (read, write) and two residual adds (read two, write); in backward a norm reads its
+    input and its gradient and writes one, and where branches meet two are read and one written.
+    """
+    elements = _rows(workload) * workload.model.hidden
+    return _passes(workload, "norms", elements, 10, 12, kernels=4)
+
+
+def _userbuffers(workload: Workload) -> list[Piece]:
+    """Half of it in either direction."""
+    if workload.arm != "te" or workload.parallel.tp == 1:
+        return []
+    half_us = userbuffers.added_us(workload) / 2
+    return [Piece(userbuffers.NAME, half_us, half_us)]
+
+
+def _passes(
+    workload: Workload, name: str, elements: int, forward: int, backward: int, kernels: int = 1
+) -> Piece:
+    """A piece bound by memory: how often it must read or write so many elements, and more."""
+    size_bytes = UNFUSED * elements * ELEMENT_BYTES[workload.training.dtype]
+    times = (_memory_us(workload, size_bytes * count, kernels) for count in (forward, backward))
+    return Piece(name, *times)
+
+
+def _memory_us(workload: Workload, size_bytes: float, kernels: int = 1) -> float:
+    return pass_us(in_training(workload.cluster), size_bytes, kernels)
+
+
+def _rows(workload: Workload) -> int:
+    """Of the stretches between the linear layers, which sequence parallelism shares out."""
+    shared = workload.parallel.tp if workload.parallel.sequence_parallel else 1
+    return workload.tokens // shared
+
+
+def embedding(workload: Workload) -> Piece:
+    """The lookup, of whose rows every rank has those of its tokens: reduce-scattered, and their
+    gradient gathered, with sequence parallelism; all-reduced without.
+    """
+    rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
+    table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
+    one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
+    exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
+    # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
+    forward, backward = (
+        _memory_us(workload, 2 * rows),
+        _memory_us(workload, 3 * rows + 12 * table, 3),
+    )
+    return Piece("embedding", forward + exchange[0], backward + exchange[1], *exchange)
+
+
+def head(workload: Workload) -> Piece:
+    """The final norm, the LM head and the loss over logits that the ranks share by vocabulary.
+
+    `--flux-overlap` takes the LM head too; TransformerEngine's overlap leaves it to Megatron.
+    """
+    vocab, hidden = workload.padded_vocab, workload.model.hidden
+    theirs = "megatron" if workload.arm == "te" else None
+    logits_gemm = _linear(workload, "head", N=vocab, K=hidden, strategy=theirs)
+    norm = _passes(workload, "norm", _rows(workload) * hidden, 2, 3)
+    # logits in fp32: cast, maximum, subtracted in place, exponentials and their sum; in backward
+    # the softmax becomes the gradient and is cast back
+    logits = workload.tokens * vocab // workload.parallel.tp
+    loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
+    # maximum, target's logit and sum of every token are all-reduced
+    reduced = 3 * _all_reduce_us(workload, 4 * workload.tokens)
+    return Piece(
+        "head",
+        logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
+        logits_gemm.backward_us + norm.backward_us + loss.backward_us,
+        logits_gemm.forward_exposed_us + reduced,
+        logits_gemm.backward_exposed_us,
+    )
+
+
+def _collective_us(workload: Workload, size_bytes: int) -> float:
+    """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
+    tp = workload.parallel.tp
+    return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+
+
+def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
+    """An all-reduce over the tensor-parallel ranks; nothing on one."""
+    tp = workload.parallel.tp
+    return all_reduce_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+
+
+def optimizer_us(workload: Workload, parameters: int) -> float:
+    """Adam on `parameters` that this GPU updates, by bytes of each: the gradients' norm (4), their
+    clipping (8) and zeroing (4), a look for NaN (4); gradient, and both ways the fp32 parameter and
+    two moments (28); the model's copy. And what the host lets the GPU wait in a step.
+    """
+    copy = 4 + ELEMENT_BYTES[workload.training.dtype]
+    return HOST_US + _memory_us(workload, parameters * (4 + 8 + 4 + 4 + 28 + copy), kernels=6)
+
+
+def recompute_us(workload: Workload) -> float:
+    """The extra time of a layer's backward: core attention again, or its whole forward."""
+    if workload.training.recompute == "none":
+        return 0.0
+    full = workload.training.recompute == "full"
+    return sum(piece.forward_us for piece in pieces(workload) if full or piece.name == "attention")

@@ -1,0 +1,172 @@
+"""The time of a training step: layers, pipeline, replicas and optimizer.
+
+step = predict(workload)
+step.step_us, step.exposed["tp"], step.mfu, step.memory.total
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from flux_megatron.lab.perf import flops, layer, network, schedule
+from flux_megatron.lab.perf.layer import Piece
+from flux_megatron.lab.perf.schedule import Buckets, Costs, Times
+from flux_megatron.launch import memory, stages
+from flux_megatron.launch.memory import Memory
+from flux_megatron.launch.workload import Workload
+
+TP = "tensor-parallel communication"
+
+# Megatron's buckets hold so many parameters, and a million more for each replica beyond forty.
+BUCKET = 40_000_000
+BUCKET_PER_REPLICA = 1_000_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step. `parts` adds up to `step_us`: the busiest pipeline rank's work by piece of
+    the model, what tensor parallelism, its wait for others, sends, data-parallel communication add,
+    and the optimizer. `exposed` has of these tp, pp, dp and bubble. `mfu` is None where no data
+    sheet is known.
+    """
+
+    step_us: float
+    parts: dict[str, float]
+    exposed: dict[str, float]
+    tokens_per_second: float
+    mfu: float | None
+    memory: Memory
+
+
+def predict(workload: Workload) -> Step:
+    """`ValueError` for a cluster without a GPU model, and for what cannot be shared out."""
+    parts = schedule.closed_form(costs(workload))
+    named = _work(workload)
+    named |= {
+        "pipeline bubble": parts.bubble_us,
+        "pipeline sends": parts.pp_us,
+        "data-parallel communication": parts.dp_us,
+        "optimizer": parts.optimizer_us,
+    }
+    tokens = workload.training.global_batch * workload.model.seq_length
+    return Step(
+        step_us=parts.step_us,
+        parts=named,
+        exposed={
+            "tp": named[TP],
+            "pp": parts.pp_us,
+            "dp": parts.dp_us,
+            "bubble": parts.bubble_us,
+        },
+        tokens_per_second=tokens / parts.step_us * 1e6,
+        mfu=flops.mfu(workload, parts.step_us * 1e-6),
+        memory=memory.estimate(workload),
+    )
+
+
+def costs(workload: Workload) -> Costs:
+    """The times of the parts of a step. `ValueError` as `predict`."""
+    parallel, training = workload.parallel, workload.training
+    if workload.micro_batches < 1:
+        raise ValueError(
+            f"a global batch of {training.global_batch} is no micro-batch of "
+            f"{training.micro_batch} for each of {parallel.dp} replicas"
+        )
+    if parallel.tp > workload.cluster.gpus_per_node:
+        raise ValueError(
+            f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
+            f"of {workload.cluster.gpus_per_node} GPUs"
+        )
+    ranks = stages.stages(workload)
+    pieces = _pieces(workload)
+    return Costs(
+        micro_batches=workload.micro_batches,
+        forward_us=tuple(tuple(sum(p.forward_us for p in c) for c in rank) for rank in pieces),
+        backward_us=tuple(tuple(sum(p.backward_us for p in c) for c in rank) for rank in pieces),
+        send_us=tuple(network.send_us(workload, stage.index) for stage in ranks),
+        reduce_us=_by_bucket(workload, network.reduce_us),
+        gather_us=_by_bucket(workload, network.gather_us),
+        optimizer_us=tuple(
+            layer.optimizer_us(workload, stages.updated(workload, stage)) for stage in ranks
+        ),
+        tied_us=network.tied_embeddings_us(workload, stages.table_parameters(workload)),
+        overlap_reduce=training.overlap_grad_reduce,
+        overlap_gather=training.overlap_param_gather,
+    )
+
+
+def _pieces(workload: Workload) -> list[list[list[Piece]]]:
+    """[rank][chunk]: the work of one micro-batch; each piece of a layer, for all layers."""
+    chunks = workload.parallel.virtual_stages
+    one = [*layer.pieces(workload)]
+    if workload.training.recompute != "none":
+        one.append(Piece("recomputation", 0.0, layer.recompute_us(workload)))
+    pieces = []
+    for stage in stages.stages(workload):
+        count = stage.layers // chunks
+        rank = [[_times(piece, count) for piece in one] for _ in range(chunks)]
+        if stage.has_embedding:
+            rank[0].append(layer.embedding(workload))
+        if stage.has_head:
+            rank[-1].append(layer.head(workload))
+        pieces.append(rank)
+    return pieces
+
+
+def _times(piece: Piece, count: int) -> Piece:
+    return Piece(
+        piece.name,
+        piece.forward_us * count,
+        piece.backward_us * count,
+        piece.forward_exposed_us * count,
+        piece.backward_exposed_us * count,
+    )
+
+
+def _work(workload: Workload) -> dict[str, float]:
+    """The busiest pipeline rank's step by piece, with the exposed communication for itself."""
+    ranks = [[piece for chunk in rank for piece in chunk] for rank in _pieces(workload)]
+    busiest = max(ranks, key=lambda rank: sum(p.forward_us + p.backward_us for p in rank))
+    work = {piece.name: 0.0 for piece in busiest} | {TP: 0.0}
+    for piece in busiest:
+        exposed = piece.forward_exposed_us + piece.backward_exposed_us
+        work[TP] += exposed
+        work[piece.name] += piece.forward_us + piece.backward_us - exposed
+    return {name: us * workload.micro_batches for name, us in work.items()}
+
+
+def _by_bucket(workload: Workload, time_us: Callable[[Workload, int], float]) -> Buckets:
+    """A collective over the replicas for each bucket of each chunk's parameters. Only the first
+    chunk of the first rank, whose last backward ends the pipeline, has several.
+    """
+    dp = workload.parallel.dp
+    bucket = max(BUCKET, BUCKET_PER_REPLICA * dp)
+    chunks = workload.parallel.virtual_stages
+    of_layer = stages.expert_parameters(workload.model, workload.parallel)
+    buckets = []
+    for stage in stages.stages(workload):
+        rank: list[Times] = []
+        experts = stage.layers // chunks * of_layer
+        for count in stages.parameters_by_chunk(workload, stage):
+            split = workload.training.overlap_grad_reduce and not rank and stage.index == 0
+            parts = math.ceil(count / bucket) if split else 1
+            one = _reduced_us(workload, time_us, count // parts, experts // parts)
+            rank.append((one,) * parts if dp > 1 else ())
+        buckets.append(tuple(rank))
+    return tuple(buckets)
+
+
+def _reduced_us(
+    workload: Workload, time_us: Callable[[Workload, int], float], parameters: int, experts: int
+) -> float:
+    """A collective over the replicas; of the experts' parameters over those that have the same
+    experts: each `ep` further, as the replicas of tensor-parallel groups are.
+    """
+    if not experts:
+        return time_us(workload, parameters)
+    parallel = workload.parallel
+    same = replace(parallel, tp=parallel.tp * parallel.ep, dp=parallel.dp // parallel.ep)
+    dense = time_us(workload, parameters - experts)
+    return dense + time_us(replace(workload, parallel=same), experts)

@@ -1,0 +1,255 @@
+"""A stand-in for the modules of TransformerEngine that `integration.te_overlap` reaches into.
+
+It calls what their linear layers call, in their order and with their arguments, on CPU tensors:
+FP8 by one power of two a tensor, so that small integers are exact.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CommOverlapType(enum.Enum):
+    RS, AG = range(2)
+
+
+class DType(enum.Enum):
+    kFloat8E4M3, kFloat8E5M2 = range(2)
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    NONE, FP8 = "none", "fp8"
+
+
+_TORCH = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+
+
+class Recipe:
+    """`several`: scales of a tensor, as blockwise ones."""
+
+    def __init__(self, several: bool = False) -> None:
+        self._several = several
+
+    def delayed(self) -> bool:
+        return False
+
+    def float8_current_scaling(self) -> bool:
+        return not self._several
+
+
+class FP8GlobalStateManager:
+    enabled, recipe = True, Recipe()
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.enabled
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return cls.recipe
+
+
+class Float8TensorStorage:
+    def __init__(self, data: Tensor, scale: Tensor, dtype: DType) -> None:
+        self._data, self._scale_inv, self._fp8_dtype = data, scale, dtype
+        self._transpose, self._transpose_invalid = None, True
+
+    def size(self) -> torch.Size:
+        return self._data.size()
+
+    def update_usage(self, columnwise_usage: bool) -> None:
+        if self._transpose_invalid:
+            self._transpose = fp8_transpose(self._data, self._fp8_dtype)
+            self._transpose_invalid = False
+
+    def values(self, transposed: bool) -> Tensor:
+        """As the GEMM reads it: the transpose, where it needs one."""
+        assert not (transposed and self._transpose_invalid), "no transpose was made"
+        data = self._transpose.t() if transposed else self._data
+        return data.contiguous().view(_TORCH[self._fp8_dtype]).float() * self._scale_inv
+
+
+def fp8_transpose(data: Tensor, dtype: DType, out: Tensor | None = None) -> Tensor:
+    return data.flatten(0, -2).t().contiguous()
+
+
+def quantized(tensor: Tensor, dtype: DType, group: Any = None) -> Any:
+    if not FP8GlobalStateManager.enabled:
+        return tensor
+    largest = tensor.abs().amax()
+    if group is not None:  # ranks whose rows are gathered have one scale
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    scale = torch.tensor([2.0 ** math.ceil(math.log2(largest.item() / 256))])
+    return Float8TensorStorage((tensor / scale).to(_TORCH[dtype]).view(torch.uint8), scale, dtype)
+
+
+def general_gemm(
+    A: Any, B: Any, out_dtype: Any = None, quantization_params: Any = None, gelu: bool = False,
+    layout: str = "TN", bias: Tensor | None = None, use_split_accumulator: bool = False,
+    grad: bool = False, ub: Any = None, ub_type: Any = None, extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> Any:  # fmt: skip
+    assert ub is None, "userbuffers are not there"
+    a, b = (
+        one.values(transposed) if isinstance(one, Float8TensorStorage) else one.float()
+        for one, transposed in ((A, layout[0] == "N"), (B, layout[1] == "T"))
+    )
+    b = b.flatten(0, -2).t() if layout[1] == "T" else b
+    y = b @ (a.t() if layout[0] == "T" else a.flatten(0, -2))
+    return (y + bias if bias is not None else y), None, None, extra_output
+
+
+def get_ub(name: str, use_fp8: bool) -> Any:
+    key = name, UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE
+    assert key in base._ub_communicators
+    return base._ub_communicators[key]
+
+
+def filled(comm: Any, local: Any, group: Any) -> Any:
+    """The whole of a shard that is put in the communicator's buffer."""
+    size = local.size()
+    shape = [size[0] * group.size(), *size[1:]]
+    if isinstance(local, Float8TensorStorage):
+        assert comm.is_fp8_ubuf()
+        comm.copy_into_buffer(local._data, local_chunk=True)
+        whole = comm.get_buffer(shape=shape)
+        return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype)
+    assert not comm.is_fp8_ubuf()
+    comm.copy_into_buffer(local, local_chunk=True)
+    return comm.get_buffer(shape=shape)
+
+
+def gathered(local: Any, group: Any) -> Any:
+    data = local._data if isinstance(local, Float8TensorStorage) else local
+    whole = data.new_empty(group.size() * data.shape[0], *data.shape[1:])
+    dist.all_gather_into_tensor(whole, data.contiguous(), group=group)
+    if whole.dtype is not torch.uint8:
+        return whole
+    return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+        column, fp8 = layer.parallel_mode == "column", FP8GlobalStateManager.enabled
+        gathers, scatters = layer.ub_overlap_ag_fprop, layer.ub_overlap_rs_fprop
+        ub = get_ub(layer.ub_name + "_fprop", fp8) if gathers or scatters else None
+        shard = quantized(x, DType.kFloat8E4M3, layer.group if column else None)
+        weight, total = quantized(w, DType.kFloat8E4M3), shard
+        if gathers:
+            total = filled(ub, shard, layer.group)
+        elif column:
+            total = gathered(shard, layer.group)
+        options: dict[str, Any] = {"out_dtype": x.dtype, "bias": bias}
+        if ub is not None:
+            options |= {"ub": ub, "ub_type": CommOverlapType.AG if gathers else CommOverlapType.RS}
+        R = layer.group.size()
+        scattered = x.new_empty(x.shape[0] // R, *x.shape[1:-1], w.shape[0]) if scatters else None
+        y, *_, extra = linear.general_gemm(weight, total, extra_output=scattered, **options)
+        if scatters:
+            y = extra
+        elif not column:
+            y = scatter(y, layer.group)
+        ctx.layer, ctx.fp8, ctx.shape = layer, fp8, x.shape
+        ctx.ub_overlap_ag, ctx.ub_overlap_rs_dgrad = (
+            layer.ub_overlap_ag_dgrad, layer.ub_overlap_rs_dgrad,
+        )  # fmt: skip
+        ctx.saved = shard, weight
+        return y.view(-1, *x.shape[1:-1], w.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        layer, (shard, weight) = ctx.layer, ctx.saved
+        column, dtype = layer.parallel_mode == "column", dy.dtype
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+        asked = ctx.ub_overlap_ag or ctx.ub_overlap_rs_dgrad
+        ub = get_ub(layer.ub_name + "_dgrad", ctx.fp8) if asked else None
+        total = quantized(dy, DType.kFloat8E5M2, None if column else layer.group)
+        if ctx.ub_overlap_ag:
+            total = filled(ub, total, layer.group)
+        elif not column:
+            total = gathered(total, layer.group)
+        if ctx.fp8:
+            weight.update_usage(columnwise_usage=True)
+        options: dict[str, Any] = {"out_dtype": dtype, "layout": "NN", "grad": True}
+        if ub is not None:
+            kind = CommOverlapType.AG if ctx.ub_overlap_ag else CommOverlapType.RS
+            options |= {"ub": ub, "ub_type": kind, "use_split_accumulator": True}
+        rows = math.prod(ctx.shape[:-1])
+        scattered = dy.new_empty(rows, ctx.shape[-1]) if ctx.ub_overlap_rs_dgrad else None
+        dx, *_, extra = linear.general_gemm(weight, total, extra_output=scattered, **options)
+        if ctx.ub_overlap_rs_dgrad:
+            dx = extra
+        elif column:
+            dx = scatter(dx, layer.group)
+        x = gathered(shard, layer.group) if column else shard
+        for one in (x, total) if ctx.fp8 else ():
+            one.update_usage(columnwise_usage=True)
+        dw, *_ = linear.general_gemm(x, total, layout="NT", grad=True, out_dtype=dtype)
+        return dx.view(ctx.shape), dw, None, None
+
+
+def scatter(y: Tensor, group: Any) -> Tensor:
+    shard = y.new_empty(y.shape[0] // group.size(), *y.shape[1:])
+    dist.reduce_scatter_tensor(shard, y.contiguous(), group=group)
+    return shard
+
+
+class Linear(torch.nn.Module):
+    def __init__(
+        self, w: Tensor, mode: str, name: str, group: Any, overlap: bool, bias: Any = None
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(w), bias
+        self.parallel_mode, self.group, self.ub_name = mode, group, name
+        column = mode == "column"
+        self.ub_overlap_ag_fprop = self.ub_overlap_rs_dgrad = overlap and column
+        self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = overlap and not column
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self.weight, self.bias, self)
+
+
+def _module(name: str, **names: Any) -> Any:
+    made = types.ModuleType(name)
+    made.__dict__.update(names)
+    sys.modules[name] = made
+    return made
+
+
+_PACKAGE = "transformer_engine.pytorch.module"
+base: Any = None
+linear: Any = None
+
+
+def install() -> None:
+    """Be TransformerEngine in this process, once."""
+    global base, linear
+    if base is not None:
+        return
+    for name in ("transformer_engine", "transformer_engine.pytorch", _PACKAGE):
+        _module(name, __path__=[])
+    _module(
+        "transformer_engine_torch", CommOverlapType=CommOverlapType, DType=DType,
+        fp8_transpose=fp8_transpose,
+    )  # fmt: skip
+    base = _module(
+        f"{_PACKAGE}.base", UserBufferQuantizationMode=UserBufferQuantizationMode,
+        Float8TensorStorage=Float8TensorStorage, FP8GlobalStateManager=FP8GlobalStateManager,
+        _ub_communicators=None, initialize_ub=None,
+    )  # fmt: skip
+    linear = _module(f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear)
+    other = type("LayerNormLinear", (Linear,), {})
+    norm = _module(f"{_PACKAGE}.layernorm_linear", LayerNormLinear=other)
+    mlp = _module(f"{_PACKAGE}.layernorm_mlp")
+    sys.modules[_PACKAGE].__dict__.update(
+        base=base, linear=linear, layernorm_linear=norm, layernorm_mlp=mlp
+    )

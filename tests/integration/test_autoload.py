@@ -1,0 +1,100 @@
+"""FLUX_MEGATRON_ENABLE=1 in processes whose program knows nothing of us: a framework's workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BEGIN = {"torch first": "import torch", "Megatron first": "import megatron.core.parallel_state"}
+WORKER = """
+import sys
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+held = get_gpt_layer_local_spec().submodules.mlp.submodules.linear_fc2
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+initialize = parallel_state.initialize_model_parallel
+initialize(1)
+{late}
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2,
+                           use_cpu_initialization=True)
+options = {{"config": config, "init_method": torch.nn.init.ones_, "bias": False,
+           "input_is_parallel": True, "skip_bias_add": False}}
+print(type(held(8, 8, **options)).__module__, type(RowParallelLinear(8, 8, **options)).__module__)
+print(parallel_state.initialize_model_parallel.__module__, hasattr(initialize, "__wrapped__"))
+print(sum(type(f).__module__.startswith("flux") for f in sys.meta_path))
+"""
+OURS, STOCK = "flux_megatron.integration.stand_ins", "megatron.core.tensor_parallel.layers"
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """The entry points of pyproject.toml, as they are where this package is installed."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    group, line = '[project.entry-points."torch.backends"]\n', 'flux_megatron = "flux_megatron:arm"'
+    assert group + line in text
+    folder = tmp_path / "flux_megatron_here-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flux-megatron-here\nVersion: 1\n"
+    )
+    (folder / "entry_points.txt").write_text("[torch.backends]\n" + line.replace('"', ""))
+    return tmp_path
+
+
+def run(script: str, folder: Path | None, **more: str) -> subprocess.CompletedProcess[str]:
+    path = [str(ROOT), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True, text=True, env=environment, timeout=120,
+    )  # fmt: skip
+
+
+def answers(script: str, folder: Path | None, **more: str) -> list[str]:
+    done = run(script, folder, **more)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if not line.startswith("flux_megatron: ")]
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_a_worker_gets_our_layers_by_the_variable_alone(installed, begin):
+    script = BEGIN[begin] + WORKER.format(late="")
+    got = answers(script, installed, FLUX_MEGATRON_ENABLE="1")
+    assert got == [f"{OURS} {OURS}", "megatron.core.parallel_state True", "0"]
+
+
+def test_without_the_variable_nothing_happens(installed):
+    got = answers(WORKER.format(late=""), installed, FLUX_MEGATRON_ENABLE="0")
+    assert got == [f"{STOCK} {STOCK}", "megatron.core.parallel_state False", "0"]
+
+
+def test_an_import_of_ours_is_enough_where_torch_loads_no_plugins():
+    """And where Megatron's groups are there already."""
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "FLUX_MEGATRON_ENABLE": "1"}
+    late = "assert 'flux_megatron' not in sys.modules; import flux_megatron"
+    got = answers(WORKER.format(late=late), None, **off)
+    assert got[0] == f"{OURS} {OURS}"
+
+
+def test_a_wrong_value_is_named(installed):
+    done = run("import torch", installed, FLUX_MEGATRON_ENABLE="yes", FLUX_MEGATRON_TUNE="x")
+    assert done.returncode
+    assert "FLUX_MEGATRON_ENABLE='yes', expected 0 or 1" in done.stderr
+    assert not run("import torch", installed, FLUX_MEGATRON_TUNE="x").returncode
+
+
+def test_the_flag_of_a_launch_is_stronger(installed):
+    """Else layers that --flux-layers leaves to Megatron would be ours."""
+    begin = "from flux_megatron.integration import flags, install\n"
+    begin += "install.install(flags.FluxOptions(layers=('qkv',)))\n"
+    got = answers(begin + WORKER.format(late=""), installed, FLUX_MEGATRON_ENABLE="1")
+    assert got[0].split()[1] == STOCK

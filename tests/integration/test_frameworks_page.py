@@ -1,0 +1,109 @@
+"""The snippets of docs/frameworks.md, as far as megatron-core alone can play the frameworks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import side_by_side as sbs
+import torch
+import yaml
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from ranks import on_cpu_ranks
+
+import flux_megatron
+from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+
+PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+WORKERS = {"FLUX_MEGATRON_ENABLE": "1"}  # test_autoload.py has what these do in a process
+
+
+def snippet(after: str, language: str) -> str:
+    """The first block of this language behind these words."""
+    found = re.search(rf"```{language}\n(.*?)```", PAGE[PAGE.index(after) :], re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+class Provider:
+    """As Megatron-Bridge's: it builds by a spec that it asks for late, then wraps."""
+
+    tensor_model_parallel_size = 1
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+
+    def register_pre_wrap_hook(self, hook: Any) -> None:
+        self._hooks.append(hook)
+
+    def provide_distributed_model(self, ddp_config: Any) -> list[Any]:
+        config = sbs.settings(self.tensor_model_parallel_size, False, torch.float32)
+        spec = get_gpt_layer_local_spec()
+        chunks = [GPTModel(config=config, transformer_layer_spec=spec, vocab_size=8,
+                           max_sequence_length=8)]  # fmt: skip
+        for hook in self._hooks:
+            chunks = hook(chunks)
+        return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+
+class AutoBridge:
+    @classmethod
+    def from_hf_pretrained(cls, name: str) -> AutoBridge:
+        return cls()
+
+    def to_megatron_provider(self) -> Provider:
+        return Provider()
+
+
+def linears(models: list[Any]) -> tuple[int, int]:
+    """How many are ours, and are linear at all."""
+    names = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+    found = [module for name, module in models[0].named_modules() if name.endswith(names)]
+    flux = (FluxColumnParallelLinear, FluxRowParallelLinear)
+    return sum(isinstance(module, flux) for module in found), len(found)
+
+
+@on_cpu_ranks(2)
+def test_megatron_bridge(rank):
+    sys.modules["megatron.bridge"] = module = types.ModuleType("megatron.bridge")
+    module.AutoBridge = AutoBridge  # type: ignore[attr-defined]
+    sbs.start(2)
+    ddp = DistributedDataParallelConfig()
+    names: dict[str, Any] = {}
+    exec(snippet("**Megatron-Bridge.**", "python"), names)
+    assert linears(names["provider"].provide_distributed_model(ddp_config=ddp)) == (5, 5)
+    provider = Provider()
+    assert linears(provider.provide_distributed_model(ddp_config=ddp)) == (0, 5)
+    flux_megatron.enable()
+    assert linears(provider.provide_distributed_model(ddp_config=ddp)) == (5, 5)
+
+
+@sbs.on_tp_ranks(1)
+def test_the_call_of_the_page(rank):
+    exec(snippet("## What do the calls do?", "python"), {})
+    assert linears(Provider().provide_distributed_model(DistributedDataParallelConfig())) == (4, 5)
+
+
+def test_nemo_rl_gives_its_workers_the_variable():
+    given = yaml.safe_load(snippet("**NeMo-RL**", "yaml"))
+    assert given["policy"]["megatron_cfg"]["env_vars"] == WORKERS
+
+
+def test_slime_gives_its_trainers_the_variable():
+    words = shlex.split(snippet("**slime**", "bash"))
+    assert json.loads(words[words.index("--train-env-vars") + 1]) == WORKERS
+
+
+def test_verl_gives_its_workers_the_variable():
+    *_, last = shlex.split(snippet("**verl**", "bash"))
+    name, value = last.split("=")
+    start, variable = name.rsplit(".", 1)
+    assert start == "+ray_kwargs.ray_init.runtime_env.env_vars"
+    assert {variable: shlex.split(value)[0]} == WORKERS

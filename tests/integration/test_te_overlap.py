@@ -1,0 +1,155 @@
+"""TransformerEngine's layers with our operations: as without overlap, bit by bit."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import te_modules
+import torch
+import torch.distributed as dist
+from closeness import assert_exact
+from ranks import FUSED, RankFailure, run_ranks
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron.integration import arm, install, requirements
+from flux_megatron.integration.requirements import FP8_RECIPES
+
+SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
+BOTH = {"ag_gemm": 2, "gemm_rs": 2}
+
+
+def integers(made: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(-4, 5, shape, generator=made).float()
+
+
+def pretend() -> None:
+    te_modules.install()
+
+
+def overlapped(layers: tuple[str, ...] | None = None) -> Any:
+    pretend()
+    from flux_megatron.integration import te_overlap
+
+    te_overlap.use(lambda: dist.group.WORLD, layers)
+    te_modules.base.initialize_ub()
+    return te_overlap
+
+
+def layer(rank: int, mode: str, overlap: bool, bias: bool = False) -> Any:
+    made = torch.Generator().manual_seed(7 + rank)
+    N, K = SIZES[mode]
+    name = "fc1" if mode == "column" else "fc2"
+    added = integers(made, N) if bias else None
+    w = integers(made, N, K)
+    return te_modules.Linear(w, mode, name, dist.group.WORLD, overlap, added)
+
+
+def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
+    """y, dx, dw of [s, b, K] rows, of another scale on each rank."""
+    made = torch.Generator().manual_seed(3 + rank)
+    x = integers(made, 8 if mode == "column" else 16, 2, SIZES[mode][1]) * 2**rank
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(integers(made, *y.shape))
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+def both(rank: int, fp8: bool) -> dict[str, int]:
+    overlapped()
+    te_modules.FP8GlobalStateManager.enabled = fp8
+    for mode in SIZES:
+        ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
+        plain = stepped(rank, layer(rank, mode, False, bias=mode == "column"), mode)
+        for name, one, other in zip(("y", "dx", "dw"), ours, plain, strict=True):
+            assert_exact(one, other, f"{mode} {name}")
+    return _totals()
+
+
+def _totals() -> dict[str, int]:
+    calls = flux_megatron.report().calls
+    return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "16 bits"])
+def test_layers_follow_those_without_overlap(fp8):
+    assert run_ranks(both, 2, fp8, environment=FUSED) == [BOTH, BOTH]
+
+
+def not_ours(rank: int) -> dict[str, int]:
+    te_overlap = overlapped(("fc1",))
+    column, row = layer(rank, "column", True), layer(rank, "row", True)
+    assert te_overlap.overlaps(column)
+    assert not te_overlap.overlaps(row)
+    stepped(rank, row, "row")
+    with arm.use(stock=True):
+        stepped(rank, column, "column")
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(several=True)
+    stepped(rank, column, "column")
+    return _totals()
+
+
+def test_other_layers_arms_and_recipes_stay_tes():
+    assert run_ranks(not_ours, 2, environment=FUSED) == [{"ag_gemm": 0, "gemm_rs": 0}] * 2
+
+
+def serial(rank: int) -> list[str]:
+    te_overlap = overlapped()
+    reason = mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported")
+    with reason, pytest.warns(UserWarning, match="nothing is supported"):
+        both_arms = [
+            [stepped(rank, layer(rank, mode, overlap), mode) for overlap in (True, False)]
+            for mode in SIZES
+        ]
+    for ours, plain in both_arms:
+        for one, other in zip(ours, plain, strict=True):
+            assert_exact(one, other)
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_what_we_do_not_compute_runs_without_overlap_and_is_counted():
+    for reasons in run_ranks(serial, 2, environment=FUSED):
+        assert reasons == ["nothing is supported"] * 2
+
+
+def strict(rank: int) -> None:
+    te_overlap = overlapped()
+    with mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported"):
+        stepped(rank, layer(rank, "row", True), "row")
+
+
+def test_strict_mode_refuses_it():
+    with pytest.raises(RankFailure, match="nothing is supported"):
+        run_ranks(strict, 2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
+
+
+def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
+    """With it TE's other layers would ask our communicators for what these do not do."""
+    args = types.SimpleNamespace(tp_comm_bulk_dgrad=True, tp_comm_bulk_wgrad=True)
+    install._ask_te_to_overlap(args)
+    names = {name.removeprefix("tp_comm_") for name, value in vars(args).items() if value}
+    assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"fp8_recipe": "delayed"}, []),
+        ({"fp8_recipe": "mxfp8"}, [f"one of {', '.join(FP8_RECIPES)} expected"]),
+        ({"sequence_parallel": False}, ["without --sequence-parallel"]),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 1}, []),
+    ],
+)
+def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
+    args = types.SimpleNamespace(
+        **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
+           "tensor_model_parallel_size": 2, **changed}
+    )  # fmt: skip
+    found = [str(one) for one in requirements._of_fp8(args, of_te=True)]
+    assert all(a in b for a, b in zip(said, found, strict=True))
+    (other, *_) = map(str, requirements._of_fp8(args, of_te=False))
+    assert "--transformer-impl transformer_engine" in other

@@ -1,0 +1,207 @@
+"""The measuring scripts in small, on a CPU: they write rows, and time nothing wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from ranks import on_cpu_ranks, run_ranks
+
+import flux_megatron
+from flux_megatron.lab.bench import provenance
+from flux_megatron.lab.measure import (
+    breakdown,
+    dynamic_layers,
+    dynamic_rows,
+    fp8_operations,
+    gpu_run,
+    held_out,
+    hold,
+    iterations,
+)
+
+PACKAGE = Path(flux_megatron.__file__).parent
+RANK = """
+import os, pathlib, sys, time
+
+gate, words = pathlib.Path(sys.argv[2]), sys.argv[3:]
+if "--tp-comm-overlap" in words:
+    sys.exit("no such thing")
+steps, batch = (int(words[words.index(f"--{name}") + 1]) for name in ("train-iters", "global-batch-size"))
+block = int(words[words.index("--flux-compare") + 1])
+while not gate.exists():
+    time.sleep(0.01)
+for i in range(1, steps + 1):
+    milliseconds = (120 if (i - 1) // block % 2 == 0 else 100) + i % 3
+    if os.environ["RANK"] == "1":
+        print(f" [2026-11-21 18:00:{i % 60:02}] iteration {i}/ {steps} | "
+              f"elapsed time per iteration (ms): {milliseconds} | global batch size: {batch} | "
+              "lm loss: 1.0 | number of skipped iterations: 0 | number of nan iterations: 0 |")
+"""  # noqa: E501
+
+
+def _run(out: Path | None) -> gpu_run.Run:
+    device, group = torch.device("cpu"), dist.group.WORLD
+    about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
+    return gpu_run.Run(group, device, about, out)
+
+
+def race_of_plans(rank: int, out: Path) -> None:
+    for beside, case in zip((False, True), held_out.SMALL.split(","), strict=True):
+        assert held_out.measure(_run(out), case, 2, beside)
+
+
+def race_under_holds(rank: int, out: Path) -> None:
+    pieces = ("ag_gemm", "column backward")
+    with hold.other_version(PACKAGE.parent) as package:
+        versions = {"new": "flux_megatron", "old": package}
+        hold.measure(_run(out), versions, [(32, 16, 16)], pieces, [hold.Held()], 60, 2, 1)
+
+
+@pytest.mark.parametrize("body", [race_of_plans, race_under_holds])
+def test_every_strategy_has_a_row(tmp_path, body: Callable):
+    run_ranks(body, 2, tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    plans = [row["plan"] for row in rows if row["plan"].startswith("{")]
+    strategies = {json.loads(plan)["strategy"] for plan in plans}
+    assert {"sequential", "fused", "low_latency", "pipelined", "signalled"} <= strategies
+    assert all(len(row["times_us"]) == 2 and min(row["times_us"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("case", held_out.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_plan_is_not_timed(rank, case):
+    right = held_out.Layer.call
+    if rank == 1:  # on one rank, and all stop
+        held_out.Layer.call = lambda self, plan: right(self, plan) + 1
+    assert held_out.measure(_run(None), case, 1, False) is False
+
+
+def fp8_calls(rank: int, out: Path) -> None:
+    for case in fp8_operations.SMALL.split(","):
+        assert fp8_operations.measure(_run(out), case, 2, False)
+
+
+def test_fp8_is_verified_and_has_a_row_a_candidate(tmp_path):
+    run_ranks(fp8_calls, 2, tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    errors = [row for row in rows if row["table"] == "fp8_errors"]
+    assert [row["wrong"] for row in errors] == [False] * 4
+    named = [row["candidate"] for row in rows if row["table"] == "fp8_operations"]
+    assert named == ["gemm", "serial", "ours", "gemm_split", "serial_split", "ours_split"] * 2
+
+
+def wrong_scale(rank: int, case: str) -> bool:
+    right = fp8_operations.Layer.call
+    if rank == 1:
+        fp8_operations.Layer.call = lambda self, plan: right(self, plan) * 1.01
+    return fp8_operations.measure(_run(None), case, 1, False)
+
+
+@pytest.mark.parametrize("case", fp8_operations.SMALL.split(","))
+def test_a_wrong_scale_is_not_timed(case):
+    assert run_ranks(wrong_scale, 2, case) == [False, False]
+
+
+def new_rows(rank: int, out: Path) -> None:
+    run = _run(out)
+    assert dynamic_rows.measure(run, "ops small", 6, repeat=False, beside=False)
+    assert dynamic_rows.measure(run, "nn small", 5, repeat=True, beside=True)
+    dynamic_rows.many(run, 12)
+
+
+def test_a_new_number_of_tokens_in_every_micro_batch(tmp_path):
+    run_ranks(new_rows, 2, tmp_path / "rows")
+    lines = (tmp_path / "rows").read_text().splitlines()
+    new, repeated, many = map(json.loads, lines)
+    assert len({*new["M"]}) == 6
+    assert all(M % 2 == 0 and 8 <= M < 96 for M in new["M"])
+    assert len(repeated["M"]) == 5
+    assert len({*repeated["M"]}) == 1
+    for row in (new, repeated):
+        last = [row[f"times_ms_{name}"][4:] for name in ("nccl", "ours")]
+        ratios = [nccl / ours for nccl, ours in zip(*last, strict=True)]
+        assert row["ratio_lowest"] == pytest.approx(min(ratios), rel=0.01, abs=0.002)
+        assert row["ratio_median"] == pytest.approx(sum(ratios) / len(ratios), rel=0.01, abs=0.002)
+        assert all(0 < row["host_ms_ours"][name] < max(last[1]) for name in ("median", "max"))
+        assert row["compiled_after_5"] == 0  # interpreted
+        assert min(row[when]["host_mib"] for when in ("after_5", "at_end")) > 0
+    # verified, twice the largest, then each micro-batch: 2 layers of 2 linears, both directions
+    assert sum(new["calls"].values()) == 4 * (1 + 2 * 2 + 2 * 6)
+    assert sum(repeated["calls"].values()) == 2 * 4 * (1 + 2 * 2 + 2 * 5)
+    assert many["different_M"] == 12
+    assert [one["different_M"] for one in many["held"]] == [*range(1, 13), 12]
+
+
+@pytest.mark.parametrize("case", dynamic_rows.SMALL.split(","))
+@on_cpu_ranks(2)
+def test_a_wrong_layer_is_not_timed(rank, case):
+    right = dynamic_layers.Layer.ours
+
+    def wrong(self: dynamic_layers.Layer) -> list[torch.Tensor]:
+        *results, last = right(self)
+        return [*results, last + 1]
+
+    if rank == 1:  # on one rank, and all stop
+        dynamic_layers.Layer.ours = wrong
+    assert not dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
+
+
+@pytest.mark.timeout(200)
+def test_trees_race_and_a_wrong_one_takes_no_part(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "flux_megatron")
+    with (tmp_path / "flux_megatron" / "ops.py").open("a") as file:
+        file.write("_right = all_gather_gemm\n")
+        file.write("def all_gather_gemm(*args, **options): return _right(*args, **options) + 1\n")
+    command = [
+        sys.executable, "-m", "flux_megatron.lab.measure.trees", str(tmp_path / "rows"),
+        "--device", "cpu", "--rounds", "2", "--calls", "1", "--shapes", "32x16x16 nt",
+        "--only", "ag_gemm fused,gemm_rs", "--tree", "installed", "--tree", f"broken={tmp_path}",
+    ]  # fmt: skip
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert "ag_gemm fused 32x16x16 nt: WRONG in broken\n" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {row["case"].split()[0] for row in rows} == {"gemm_rs"}
+
+
+def test_whole_iterations_and_a_process_that_fails(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setattr(iterations, "RANK", str(tmp_path / "rank.py"))
+    monkeypatch.setattr(iterations, "machine_of", lambda *_: {"gpu": "none"})
+    monkeypatch.setattr(iterations, "EXPERIMENTS", iterations.EXPERIMENTS[:1])
+    with pytest.raises(typer.Exit) as end:
+        iterations.main(tmp_path, tmp_path / "rows", tp=2, M="2048")
+    assert end.value.exit_code == 1
+    assert "no such thing" in capsys.readouterr().err
+    stock, flux = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert (stock["arm"], stock["median_ms"], len(stock["times_ms"])) == ("stock", 121, 36)
+    assert (flux["arm"], flux["median_ms"], len(flux["times_ms"])) == ("flux", 101, 36)
+    assert flux["speedup_low_middle_high"][1] == pytest.approx(121 / 101, abs=1e-3)
+
+
+def test_time_in_which_only_communication_runs(tmp_path):
+    events = [
+        ("kernel", "nvjet_hsh_128x256", 100, 50),
+        ("kernel", "ncclDevKernel_AllGather_RING_LL", 140, 40),  # 30 of them alone
+        ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 170, 15),  # 5 more
+        ("cpu_op", "aten::mm", 0, 1000),
+        ("kernel", "hopper_gemm_rs_kernel", 200, 100),  # after 15 in which nothing runs
+    ]
+    rows = [dict(zip(("cat", "name", "ts", "dur"), event, strict=True)) for event in events]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": rows}))
+    found = breakdown.shares(breakdown.activities(tmp_path / "trace.json"))
+    assert found["span_us"] == 200
+    assert found["idle_us"] == 15
+    assert found["communication_alone_us"] == 35
+    assert found["by_kind_us"] == {"linear": 150, "collective": 40, "copy": 15}

@@ -1,0 +1,167 @@
+"""Every command of scripts/node.sh is one that there is, scripts/pretrain.sh fails where it
+compares less than it says, and files of docs/ that sources name are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pydantic")
+
+import typer
+
+from flux_megatron.cli import app
+from flux_megatron.doctor import parser
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts/node.sh"
+RUNS = ("shared", "iterations", "launches", "megatron", "operators", "operations", "checks")
+
+
+def commands(run: str, folder: Path) -> list[list[str]]:
+    environment = {"PRINT": "1", "GPUS": "4", "FLUX_MEGATRON_LM": "lm", "PYTHON": sys.executable}
+    printed = subprocess.run(
+        [SCRIPT, run, folder], env={**os.environ, **environment}, text=True, check=True,
+        capture_output=True,
+    ).stdout  # fmt: skip
+    return [shlex.split(line)[1:] for line in printed.splitlines()]
+
+
+def known(words: list[str]) -> set[str]:
+    """The options of the program that `words` begin with."""
+    if words[0].endswith(".py"):
+        return options_of(runpy.run_path(str(ROOT / words[0]), run_name="not main"))
+    if words[0].startswith("flux_megatron.lab.measure."):
+        return options_of(vars(import_module(words[0])))
+    assert words[0] == "flux_megatron", words
+    if words[1] == "doctor":
+        return options_in(parser())
+    command = typer.main.get_command(app)
+    for word in words[1:]:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.get_command(typer.Context(command), word)
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def options_in(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def options_of(names: dict[str, Any]) -> set[str]:
+    """Of a script, by what it defines."""
+    if "argparse" in names:
+        return options_in(names["parser"]())
+    main, found = names["main"], set()
+    for name, parameter in inspect.signature(main, eval_str=True).parameters.items():
+        named = [
+            one for one in getattr(parameter.annotation, "__metadata__", ()) if one.param_decls
+        ]
+        found |= {*(named[0].param_decls if named else ("--" + name.replace("_", "-"),))}
+    return found
+
+
+def program(words: list[str]) -> list[str]:
+    """Without the launcher: from the script or the package on."""
+    return words[next(i for i, w in enumerate(words) if re.match(r"flux_megatron|.*\.py$", w)) :]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_command_knows_its_options(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+    asked = 0
+    for words in commands(run, tmp_path):
+        if words[-1] == "scripts/test.sh":
+            continue
+        words = program(words)
+        given = {word for word in words if word.startswith("--")}
+        assert given <= known(words), words
+        asked += 1
+    assert asked
+
+
+def test_an_unknown_run_is_refused(tmp_path):
+    ended = subprocess.run([SCRIPT, "all", tmp_path], env={**os.environ, "GPUS": "4"},
+                           capture_output=True, text=True)  # fmt: skip
+    assert ended.returncode == 2
+    assert "RUN all given; shared, iterations, launches," in ended.stderr
+
+
+PRETRAIN = ROOT / "scripts/pretrain.sh"
+CALLS = "flux_megatron: 4 of 4 calls overlapped"
+# what the ranks print: STOCK and OURS are losses of iterations
+PRETENDED = """#!/usr/bin/env bash
+case "$*" in
+"-c "*) echo .so; exit ;;
+*" --flux-overlap"*) losses=$OURS; echo "$SAID" ;;
+*) losses=$STOCK ;;
+esac
+for loss in $losses; do
+    echo " [now] iteration $((++i))/ 3 | lm loss: $loss | grad norm: 1 |"
+done
+"""
+
+
+def pretrained(folder: Path, ours: str, said: str = CALLS, models: str = "gpt"):
+    python = folder / "python"
+    python.write_text(PRETENDED)
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(folder), "MODELS": models, "RANKS": "2",
+             "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": said}  # fmt: skip
+    run = subprocess.run(
+        ["bash", str(PRETRAIN)], env=os.environ | given, capture_output=True, text=True, timeout=60
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "word"),
+    [
+        ({"ours": "4.0 3.0 2.0"}, 0, "4 of 4 calls"),
+        ({"ours": "4.0 3.0 2.1"}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0"}, 1, "DIFFERENT"),
+        ({"ours": ""}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0 nan"}, 1, "DIFFERENT"),
+        ({"ours": "4.0 3.0 2.0", "said": ""}, 1, "NOTHING OVERLAPPED"),
+        ({"ours": "4.0 3.0 2.0", "models": "gpt lama"}, 2, "MODELS has lama"),
+    ],
+    ids=["same", "other losses", "fewer", "none", "nan", "no calls", "no such model"],
+)
+def test_it_passes_only_with_all_losses_and_calls(given, code, word, tmp_path):
+    status, output = pretrained(tmp_path, **given)
+    assert status == code, output
+    assert word in output
+
+
+NAMED = re.compile(r"docs/[\w/.-]*\w\.(?:md|svg|jsonl?|png)\b")
+DECISION = re.compile(r"[Dd]ecisions? (\d+)\b")
+SOURCES = [file for folder in ("flux_megatron", "scripts", "tests")
+           for pattern in ("*.py", "*.sh", "*.c", "*.yaml", "*.tsv")
+           for file in (ROOT / folder).rglob(pattern)]  # fmt: skip
+
+
+def gone(text: str) -> list[str]:
+    records = {file.name[:4] for file in (ROOT / "docs/decisions").glob("0*.md")}
+    lost = [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+    return lost + [f"decision {n}" for n in DECISION.findall(text) if n not in records]
+
+
+@pytest.mark.parametrize("folder", ["flux_megatron", "scripts", "tests"])
+def test_every_named_file_is_there(folder):
+    found = {str(file.relative_to(ROOT)): gone(file.read_text())
+             for file in SOURCES if file.is_relative_to(ROOT / folder)
+             and file != Path(__file__)}  # fmt: skip
+    assert {file: names for file, names in found.items() if names} == {}
