@@ -174,16 +174,19 @@ def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
         assert (calls, races) == ({("ag_gemm", "fused"): 4}, 0)
 
 
+@pytest.mark.parametrize(("takes_s", "raced_ranges"), [(0.3, 2), (0.5, 1)])
 @on_device_ranks(2, environment=ON | {"FLUX_MEGATRON_TUNE_SECONDS": "0.4"})
-def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path):
-    fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=0.3)
+def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes_s, raced_ranges):
+    """Every plan's first run, which compiles, takes as long again, and does not count."""
+    fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=takes_s)
     tuner.race = tuner.time = choice.time = fake
     for case in (SMALL, LARGER):
         check(case)
     assert len(tuner.race.turns) > 2
-    assert report().calls == {("ag_gemm", "pipelined"): 1, ("ag_gemm", RULED): 1}
+    expected = {("ag_gemm", "pipelined"): raced_ranges, ("ag_gemm", RULED): 2 - raced_ranges}
+    assert report().calls == {call: count for call, count in expected.items() if count}
     dist.barrier()
-    assert len([*tmp_path.rglob("*.json")]) == 1
+    assert len([*tmp_path.rglob("*.json")]) == raced_ranges
 
 
 @on_device_ranks(2, environment=ON)

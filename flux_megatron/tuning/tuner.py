@@ -49,34 +49,36 @@ def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
 def measure(
     problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, *,
     seconds: float = math.inf, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
+    all_ran: Callable[[], None] = lambda: None,
 ) -> Entry | None:  # fmt: skip
     """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
     After `seconds` on the leader's clock no further plan is tried, and fewer rounds are run. None
     if there is no memory for the operands, or `sequential` itself fails. `watch` is told each plan
-    before its turn. A problem `beside` others is raced beside all-reduces.
+    before its turn; `all_ran`, when each has run once, which compiles and loads kernels. A problem
+    `beside` others is raced beside all-reduces.
     """
     entry = None
     with suppress(NoRoom):  # on all ranks alike
-        entry = _measure(problem, plans, group, device, seconds, rounds, watch)
+        entry = _measure(problem, plans, group, device, seconds, rounds, watch, all_ran)
     return entry
 
 
 def _measure(
     problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device,
-    seconds: float, most_rounds: int, watch: Watch,
+    seconds: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
 ) -> Entry | None:  # fmt: skip
     started = time.monotonic()
     trial = _trial(problem, group, device)
     if trial is None:
         return None
     with closing(trial):  # its symmetric memory is the run's
-        return _raced(trial, plans, group, device, seconds, started, most_rounds, watch)
+        return _raced(trial, plans, group, device, seconds, started, most_rounds, watch, all_ran)
 
 
 def _raced(
     trial: Trial, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, seconds: float,
-    started: float, most_rounds: int, watch: Watch,
+    started: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
 ) -> Entry | None:  # fmt: skip
     problem = trial.problem
     tried: dict[Plan, float] = {}
@@ -93,6 +95,7 @@ def _raced(
             tried[plan] = statistics.median(warm.times_us[""])
         if not tried:
             return None
+    all_ran()
 
     def rounds_in_time(most: int, times_us: Iterable[float]) -> int:
         left = seconds - (time.monotonic() - started)
