@@ -86,7 +86,7 @@ def exact_calls(rank: int, world_size: int) -> dict[tuple[str, str], int]:
         bias = pattern == "ag_gemm" and number % 2 == 0
         layer = Layer(pattern, sizes, x_dtype, out_dtype, world_size, bias=bias)
         expected = layer.expected()[rank]
-        for _ in range(6):  # the last ones are made by recorded lists, with scales of their own
+        for _ in range(6):  # one program, to which each call brings scales of its own
             layer.x_scale = [2 * one for one in layer.x_scale]
             expected = layer.expected()[rank]
             assert_exact(layer.call(plan, number % 4 == 0), expected, f"{pattern} {sizes} {plan}")

@@ -221,14 +221,15 @@ class InFlight:
         """Enqueue the next segment, in whatever stream the caller is now."""
         try:
             self._at += 1
-            self.engine.follow()
             if (stream := self.engine.current()) != self.stream:
                 self.stream, self._elsewhere = stream, True
                 self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[_MADE:])
             if self._lists is None:
+                self.engine.follow()
                 self._by_python()
             else:
+                self._follow_others()
                 self._by_c(self._lists)
             if self._at == len(self.program.lent):
                 self._end()
@@ -239,12 +240,14 @@ class InFlight:
     def _end(self) -> None:
         if self._elsewhere:
             self.engine.hold(*[slot.of(self) for slot in self.program.held])
+        if self._lists is None:
+            for call in self.calls:
+                self.space.end(call)
+            return
         for call in self.calls:
-            self.space.end(call)
-        if self._lists is not None:
-            counts = triton_launch.launches
-            for name in self._lists.launches:
-                counts[name] += 1
+            call.channel.end_in(call.region)
+        for name in self._lists.launches:
+            triton_launch.launches[name] += 1
 
     # The two executors of a segment.
 

@@ -59,6 +59,7 @@ class Slot:
         self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
+        self._place = operand.register - X.register  # among a call's tensors
 
     @property
     def device(self) -> torch.device:
@@ -95,11 +96,10 @@ class Slot:
 
     def of(self, call: Any) -> Tensor:
         """The tensor of a call."""
-        register, offset = self.operand
-        tensor: Tensor = call.tensors[register - X.register]
+        tensor: Tensor = call.tensors[self._place]
         if self.whole:
             return tensor
-        first = tensor.storage_offset() + offset // self.dtype.itemsize
+        first = tensor.storage_offset() + self.operand.add // self.dtype.itemsize
         return tensor.as_strided(self.shape, (self.shape[1], 1), first)
 
 
