@@ -90,8 +90,8 @@ class Described(NamedTuple):
         """All but the address."""
         return self.slot.dtype, self.slot.shape, self.block
 
-    def of(self, call: Any):
-        return descriptor_of(self.slot.of(call), self.block)
+    def of(self, tensor: Tensor):
+        return descriptor_of(tensor, self.block)
 
     def at(self, address: int):
         """Of a tensor like this one at an address."""

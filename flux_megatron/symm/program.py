@@ -159,8 +159,13 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
 
     def run(self, call: Any) -> None:
-        tensors = [None if one is None else one.of(call) for one in self.tensors]
+        tensors = [None if one is None else _given(one, call) for one in self.tensors]
         self.launcher.launch(tensors, [_number(one, call) for one in self.numbers], self.grid)
+
+
+def _given(one: Any, call: Any) -> Any:
+    """The tensor of a slot, or a descriptor of it."""
+    return one.of(call) if isinstance(one, Slot) else one.of(one.slot.of(call))
 
 
 def _number(number: Any, call: Any) -> Any:
