@@ -7,6 +7,7 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
@@ -20,40 +21,15 @@ from flux_megatron import settings
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.operands import refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
-from flux_megatron.overlap.steady import Steady
-from flux_megatron.overlap.transfer import GATHER, SCATTER
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.workspace import Guard, Workspace, workspace
 from flux_megatron.tuning import choice
 
+_UNGUARDED = nullcontext()
 S = TypeVar("S")
 LAYOUTS = ("nt", "nn")
 SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
-PLAIN, BIASED, LENDING, BIASED_LENDING, IN_PIECES, ROWS = range(6)  # kinds of calls
-
-
-class Kinds(dict[int, Steady]):
-    """The kinds of calls under one decision: whole ones without and with a bias, the same that lend
-    their rows; GEMM+RS in pieces; the gather of x, alone or beside that. Each is made at its second
-    call: of many shapes there is only one.
-    """
-
-    def __init__(self, decision: Decision) -> None:
-        super().__init__()
-        self._decision = decision
-        self._asked = 0  # a bit for each kind
-
-    def __missing__(self, kind: int) -> Steady:
-        decision, again = self._decision, self._asked >> kind & 1
-        self._asked |= 1 << kind
-        if not again:
-            return Steady(decision.workspace, "", recordable=False)
-        recordable = decision.problem.pattern in getattr(decision.strategy, "RECORDABLE", ())
-        usual = GATHER if decision.problem.spec.gathers else SCATTER
-        channel = GATHER if kind == ROWS else getattr(decision.strategy, "CHANNEL", usual)
-        self[kind] = Steady(decision.workspace, channel, recordable)
-        return self[kind]
 
 
 @dataclass(frozen=True)
@@ -82,15 +58,10 @@ class Choice(Generic[S]):
 class Decision(Choice[registry.Strategy]):
     problem: Problem
 
-    @cached_property
-    def steady(self) -> Kinds:
-        """What makes repeated calls, as far as it can."""
-        return Kinds(self)
-
-    @property
-    def scaled_strategy(self) -> registry.ScaledStrategy:
-        """The strategy of a call with scales."""
-        return registry.SCALED[self.plan.strategy]
+    def guard(self) -> AbstractContextManager[None]:
+        """Around the strategy's calls (`Workspace.guard`): programs need none."""
+        by_program = self.strategy in registry.BY_PROGRAM
+        return _UNGUARDED if by_program else self.workspace.guard()
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
@@ -115,6 +86,7 @@ def decide(
     if space.settings is not (now := settings.get()):
         space.settings = now
         space.checked.clear()
+        space.programs.clear()
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
         pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,

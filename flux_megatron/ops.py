@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import IN_PIECES, PLAIN, ROWS, decide, guard, refuse, refuse_wrappers
+from flux_megatron.dispatch import decide, guard, refuse, refuse_wrappers
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap.registry import ReductionInFlight
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 from flux_megatron.scaling import Scaling, is_fp8
@@ -97,7 +99,7 @@ def all_gather_gemm(
     if scaling is None and bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
     if _eager(x, w):
-        return _run_ag_gemm(x, w, bias, group, layout, plan, None, scaling)
+        return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan, scaling=scaling)
     name, text = name_of(group), plan_text(plan)
     return _all_gather_gemm(x, w, bias, name, group.size(), layout, text, *scaled)
 
@@ -125,7 +127,7 @@ def gemm_reduce_scatter(
     x, w, _ = local_shards(Pattern.GEMM_RS, x, w, None, group, layout)
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
     if _eager(x, w):
-        return _run_gemm_rs(x, w, group, layout, plan, _scaling(*scaled))
+        return run_gemm_rs(x, w, group, layout=layout, plan=plan, scaling=_scaling(*scaled))
     name, text = name_of(group), plan_text(plan)
     return _gemm_reduce_scatter(x, w, name, group.size(), layout, text, *scaled)
 
@@ -243,7 +245,8 @@ def _all_gather_gemm(
     out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_ag_gemm(x, w, bias, group_named(group), layout, plan_of(plan), None, scaling)
+    ranks, given = group_named(group), plan_of(plan)
+    return run_ag_gemm(x, w, bias, ranks, layout=layout, plan=given, scaling=scaling)
 
 
 @_all_gather_gemm.register_fake
@@ -259,7 +262,8 @@ def _gemm_reduce_scatter(
     out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
 ) -> Tensor:  # fmt: skip
     scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_gemm_rs(x, w, group_named(group), layout, plan_of(plan), scaling)
+    ranks, given = group_named(group), plan_of(plan)
+    return run_gemm_rs(x, w, ranks, layout=layout, plan=given, scaling=scaling)
 
 
 @_gemm_reduce_scatter.register_fake
@@ -371,22 +375,13 @@ class _Made:
 
 
 def run_ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *,
-    layout: str = "nt", plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
-    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+    x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *, layout: str = "nt",
+    plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
+    scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """`all_gather_gemm` for callers that need the gathered rows [M, K] too: `consume` borrows them
     and enqueues its reads before it returns.
     """
-    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_ag_gemm(x, w, bias, group, layout, plan, consume, scaling)
-
-
-def _run_ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, layout: str,
-    plan: Plan | None, consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
-) -> Tensor:  # fmt: skip
     x, w = _memory(Pattern.AG_GEMM, x, w, group)
     if _no_rows(x, w, layout):
         if consume is not None:
@@ -396,48 +391,18 @@ def _run_ag_gemm(
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
     plan, space = decision.plan, decision.workspace
-    steady = decision.steady[(bias is not None) + 2 * (consume is not None)]
-    scales = scaling[:2] if scaling else ()
-    if (y := steady.run(x, w, bias, consume, scales)) is None:
-        with space.guard(), steady.recorded(x, w, bias, scales) as made:
-            if scaling:
-                run = decision.scaled_strategy.ag_gemm
-                y = made(run(x, w, bias, layout, plan, space, consume, scaling))
-            else:
-                y = made(decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume))
+    with decision.guard():
+        y = decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume, scaling)
     decision.count()
     return y
 
 
 def run_gemm_rs(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None,
-    x_scale: Tensor | None = None, w_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, split_accumulator: bool = False,
+    scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """`gemm_reduce_scatter` without torch's operator."""
-    scaling = _scaling(x_scale, w_scale, out_dtype, split_accumulator)
-    return _run_gemm_rs(x, w, group, layout, plan, scaling)
-
-
-def _run_gemm_rs(
-    x: Tensor, w: Tensor, group: ProcessGroup, layout: str, plan: Plan | None,
-    scaling: Scaling | None,
-) -> Tensor:  # fmt: skip
-    x, w = _memory(Pattern.GEMM_RS, x, w, group)
-    if _no_rows(x, w, layout):
-        return _product(x, w, layout)
-    decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan, scaling)
-    decision.report_fallback()
-    plan, space, steady = decision.plan, decision.workspace, decision.steady[PLAIN]
-    scales = scaling[:2] if scaling else ()
-    if (y := steady.run(x, w, None, None, scales)) is None:
-        with space.guard(), steady.recorded(x, w, None, scales) as made:
-            if scaling:
-                scatter = decision.scaled_strategy.start_gemm_rs(x, w, layout, plan, space, scaling)
-            else:
-                scatter = decision.strategy.start_gemm_rs(x, w, layout, plan, space)
-            y = made(scatter.finish())
-    decision.count()
+    y: Tensor = _reduced(Pattern.GEMM_RS, "gemm_rs", x, w, group, layout, plan, scaling)
     return y
 
 
@@ -445,18 +410,48 @@ def run_gemm_ar(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
     """`gemm_all_reduce` without torch's operator."""
-    x, w = _memory(Pattern.GEMM_AR, x, w, group)
-    if _no_rows(x, w, layout):
-        return _product(x, w, layout)
-    decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
-    decision.report_fallback()
-    space, steady = decision.workspace, decision.steady[PLAIN]
-    if (y := steady.run(x, w, None)) is None:
-        with space.guard(), steady.recorded(x, w, None) as made:
-            start = decision.strategy.start_gemm_ar
-            y = made(start(x, w, layout, decision.plan, space).finish())
-    decision.count()
+    y: Tensor = _reduced(Pattern.GEMM_AR, "gemm_ar", x, w, group, layout, plan)
     return y
+
+
+def start_gemm_rs(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+) -> ReductionInFlight:
+    """`gemm_reduce_scatter` in two steps: the `finish` of what this returns gives the result. The
+    caller may enqueue other work in between.
+    """
+    started: ReductionInFlight = _reduced(
+        Pattern.GEMM_RS, "start_gemm_rs", x, w, group, layout, plan
+    )
+    return started
+
+
+def start_gemm_ar(
+    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
+) -> ReductionInFlight:
+    """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
+    started: ReductionInFlight = _reduced(
+        Pattern.GEMM_AR, "start_gemm_ar", x, w, group, layout, plan
+    )
+    return started
+
+
+def _reduced(
+    pattern: Pattern, function: str, x: Tensor, w: Tensor, group: ProcessGroup, layout: str,
+    plan: Plan | None, scaling: Scaling | None = None,
+) -> Any:  # fmt: skip
+    """What this function of the chosen strategy gives."""
+    x, w = _memory(pattern, x, w, group)
+    if _no_rows(x, w, layout):
+        y = _product(x, w, layout)
+        return _Made(y) if function.startswith("start") else y
+    decision = decide(pattern, x, w, None, group, layout, plan, scaling)
+    decision.report_fallback()
+    plan, space, scaled = decision.plan, decision.workspace, (scaling,) if scaling else ()
+    with decision.guard():
+        made = getattr(decision.strategy, function)(x, w, layout, plan, space, *scaled)
+    decision.count()
+    return made
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
@@ -467,9 +462,8 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     if _no_rows(x, w, layout):
         return _Made(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
-    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
-    with space.guard():
-        return decision.steady[ROWS].started(x, w, lambda: strategy.start_gather(x, plan, space))
+    with decision.guard():
+        return decision.strategy.start_gather(x, decision.plan, decision.workspace)
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -484,48 +478,9 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
         return _Made(x), _Made(_product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
-    strategy, space, steady = decision.strategy, decision.workspace, decision.steady
-    plan, gather_plan = decision.plan, decision.gather_plan()
-    with space.guard():
-        gather = steady[ROWS].started(x, w, lambda: strategy.start_gather(x, gather_plan, space))
-        scatter = steady[IN_PIECES].started(
-            dy, w, lambda: strategy.start_gemm_rs(dy, w, "nn", plan, space)
-        )
+    strategy, space, gather_plan = decision.strategy, decision.workspace, decision.gather_plan()
+    with space.guard():  # the gather is open if the scatter cannot begin
+        gather = strategy.start_gather(x, gather_plan, space)
+        scatter = strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
     decision.count()
     return gather, scatter
-
-
-def start_gemm_rs(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-):
-    """`gemm_reduce_scatter` in two steps: the `finish` of what this returns gives the result. The
-    caller may enqueue other work in between.
-    """
-    x, w = _memory(Pattern.GEMM_RS, x, w, group)
-    if _no_rows(x, w, layout):
-        return _Made(_product(x, w, layout))
-    decision = decide(Pattern.GEMM_RS, x, w, None, group, layout, plan)
-    decision.report_fallback()
-    strategy, plan, space = decision.strategy, decision.plan, decision.workspace
-    with space.guard():
-        started = decision.steady[IN_PIECES].started(
-            x, w, lambda: strategy.start_gemm_rs(x, w, layout, plan, space)
-        )
-    decision.count()
-    return started
-
-
-def start_gemm_ar(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-):
-    """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
-    x, w = _memory(Pattern.GEMM_AR, x, w, group)
-    if _no_rows(x, w, layout):
-        return _Made(_product(x, w, layout))
-    decision = decide(Pattern.GEMM_AR, x, w, None, group, layout, plan)
-    decision.report_fallback()
-    space = decision.workspace
-    with space.guard():
-        started = decision.strategy.start_gemm_ar(x, w, layout, decision.plan, space)
-    decision.count()
-    return started

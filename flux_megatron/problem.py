@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from flux_megatron.patterns import Pattern, PatternSpec
 
@@ -162,6 +163,7 @@ class Plan:
         if self.comm_sms < 0:
             raise ValueError(f"comm_sms {self.comm_sms} given, 0 or more expected")
 
+    @lru_cache(maxsize=1024)  # noqa: B019, a plan is a value
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""
         return json.dumps({**vars(self), "tile": vars(self.tile)}, sort_keys=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +44,12 @@ def is_fp8(tensor: Tensor) -> bool:
     return tensor.dtype in (E4M3, E5M2)
 
 
-def result_dtype(x: Tensor, scaling: Scaling | None) -> torch.dtype:
+def result_dtype(x: Any, scaling: Scaling | None) -> torch.dtype:
     return scaling.out_dtype if scaling else x.dtype
 
 
-def scales_or(unused: Tensor, scaling: Scaling | None) -> tuple[Tensor, Tensor]:
-    """The scales, or what a kernel without them gets in their place."""
+def scales_or(unused: Any, scaling: Scaling | None) -> tuple[Any, Any]:
+    """The scales, tensors or slots, or what a kernel without them gets in their place."""
     return (scaling.x, scaling.w) if scaling else (unused, unused)
 
 

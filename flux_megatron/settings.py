@@ -17,8 +17,8 @@
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
-all driver calls of a repeated call, or one for each part of it between functions of torch and turns
-of the caller (docs/decisions/0012-one-enqueue.md).
+all driver calls of a call, or one for each part of it between functions of torch and turns of the
+caller (docs/decisions/0012-one-enqueue.md).
 """
 
 from __future__ import annotations

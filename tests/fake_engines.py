@@ -1,4 +1,4 @@
-"""Copy engines on the driver of `fake_driver`: a plugin with its fixtures, and what tests push."""
+"""Copy engines on the driver of `fake_driver`: a plugin with its fixtures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from fake_driver import Driver
 
 from flux_megatron import settings
 from flux_megatron.symm import enqueue
-from flux_megatron.symm.copy_engine import GatedPush, Push
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
-from flux_megatron.symm.native_engine import NativeCopyEngine
 
 NEEDS = [
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
@@ -25,12 +23,6 @@ NEEDS = [
 
 STREAM, CALLERS, OTHER = 7, 5, 9
 FUNCTION = 33  # the handle of the kernel that tests launch
-PUSHES = tuple(Push(1000 + 64 * n, 16 * n, 8 + n, signal=2000 + 4 * n) for n in range(3))
-BOXES = tuple(
-    Push(1000 + 64 * n, 16 * n, 8 + n, signal=2000 + 4 * n, rows=2 + n, pitch_bytes=32)
-    for n in range(3)
-)
-GATED_PUSHES = tuple(GatedPush(100 + 4 * n, 3 + n, push) for n, push in enumerate(PUSHES))
 EPOCHS = [1, 2**31, 2**32 + 5]
 
 
@@ -64,6 +56,8 @@ def driver(library, monkeypatch, tmp_path_factory) -> Driver:
     enqueue.native.cache_clear()
 
 
-def engines() -> list[CudaCopyEngine]:
-    device = torch.device("cuda", 0)
-    return [CudaCopyEngine(device), NativeCopyEngine(device)]
+def engine() -> CudaCopyEngine:
+    """One whose calls C may make."""
+    made = CudaCopyEngine(torch.device("cuda", 0))
+    made.runs_lists = True
+    return made

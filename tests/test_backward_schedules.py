@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -28,9 +28,11 @@ STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def _noted(started: list[str], function: Callable) -> Callable:
+def _noted(started: list[str], strategy: ModuleType, name: str) -> Callable:
+    function = getattr(strategy, name)
+
     def noted(*given: object) -> object:
-        started.append(f"{function.__module__.rpartition('.')[2]}.{function.__name__}")
+        started.append(f"{strategy.__name__.rpartition('.')[2]}.{name}")
         return function(*given)
 
     return noted
@@ -42,7 +44,7 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
     started: list[str] = []
     for strategy in (sequential, fused, pipelined):
         for name in ("start_gather", "start_gemm_rs"):
-            setattr(strategy, name, _noted(started, getattr(strategy, name)))
+            setattr(strategy, name, _noted(started, strategy, name))
     for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
         space = workspace(dist.group.WORLD, here())
         space.decisions.clear()

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
 
 from flux_megatron import errors, ops
-from flux_megatron.dispatch import PLAIN
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import signalled
-from flux_megatron.problem import Plan
+from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, Region, rounded
 from flux_megatron.symm.recent import Recent
@@ -64,7 +63,7 @@ def test_a_slightly_larger_call_needs_no_growth(rank):
 def begins(rank: int, kind: type[Channel], *sizes: int) -> None:
     space = workspace(dist.group.WORLD, here())
     for size in sizes:
-        space.end(space.begin("gather", size, kind))
+        space.end(space.begin("words" if kind is WordChannel else "gather", size, kind))
 
 
 @on_device_ranks(2, limit_s=60)
@@ -110,21 +109,19 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told():
     assert "rank 0: refused: no answer of rank 1 within 1 s" in late
 
 
-@pytest.mark.parametrize("kind", [Channel, WordChannel])
+@pytest.mark.parametrize(("kind", "name"), [(Channel, "pipelined"), (WordChannel, "low_latency")])
 @on_device_ranks(2)
-def test_growth_frees_the_memory_before(rank, kind):
-    """Which regions live on when a channel has grown, though a recorded call knew them."""
+def test_growth_frees_the_memory_before(rank, kind, name):
+    """Which regions live on when a channel has grown, though there is a program of its calls."""
     space = workspace(dist.group.WORLD, here())
     begins(rank, kind, 5000)
-    x, w = (torch.ones(*shape, device=DEVICE) for shape in ((6, 4), (5, 4)))
-    ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("pipelined"))
-    channel = space.channels["gather"]
-    (decision,) = space.decisions.values()
-    decision.steady[PLAIN]  # the first call of a kind keeps nothing
-    decision.steady[PLAIN]._regions = channel._regions  # as a recording of a GPU's calls does
+    x, w = (torch.ones(*shape, device=DEVICE) for shape in ((6, 16), (16, 16)))
+    ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan(name, tile=Tile(16, 16, 16)))
+    (channel,) = (one for one in space.channels.values() if type(one) is kind)
+    assert space.programs
     region = channel._regions[0]
     known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]
-    del channel, region, decision
+    del channel, region
     begins(rank, kind, 10**6)
     alive = [one() is not None for one in known]
     assert not any(alive)

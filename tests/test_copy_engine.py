@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fake_engines import CALLERS, EPOCHS, GATED_PUSHES, NEEDS, STREAM, engines
+from fake_engines import CALLERS, EPOCHS, NEEDS, STREAM, engine
 from ranks import on_device_ranks
 
-from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
 pytest_plugins = ("fake_engines",)
@@ -24,41 +23,34 @@ def pretended(test: Callable) -> Callable:
 
 @pretended
 @pytest.mark.parametrize("epoch", EPOCHS)
-def test_gated_pushes_wait_push_signal_and_clear_their_counters(driver, epoch):
-    """What the engine gives the driver in few calls is what any engine does in many."""
-    engine, _ = engines()
-    for _ in range(2):  # the second time what was kept of the first is used
-        engine.push_gated(GATED_PUSHES, 50, epoch)
-        together = [*driver.done()]
-        CopyEngine.push_gated(engine, GATED_PUSHES, 50, epoch)
-        assert together == [*driver.done()]
-    expected = [
-        one
-        for gated in GATED_PUSHES
-        for one in (
-            ("wait", STREAM, gated.counter, gated.tiles, 0),
-            ("copy", STREAM, gated.push.destination, 50 + gated.push.offset, gated.push.size_bytes),
-            ("write", STREAM, gated.push.signal, epoch % 2**32, 0),
-        )
+def test_what_comes_to_the_copy_stream(driver, epoch):
+    made = engine()
+    made.wait_count(100, 3)
+    made.copy(1000, 50, 8)
+    made.signal(2000, epoch)
+    made.write(100, 0)
+    assert [*driver.done()] == [
+        ("wait", STREAM, 100, 3, 0),
+        ("copy", STREAM, 1000, 50, 8),
+        ("write", STREAM, 2000, epoch % 2**32, 0),
+        ("write", STREAM, 100, 0, 0),
     ]
-    cleared = [("write", STREAM, gated.counter, 0, 0) for gated in GATED_PUSHES]
-    assert together == expected + cleared
 
 
 @pretended
 def test_fork_and_join_order_the_two_streams(driver):
-    engine, _ = engines()
-    engine.fork()
-    engine.join()
+    made = engine()
+    made.fork()
+    made.join()
     orders = [("record", CALLERS), ("follow", STREAM), ("record", STREAM), ("follow", CALLERS)]
     assert [one[:2] for one in driver.done()] == orders
 
 
 @pretended
 def test_a_refusal_of_the_driver_is_an_error(driver):
-    driver.refuse(2, code=1)
-    with pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed: 1"):
-        engines()[0].push_gated(GATED_PUSHES, 50, 1)
+    driver.refuse(0, code=1)
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed: 1"):
+        engine().signal(2000, 1)
 
 
 @pytest.mark.gpu

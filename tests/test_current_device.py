@@ -20,7 +20,7 @@ from flux_megatron.expert_parallel import call as expert_call
 from flux_megatron.expert_parallel import fused as fused_experts
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import fused, transfer
+from flux_megatron.overlap import calls
 from flux_megatron.symm import workspace
 from flux_megatron.tuning import choice
 
@@ -73,13 +73,12 @@ def test_every_step_is_made_with_the_operands_device(rank):
     watch(choice, "choose")
     watch(expert_call, "_choose")
     watch(ops, "note_fallback")
-    watch(transfer.ReduceScatter, "finish")
+    watch(calls.InFlight, "_begin")
     for module, names in (
-        (fused, ("ag_gemm", "start_gemm_rs", "start_gemm_ar", "start_gather")),
         (fused_bags, ("forward", "backward")), (fused_experts, ("a2a_gemm", "gemm_a2a")),
     ):  # fmt: skip
         for name in names:
             watch(module, name)
     every_kind_of_call()
     assert depth == [0]
-    assert (outside, len({*made})) == ([], 14)
+    assert (outside, len({*made})) == ([], 10)

@@ -111,10 +111,10 @@ def test_which_kernels_there_will_be(monkeypatch, capability, kernels):
 def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
     torch = pytest.importorskip("torch")
     from flux_megatron import settings
-    from flux_megatron.symm import native_engine
+    from flux_megatron.symm import enqueue
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(native_engine, "unavailable", lambda: reason)
+    monkeypatch.setattr(enqueue, "unavailable", lambda: reason)
     monkeypatch.setattr(settings, "get", lambda: settings.Settings(native=native))
     (finding,) = calls.driver_calls(Wanted())
     assert (finding.status, said in finding.text) == (status, True), finding

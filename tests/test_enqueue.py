@@ -7,85 +7,112 @@ from __future__ import annotations
 import ctypes
 import warnings
 from pathlib import Path
+from typing import Any
 
+import fake_engines
 import pytest
 import torch
-from fake_engines import BOXES, CALLERS, EPOCHS, GATED_PUSHES, NEEDS, OTHER, PUSHES, STREAM, engines
+from fake_engines import CALLERS, NEEDS, STREAM, engine
 
 from flux_megatron import settings
-from flux_megatron.symm import enqueue, native_engine
+from flux_megatron.symm import device as devices
+from flux_megatron.symm import enqueue
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
+from flux_megatron.symm.enqueue import EPOCHS, Operand, X, always
 
 pytest_plugins = ("fake_engines",)
 pytestmark = NEEDS
 
+EPOCH, SOURCE = EPOCHS[0], X  # registers that every list is given
+NUMBERS = {EPOCH.register: 0, SOURCE.register: 50}
+
+
+def moves(*given: tuple) -> list[tuple[str, tuple[Operand, ...]]]:
+    """Methods of an engine and what they are given."""
+    return [
+        (method, tuple(one if isinstance(one, Operand) else always(one) for one in operands))
+        for method, *operands in given
+    ]
+
+
+PUSHES = [(("copy", 1000 + 64 * n, SOURCE.plus(16 * n), 8 + n), ("signal", 2000 + 4 * n, EPOCH))
+          for n in range(3)]  # fmt: skip
+GATED = [("wait_count", 100 + 4 * n, 3 + n) for n in range(3)]
 USES = {
-    "fork and join": lambda engine, epoch: (engine.fork(), engine.join()),
-    "order": lambda engine, epoch: engine.order(OTHER, CALLERS),
-    "send": lambda engine, epoch: engine.send(PUSHES, 50, epoch),
-    "send parts of rows": lambda engine, epoch: engine.send((*BOXES, *PUSHES), 50, epoch),
-    "a part of rows": lambda engine, epoch: engine.copy_rows(1000, 50, 8, 3, 64),
-    "a push and its signal": lambda engine, epoch: (
-        engine.copy(1000, 50, 8), engine.write(2000, epoch), engine.copy_here(60, 70, 9)
+    "fork and join": moves(("fork",), ("join",)),
+    "pushes": moves(*[one for push in PUSHES for one in push]),
+    "parts of rows": moves(
+        ("copy_rows", 1000, SOURCE, 8, 3, 64), PUSHES[0][1], ("copy_rows", 2000, SOURCE, 9, 2, 32),
+        *PUSHES[1],
     ),
-    "gated pushes": lambda engine, epoch: engine.push_gated(GATED_PUSHES, 50, epoch),
-    "one gated push": lambda engine, epoch: engine.push_gated(GATED_PUSHES[:1], 50, epoch),
-    "a wait": lambda engine, epoch: (engine.wait_count(100, 7), engine.clear((100, 104))),
+    "a copy in the caller's stream": moves(("copy_here", 60, 70, 9)),
+    "gated pushes": moves(
+        *[one for gate, push in zip(GATED, PUSHES, strict=True) for one in (gate, *push)],
+        *[("write", 100 + 4 * n, 0) for n in range(3)],
+    ),
+    "more words than one batch takes": moves(*[("write", 4 * n, n) for n in range(150)]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("epoch", EPOCHS)
+def listed(engine: CudaCopyEngine, used: list) -> Any:
+    made = enqueue.native().List(0, 1)
+    made.add([one for method, given in used
+              for one in engine.list_streams.operations(method, *given)])  # fmt: skip
+    return made
+
+
+def run(made: Any, epoch: int = 1) -> bool:
+    return made.run(bytes(8), CALLERS, epoch, 0, 50)
+
+
+@pytest.mark.parametrize("epoch", fake_engines.EPOCHS)
 @pytest.mark.parametrize("use", USES)
 def test_c_enqueues_what_python_does(driver, use, epoch):
-    by_python, by_c = engines()
-    for _ in range(2):  # the second time what was kept of the first is used
-        USES[use](by_python, epoch)
-        expected = [*driver.done()]
-        USES[use](by_c, epoch)
-        assert [*driver.done()] == expected
-    assert expected
-
-
-def test_every_push_comes_before_its_signal(driver):
-    _, engine = engines()
-    engine.send(PUSHES, 50, 3)
-    expected = [
-        one
-        for push in PUSHES
-        for one in (
-            ("copy", STREAM, push.destination, 50 + push.offset, push.size_bytes),
-            ("write", STREAM, push.signal, 3, 0),
-        )
-    ]
+    by_python = engine()
+    for method, given in USES[use]:
+        held = NUMBERS | {EPOCH.register: epoch}
+        getattr(by_python, method)(*[held.get(one.register, 0) + one.add for one in given])
+    expected = [*driver.done()]
+    assert run(listed(by_python, USES[use]), epoch)
     assert [*driver.done()] == expected
+    assert expected
 
 
 @pytest.mark.parametrize(
     ("number", "call", "operation"),
     [(0, "cuStreamWaitValue32", 1), (1, "cuMemcpyDtoDAsync", 2), (2, "cuStreamBatchMemOp", 3),
-     (4, "cuMemcpyDtoDAsync", 6)],
+     (4, "cuMemcpyDtoDAsync", 5)],
 )  # fmt: skip
 def test_a_refusal_names_call_code_and_operation(driver, number, call, operation):
-    _, engine = engines()
     driver.refuse(number, 719)
-    with pytest.raises(RuntimeError, match=rf"^{call} failed: 719 \(operation {operation} of 15\)"):
-        engine.push_gated(GATED_PUSHES, 50, 1)
+    with pytest.raises(RuntimeError, match=rf"^{call} failed: 719 \(operation {operation} of 12\)"):
+        run(listed(engine(), USES["gated pushes"]))
     assert len([*driver.done()]) == number, "nothing comes after it"
+
+
+def test_a_list_refuses_a_table_of_another_size(driver):
+    made = enqueue.native().List(0, 2)
+    with pytest.raises(ValueError, match="1 registers, a table of 8 bytes given"):
+        made.run(bytes(8))
+    with pytest.raises(ValueError, match="a table of 513 words given"):
+        enqueue.native().List(0, 513)
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_list_uses_its_device_s_context_and_puts_back_the_thread_s(driver, before):
     """0 is that of a new thread. A refusal puts it back too."""
-    made = enqueue.listed([enqueue.Operation(enqueue.WRITE, enqueue.STREAM)] * 2, 1)
+    made = enqueue.native().List(1, 0)
+    nothing = (enqueue.NOTHING,) * 3
+    made.add([(enqueue.RECORD, enqueue.STREAM, *nothing)] * 2)
     made.require(True, 0)
     driver.context = before
     try:
-        assert made.run(STREAM), "it was asked for a capture of its device"
+        assert made.run(b"", STREAM), "it was asked for a capture of its device"
         assert driver.word("fake_used", ctypes.c_uint64).value == 2
         assert driver.context == before
         driver.refuse(3, 719)
         with pytest.raises(RuntimeError, match="719"):
-            made.run(STREAM)
+            made.run(b"", STREAM)
         assert driver.context == before
     finally:
         driver.context = 1
@@ -93,12 +120,12 @@ def test_a_list_uses_its_device_s_context_and_puts_back_the_thread_s(driver, bef
 
 def test_a_list_of_a_device_that_there_is_not(driver):
     with pytest.raises(RuntimeError, match="cuDevicePrimaryCtxRetain failed: 101"):
-        enqueue.listed([], 8)
+        enqueue.native().List(8, 0)
 
 
 def test_an_engine_of_another_device_asks_the_driver_for_a_capture(driver, monkeypatch):
     """torch knows of the current device's stream alone."""
-    by_python, _ = engines()
+    by_python = engine()
     asked = []
 
     def info(stream: int) -> tuple[int, int, int]:
@@ -117,20 +144,20 @@ def test_without_a_compiler_python_makes_the_calls_and_says_so(driver, monkeypat
     monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "0")
     settings.reload()
     with warnings.catch_warnings(action="error"):
-        assert type(native_engine.engine(torch.device("cuda", 0))) is CudaCopyEngine, "wanted"
+        assert not devices._engine(torch.device("cuda", 0)).runs_lists, "wanted"
     monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "1")
     settings.reload()
-    native_engine.unavailable.cache_clear()
+    enqueue.unavailable.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"Python makes the driver calls.*no_such_library"):
-            made = native_engine.engine(torch.device("cuda", 0))
+            made = devices._engine(torch.device("cuda", 0))
     finally:
-        native_engine.unavailable.cache_clear()
-    assert type(made) is CudaCopyEngine
+        enqueue.unavailable.cache_clear()
+    assert not made.runs_lists
 
 
 BROKEN = {
-    "a batch lacks its last": (", count, given, 0)", ", count - 1, given, 0)"),
+    "a batch lacks its last": ("(stream, count, given, 0)", "(stream, count - 1, given, 0)"),
     "a wait's address is the word": (
         "address = value_of(first[i].a",
         "address = value_of(first[i].b",
@@ -140,7 +167,7 @@ BROKEN = {
         "size_t pitch = value_of(one->c",
     ),
     "the first operation is left out": ("int at = 0,", "int at = 1,"),
-    "an error is passed over": ("if ((code = run_one", "if (0 && (code = run_one"),
+    "an error is passed over": ("if ((code = words > 1", "if (0 && (code = words > 1"),
 }
 
 
@@ -155,7 +182,7 @@ def test_broken_c_would_be_noticed(driver, fault, monkeypatch, tmp_path):
 
     def noticing() -> None:
         test_c_enqueues_what_python_does(driver, "gated pushes", 1)
-        test_c_enqueues_what_python_does(driver, "send parts of rows", 1)
+        test_c_enqueues_what_python_does(driver, "parts of rows", 1)
         test_a_refusal_names_call_code_and_operation(driver, 1, "cuMemcpyDtoDAsync", 2)
 
     with pytest.raises((AssertionError, pytest.fail.Exception)):

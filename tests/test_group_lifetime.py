@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,10 +18,12 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
-from flux_megatron.overlap import signalled, transfer
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.overlap import fused, signalled, transfer
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
 from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace, workspaces
 
 PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
@@ -164,18 +167,33 @@ def test_a_look_between_two_stores_loses_no_mismatch():
 
 @on_cpu_ranks(2)
 def test_no_call_ends_before_all_its_signals_are_awaited(rank):
-    """A gather whose rows nobody asks for, and one that a kernel has awaited: else a rank two
-    calls ahead would overwrite rows that are still on their way.
+    """Of a gather whose rows nobody asks for: else a rank two calls ahead would overwrite rows that
+    are still on their way.
     """
     x = torch.full((4, 8), float(rank), device=DEVICE)
-    space, seen = workspace(dist.group.WORLD, here()), []
-    for by_kernel in (False, True):
-        gather = transfer.start_gather(x, space, 0)
-        with mock.patch.object(transfer, "wait_sources") as waited:
-            gather.close(by_kernel=by_kernel)
-        seen.append(waited.called)
-        dist.barrier()
-    assert seen == [True, False]
+    space, waited = workspace(dist.group.WORLD, here()), []
+    gather = fused.start_gather(x, Plan("fused"), space)
+    launch = Launcher.launch
+
+    def launched(launcher: Launcher, *given: object) -> None:
+        waited.append(launcher.name)
+        launch(launcher, *given)
+
+    with mock.patch.object(Launcher, "launch", launched):
+        gather.close()
+    dist.barrier()
+    assert waited == ["wait_sources"]
+
+
+def test_a_program_cannot_end_before_all_signals_are_awaited():
+    space = SimpleNamespace(rank=0, world_size=3, timeout_ns=1)
+    program = CallProgram(space, Plan("fused"), torch.zeros(4, 8), None, None, "", turns=True)
+    gather = transfer.start_gather(program, program.x, 0)
+    gather.wait_for(1)
+    with pytest.raises(AssertionError, match="not all rows are awaited"):
+        gather.close()
+    gather.wait_for(2)
+    gather.close()
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,12 @@ TABLE = {
     "reference": room("errors patterns problem", "torch"),
     "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
     # its list of driver calls is compiled as Triton compiles its launchers
-    "symm": room("errors problem settings versions", "torch", lazily="cuda triton"),
+    "symm": room("errors problem scaling settings versions", "torch", lazily="cuda triton"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem scaling settings symm.enqueue symm.recording symm.signals versions",
+        "errors problem scaling settings symm.enqueue symm.program symm.recent symm.signals"
+        " versions",
         "torch triton",
         lazily="numpy",
     ),
@@ -83,8 +84,7 @@ TABLE = {
     ),
     "dispatch": room(
         "errors problem scaling settings symm.groups symm.workspace overlap.operands"
-        " overlap.registry"
-        " overlap.report overlap.steady overlap.transfer"
+        " overlap.registry overlap.report"
         " tuning.choice tuning.environment",
         "torch",
     ),

@@ -1,10 +1,10 @@
 """Repeated calls on GPUs, which lists of driver calls make: exact, with operands that move and
-ranks that are late. `test_steady.py`, `test_stops.py`, `test_pieces.py` and
-`protocol/test_offline_calls.py` need no GPU.
+ranks that are late. `test_calls.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +17,11 @@ from cases import ON_HOPPER, Case, call, operands
 from closeness import assert_exact
 from layer_cases import check, layer
 from ranks import GPU_RANKS, be_late, run_ranks
+from test_fp8 import E4M3, Layer
 
 import flux_megatron
-from flux_megatron.overlap.steady import Steady
-from flux_megatron.problem import Plan, Tile
+from flux_megatron.overlap import calls, registry
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspaces
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
@@ -50,20 +51,25 @@ CALLS = 60
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """Whether each call that a list might make was made by one."""
-    begun, by_list = Steady.begun, []
+    """Whether C has made each call of a program."""
+    at_once, begin, by_list = calls._at_once, calls.InFlight.__init__, []
 
-    def noted(*given):
-        found = begun(*given)
-        by_list.append(found is not None)
-        return found
+    def whole(*given):
+        if (y := at_once(*given)) is not None:
+            by_list.append(True)
+        return y
 
-    with mock.patch.object(Steady, "begun", noted):
+    def noted(self, *given) -> None:
+        begin(self, *given)
+        by_list.append(self._lists is not None)
+
+    with (
+        mock.patch.object(calls, "_at_once", whole),
+        mock.patch.object(calls.InFlight, "__init__", noted),
+    ):
         yield by_list
-    refused = [
-        s.refused for w in workspaces() for d in w.decisions.values() for s in d.steady.values()
-    ]
-    assert all(not one or "not launched directly" in one for one in refused), refused
+    unlisted = [p.unlisted for space in workspaces() for p in space.programs.values()]
+    assert all(not one or "not compiled yet" in one for one in unlisted), unlisted
 
 
 def repeated(rank: int, plan: Plan) -> int:
@@ -121,3 +127,33 @@ def test_repeated_layers_are_exact(strategy):
     assert made[0] == made[1], "the ranks make the same calls by lists"
     # two calls forward; backward, the gather and the scatter of one layer, and the other's gather
     assert made[0] >= 5 * (STEPS - 7)
+
+
+def repeated_fp8(rank: int, strategy: str) -> int:
+    """Calls of both operations, each with scales of its own, which two programs serve."""
+    layers = [
+        Layer(pattern, (256, 512, 1024), E4M3, torch.bfloat16, 2)
+        for pattern in ("ag_gemm", "gemm_rs")
+    ]
+    expected = [one.expected()[rank] for one in layers]
+    with counted() as by_list:
+        for number, which in itertools.product(range(STEPS), range(2)):
+            one, factor = layers[which], 2.0 ** (number % 3)
+            problem = Problem.of_operands(
+                Pattern(one.pattern), len(one.x[0]), 512, 1024, "float8_e4m3fn", 2, "nt", "cuda",
+                out_dtype="bfloat16",
+            )  # fmt: skip
+            plan = registry.strategy(problem, strategy).default_plan(problem)
+            with mock.patch.object(one, "x_scale", [factor * scale for scale in one.x_scale]):
+                y = one.call(plan)
+            assert_exact(y, factor * expected[which], f"{one.pattern} {number}")
+    flux_megatron.check()
+    assert sum(len(space.programs) for space in workspaces()) == 2
+    return sum(by_list)
+
+
+@pytest.mark.parametrize("strategy", ["fused", *(["hopper"] if ON_HOPPER else [])])
+def test_repeated_fp8_calls_are_exact(strategy):
+    made = run_ranks(repeated_fp8, 2, strategy, device="cuda")
+    assert made[0] == made[1], "the ranks make the same calls by lists"
+    assert made[0] >= 2 * (STEPS - 2)

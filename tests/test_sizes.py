@@ -4,6 +4,8 @@ logs of as many calls.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -20,56 +22,64 @@ from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import signals
 from flux_megatron.symm.call_log import ENTRIES, CallLog
 from flux_megatron.symm.channel import REFRESH_EVERY, Channel
+from flux_megatron.symm.enqueue import X
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace
 
 LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2**31 elements
 
 
-class Region:
-    """Addresses without memory."""
-
-    rank = 1
-
-    def __init__(self, world_size: int = 2) -> None:
-        self.world_size, words = world_size, signals.pad_words(world_size)
-        self.addresses = tuple(1 + rank << 40 for rank in range(world_size))
-        self.pad_addresses = tuple(4 * words * rank for rank in range(world_size))
-
-    def view(self, rank, shape, dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
+def pushes(
+    shape: tuple[int, int], world_size: int, comm_rows: int, part_columns: int = 0
+) -> list[tuple[int, int, list[int]]]:
+    """Of rank 1's shard: the peer, and how far from the beginning of its region, each with the
+    offset in the shard, the bytes, and the rows and pitch of parts of K.
+    """
+    space = SimpleNamespace(rank=1, world_size=world_size, timeout_ns=1)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    p = CallProgram(space, Plan("hopper"), x, None, None, "", turns=True)
+    gather = transfer.start_gather(p, p.x, comm_rows, part_columns=part_columns)
+    ((_, _), (_, (fork, *steps)), _) = p.segments[0]
+    assert fork.method == "fork"
+    found, signals = [], set()
+    for push, signal in zip(steps[::2], steps[1::2], strict=True):
+        to, (register, offset), *numbers = push.operands
+        assert push.method == ("copy_rows" if part_columns else "copy")
+        assert signal.method == "signal"
+        assert register == X.register
+        peer = to.register - gather.channel.first
+        assert signal.operands[0].register == gather.channel.first + world_size + peer
+        signals.add(signal.operands[0])
+        found.append((peer, to.add, [offset, *(one.add for one in numbers)]))
+    assert len(signals) == len(found) == (world_size - 1) * gather.comm_tiles
+    return found
 
 
 def test_pushes_of_a_large_shard():
     """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes."""
     M_shard, K = LARGE
-    schedule = transfer._push_schedule(Region(), torch.Size(LARGE), torch.bfloat16, 5000)
     shard_bytes, end = M_shard * K * 2, 0
     assert shard_bytes > 2**32
-    for push in schedule.pushes:
-        assert push.offset == end
-        assert push.destination == (1 << 40) + shard_bytes + end, "rank 1's rows at rank 0"
-        end += push.size_bytes
+    for peer, destination, (offset, size_bytes) in pushes(LARGE, 2, 5000):
+        assert offset == end
+        assert (peer, destination) == (0, shard_bytes + end), "rank 1's rows at rank 0"
+        end += size_bytes
     assert end == shard_bytes
-    assert schedule.local_shard == (2 << 40) + shard_bytes
 
 
 def test_pushes_of_parts_of_large_rows():
     """Each takes the next columns of every row, and its rows lie as far apart as those of x."""
     M_shard, K = LARGE
-    schedule = transfer._push_schedule(Region(), torch.Size(LARGE), torch.bfloat16, 0, K // 3)
     end = 0
-    for push in schedule.pushes:
-        assert (push.offset, push.rows, push.pitch_bytes) == (end, M_shard, 2 * K)
-        assert push.destination == (1 << 40) + M_shard * K * 2 + end
-        end += push.size_bytes
+    for peer, destination, (offset, size_bytes, rows, pitch) in pushes(LARGE, 2, 0, K // 3):
+        assert (offset, rows, pitch) == (end, M_shard, 2 * K)
+        assert (peer, destination) == (0, M_shard * K * 2 + end)
+        end += size_bytes
     assert end == 2 * K
-    signals = [push.signal for push in schedule.pushes]
-    assert len({*signals}) == len(signals) == schedule.comm_tiles == 4
 
 
 def test_every_rank_gets_its_first_part_before_any_gets_its_second():
-    schedule = transfer._push_schedule(Region(4), torch.Size((64, 96)), torch.bfloat16, 0, 32)
-    order = [(push.offset, (push.destination >> 40) - 1) for push in schedule.pushes]
+    order = [(numbers[0], peer) for peer, _, numbers in pushes((64, 96), 4, 0, 32)]
     assert order == [(offset, peer) for offset in (0, 64, 128) for peer in (0, 3, 2)]
 
 

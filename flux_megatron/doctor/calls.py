@@ -21,15 +21,15 @@ def kernels(wanted: Wanted) -> Iterator[Finding]:
 
 
 def driver_calls(wanted: Wanted) -> Iterator[Finding]:
-    """Who makes those of a repeated call."""
+    """Who makes those of a call."""
     if not gpus_seen():
         return
     from flux_megatron import settings
-    from flux_megatron.symm import native_engine
+    from flux_megatron.symm import enqueue
 
     if not settings.get().native:
         yield Finding("driver calls", "ok", "Python makes them: FLUX_MEGATRON_NATIVE=0")
-    elif reason := native_engine.unavailable():
+    elif reason := enqueue.unavailable():
         yield Finding("driver calls", "note", f"Python makes them, one at a time: {reason}")
     else:
         yield Finding("driver calls", "ok", "C makes them all at once")

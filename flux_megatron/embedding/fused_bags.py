@@ -20,7 +20,6 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call, Region
-from flux_megatron.symm.copy_engine import Push
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
@@ -118,20 +117,25 @@ def _push(dy: Tensor, bags: Bags, call: Call, space: Workspace, slice_samples: i
     """
     schedule = call.region.prepared(_push_schedule, bags, slice_samples)
     packed = []
-    for owner, first, push in schedule:
+    for owner, first, to, signal in schedule:
         theirs = dy[first : first + slice_samples, bags.columns(owner)]
         payload = dy.new_empty(theirs.shape).copy_(theirs)
         with phase("gradient push"):
             space.engine.fork()
-            space.engine.send((push,), payload.data_ptr(), call.epoch)
+            space.engine.copy(to, payload.data_ptr(), payload.nbytes)
+            space.engine.signal(signal, call.epoch)
         packed.append(payload)
     mine = (bags.world_size, bags.samples, bags.local, bags.D)
     call.view(call.rank, mine, bags.dtype)[call.rank].copy_(dy[:, bags.columns(call.rank)])
     return packed
 
 
-def _push_schedule(region: Region, bags: Bags, slice_samples: int) -> list[tuple[int, int, Push]]:
-    """For each slice to each owner of tables: the owner, the first sample, and the push."""
+def _push_schedule(
+    region: Region, bags: Bags, slice_samples: int
+) -> list[tuple[int, int, int, int]]:
+    """For each slice to each owner of tables: the owner, the first sample, and the addresses of its
+    gradients and their signal.
+    """
     schedule = []
     for step in range(1, region.world_size):
         owner = (region.rank + step) % region.world_size
@@ -139,10 +143,8 @@ def _push_schedule(region: Region, bags: Bags, slice_samples: int) -> list[tuple
         theirs = region.view(owner, (bags.batch * sample_bytes,), torch.uint8).data_ptr()
         theirs += region.rank * bags.samples * sample_bytes
         for number, first in enumerate(range(0, bags.samples, slice_samples)):
-            count = min(slice_samples, bags.samples - first)
             signal = region.pads[owner][slot(region.rank, number) :].data_ptr()  # signal [G]
-            push = Push(theirs + first * sample_bytes, 0, count * sample_bytes, signal)
-            schedule.append((owner, first, push))
+            schedule.append((owner, first, theirs + first * sample_bytes, signal))
     return schedule
 
 

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_
 from flux_megatron import ops
 from flux_megatron.integration import arm
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.scaling import E4M3, E5M2
+from flux_megatron.scaling import E4M3, E5M2, Scaling
 
 # Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
 GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
@@ -106,18 +106,16 @@ def general_gemm(
     layout = options.get("layout", "TN")
     w, of_w = _operand(A, transposed=layout == "NN")
     rows, of_x = _operand(B)
-    scaled: dict[str, Any] = {"layout": "nt" if layout == "TN" or of_w is not None else "nn"}
-    if of_w is not None:
-        scaled |= {
-            "x_scale": of_x, "w_scale": of_w, "out_dtype": options["out_dtype"],
-            "split_accumulator": options.get("use_split_accumulator", False),
-        }  # fmt: skip
+    given: dict[str, Any] = {"layout": "nt" if layout == "TN" or of_w is not None else "nn"}
+    if of_x is not None and of_w is not None:
+        split = options.get("use_split_accumulator", False)
+        given["scaling"] = Scaling(of_x, of_w, options["out_dtype"], split)
     if not gathers:
-        y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **scaled).view(extra_output.shape)
+        y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **given).view(extra_output.shape)
         return y, None, None, y
     shard = ub.taken().view(rows.dtype).flatten(0, -2)
     consume = functools.partial(_keep, B) if options.get("grad") else None
-    y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **scaled)
+    y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **given)
     return y.view(*B.size()[:-1], -1), None, None, None
 
 

@@ -17,16 +17,16 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
+from flux_megatron.symm.program import Memory, Number
 
 
 def supports(problem: Problem) -> str | None:
@@ -92,17 +92,17 @@ def _launcher(
 
 
 def ag_gemm(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, work_counter: Tensor, rank: int, epoch: int, timeout_ns: int,
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
+    pad: Memory, status: Memory, work_counter: Memory, rank: int, epoch: Number, timeout_ns: int,
     comm_rows: int, layout: str, tile: Tile, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N].
     """
     M = gathered.shape[0]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N, dtype=result_dtype(x, scaling))
+    y = x.new_empty(M, N, dtype=result_dtype(x, scaling))
     run = _launcher(
         x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
         launch.has_whole_units(x, w), y.dtype,

@@ -17,7 +17,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
@@ -38,7 +37,7 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.word_primitives import pack_pairs, pack_words, receive_sum
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
@@ -49,6 +48,7 @@ from flux_megatron.kernels.word_tiles import (
 )
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
+from flux_megatron.symm.program import Memory, Number
 
 PIECE = 2048  # values of x: 8 words a thread; of more rows than that twice as many
 PIECE_ROWS = 64
@@ -192,22 +192,22 @@ def _launcher(
 
 
 def ag_gemv(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *, word_pointers: Tensor,
-    half_bytes: int, epochs: Tensor, work: Tensor, arrivals: Tensor, counters: Tensor,
-    status: Tensor, rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
-) -> Tensor:  # fmt: skip
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *, word_pointers: Memory,
+    half_words: Number, epochs: Memory, work: Memory, arrivals: Memory, counters: Memory,
+    status: Memory, rank: int, timeout_ns: int, layout: str, tile: Tile, parts: int = 1,
+) -> Memory:  # fmt: skip
     """All ranks' x [M_shard, K], which it leaves in `gathered` [M, K], times w ([N, K] or [K, N])
     + bias [N]: y [M, N].
 
-    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
+    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_words` each;
     `epochs` [1], `work` and `arrivals` [2] belong to them, as `symm.word_channel` says. K is cut
     into `parts`, which `counters` count.
     """
     M = len(gathered)
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y, partials = empty(x, M, N), x
+    y, partials = x.new_empty(M, N), x
     if parts > 1:
-        partials = empty(x, *partial_sums(M, N, tile, parts), dtype=torch.float32)
+        partials = x.new_empty(*partial_sums(M, N, tile, parts), dtype=torch.float32)
     run = _launcher(
         x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile, parts,
         launch.has_whole_units(gathered, w),
@@ -217,6 +217,6 @@ def ag_gemv(
             x, gathered, w, bias if bias is not None else x, y, partials, word_pointers, epochs,
             work, arrivals, counters, status,
         ),
-        (rank, half_bytes // 8, timeout_ns),
+        (rank, half_words, timeout_ns),
     )  # fmt: skip
     return y

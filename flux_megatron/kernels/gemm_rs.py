@@ -14,7 +14,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
@@ -29,6 +28,7 @@ from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, 
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.scaling import Scaling, scales_or
+from flux_megatron.symm.program import Memory, Number
 
 
 def supports(problem: Problem) -> str | None:
@@ -103,9 +103,9 @@ def _launcher(
 
 
 def gemm_rs(
-    x: Tensor, w: Tensor, *, received_pointers: Tensor, pad_pointers: Tensor, counters: Tensor,
-    work_counter: Tensor, rank: int, world_size: int, epoch: int, comm_rows: int, layout: str,
-    tile: Tile, received: Tensor, scaling: Scaling | None = None,
+    x: Memory, w: Memory, *, received: Memory, received_pointers: Memory, pad_pointers: Memory,
+    counters: Memory, work_counter: Memory, rank: int, world_size: int, epoch: Number,
+    comm_rows: int, layout: str, tile: Tile, scaling: Scaling | None = None,
 ) -> None:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]); the rows of shard r go into block `rank` [M / R, N] of
     rank r's receive buffer. `received_pointers` [R] has the addresses of all receive buffers,

@@ -20,7 +20,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
@@ -35,7 +34,7 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum, send_words
 from flux_megatron.kernels.word_tiles import (
     RENEW_EVERY,
@@ -47,6 +46,7 @@ from flux_megatron.kernels.word_tiles import (
 )
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
+from flux_megatron.symm.program import Memory, Number
 
 MOST_ROWS = 128
 WORDS_A_THREAD = 32  # of all ranks, in flight; 64 do not fit in registers
@@ -202,29 +202,29 @@ def _launcher(
 
 
 def gemv_ar(
-    x: Tensor, w: Tensor, *, word_pointers: Tensor, half_bytes: int, epochs: Tensor, work: Tensor,
-    counters: Tensor, status: Tensor, rank: int, world_size: int, timeout_ns: int, layout: str,
-    tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Memory, w: Memory, *, word_pointers: Memory, half_words: Number, epochs: Memory,
+    work: Memory, counters: Memory, status: Memory, rank: int, world_size: int, timeout_ns: int,
+    layout: str, tile: Tile, parts: int = 1, two_phase: bool = False, scatters: bool = False,
+) -> Memory:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over the ranks: y [M, N], the same on all; or, if
     it `scatters`, this rank's rows [M / R, N].
 
-    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_bytes` each;
+    `word_pointers` [R] has the addresses of all ranks' words, two halves of `half_words` each;
     `epochs` [1] and `work` belong to them, as `symm.word_channel` says. K is cut into `parts`,
     which `counters` count.
     """
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M // world_size if scatters else M, N)
+    y = x.new_empty(M // world_size if scatters else M, N)
     run = _launcher(
         M, N, K, world_size, x.dtype, x.device, layout, tile, parts, two_phase, scatters,
         launch.has_whole_units(x, w),
     )  # fmt: skip
     partials = x
     if parts > 1:
-        partials = empty(x, *partial_sums(M, N, tile, parts), dtype=torch.float32)
+        partials = x.new_empty(*partial_sums(M, N, tile, parts), dtype=torch.float32)
     run(
         (x, w, y, partials, word_pointers, epochs, work, counters, status),
-        (rank, half_bytes // 8, timeout_ns),
+        (rank, half_words, timeout_ns),
     )  # fmt: skip
     return y

@@ -30,13 +30,10 @@ from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
-from flux_megatron.kernels.hopper_expert_roles import (
-    multiply_groups,
-    produce_groups,
-    store_groups,
-)
+from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
 from flux_megatron.kernels.hopper_rows import TravellingRows, send_rows
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -66,39 +63,39 @@ class RoutedRows:
         return self.routes.signals.deadline()
 
     @gluon.jit
-    def none_awaited(self):
+    def none_arrived(self):
         return self.routes.signals.epoch * 0 - 1  # no slot
 
     @gluon.jit
-    def locate(self, place, grid):
-        return self.routes.locate(place, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
+    def load_ahead(self, ring, grid, work):
+        return 0  # only routes say which rows these are
 
     @gluon.jit
-    def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
+    def locate(self, place, grid, tiles):
+        sizes = self.sizes
+        tile = self.routes.locate(place, grid.columns, sizes.GROUP_M, sizes.BLOCK_M)
+        return tile.encoded(sizes.BLOCK_M)
+
+    @gluon.jit
+    def load(self, ring, scheduler, work, encoded, row, n, loaded, awaited, deadline):
         routes = self.routes
-        step = tile.group // routes.EXPERTS
-        expert = tile.group % routes.EXPERTS
+        group = encoded // 2
+        step = group // routes.EXPERTS
+        expert = group % routes.EXPERTS
         w_row, w_col = expert_operand(
-            expert, tile.n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
+            expert, n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
         )
         if step == 0:
-            first = uniform(routes.of_group(SEND_ROW, tile.group))
+            first = uniform(routes.of_group(SEND_ROW, group))
             loaded, ticket = ring.load_tile(
-                self.x_desc,
-                self.w_desc,
-                first + tile.row,
-                w_col,
-                work,
-                loaded,
-                scheduler.words,
-                w_row,
+                self.x_desc, self.w_desc, first + row, w_col, work, loaded, scheduler.words, w_row
             )
         else:
             slot = routes.slot_of((routes.rank + step) % routes.WORLD_SIZE, expert)
             awaited = routes.await_new(awaited, slot, deadline)  # wait [Y]
-            first = uniform(routes.of_group(RECV_ROW, tile.group))
+            first = uniform(routes.of_group(RECV_ROW, group))
             loaded, ticket = ring.load_tile(
-                self.received_desc, self.w_desc, first + tile.row, w_col, work, loaded,
+                self.received_desc, self.w_desc, first + row, w_col, work, loaded,
                 scheduler.words, w_row,
             )  # fmt: skip
         return loaded, ticket, awaited
@@ -134,14 +131,6 @@ def hopper_a2a_gemm_kernel(
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
-    half: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, CONFIG.NUM_WARPS // 4],
-        instr_shape=[16, BLOCK_N * 4 // CONFIG.NUM_WARPS, 16],
-    )  # fmt: skip
-    HALVES: gl.constexpr = CONFIG.HALVES
     sizes = Sizes(
         rank, capacity, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K
     )
@@ -154,7 +143,7 @@ def hopper_a2a_gemm_kernel(
     count = gl.load(routing.word(RECV_TILES)) * columns
     ctas = gl.num_programs(0)
     tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2)
+    exchange = new_exchange(2, 2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(y_desc)
     operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
@@ -162,15 +151,13 @@ def hopper_a2a_gemm_kernel(
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
     )
+    epilogue = HandedTiles(staging, sizes, CONFIG.HALVES, CONFIG.NUM_WARPS)
     scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (
-                multiply_groups,
-                (ring, staging, exchange, tiles, sizes, layout, half, HALVES, CONFIG.NUM_WARPS),
-            ),
-            (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
+            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
+            (produce, (operands, ring, exchange, scheduler)),
             (store_groups, (targets, staging, exchange, tiles)),
             (send_rows, (moved,)),
         ],

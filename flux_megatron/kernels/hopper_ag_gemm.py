@@ -42,9 +42,10 @@ from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
+from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
+from flux_megatron.symm.program import Memory, Number
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
 
 NO_LIMIT = (1 << 31) - 1
@@ -162,11 +163,11 @@ def _sizes(
 
 
 def ag_gemm(
-    x: Tensor, gathered: Tensor, w: Tensor, bias: Tensor | None, *,
-    pad: Tensor, status: Tensor, partial_counters: Tensor, work_words: Tensor, rank: int,
-    epoch: int, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
+    x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
+    pad: Memory, status: Memory, partial_counters: Memory, work_words: Memory, rank: int,
+    epoch: Number, timeout_ns: int, comm_rows: int, layout: str, tile: Tile, copy_local: bool,
     k_parts: int = 1, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M_shard, K] and gathered [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N].
 
     Gives y [R * M_shard, N]. `copy_local`: the kernel also copies x to the local shard of
@@ -174,7 +175,7 @@ def ag_gemm(
     communication tiles of `comm_rows` rows.
     """
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
-    y = empty(x, M, N, dtype=result_dtype(x, scaling))
+    y = x.new_empty(M, N, dtype=result_dtype(x, scaling))
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     world_size = M // x.shape[0]
     run = _launcher(

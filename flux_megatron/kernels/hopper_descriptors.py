@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flux_megatron.symm.enqueue import Operand
+from flux_megatron.symm.program import Slot
 
 
 @lru_cache(maxsize=64)
@@ -30,13 +33,22 @@ class _Address(NamedTuple):
         return self.address
 
 
-@lru_cache(maxsize=4096)  # making one costs the host 10 us
-def _descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+@lru_cache(maxsize=64)
+def _template(dtype: torch.dtype, block: tuple[int, ...]):
+    """A descriptor whose block is checked."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    rows, columns = shape
-    layout = _layout(block, base.dtype)
-    return TensorDescriptor(base, [rows, columns], _list(columns, 1), _list(*block), layout)
+    base, layout = _Address(0, dtype), _layout(block, dtype)
+    return TensorDescriptor(base, [*block], [block[1], 1], [*block], layout)
+
+
+def _descriptor(base: _Address, shape: tuple[int, ...], block: tuple[int, ...]):
+    """Without the checks of the constructor, which take the host 10 us."""
+    template = _template(base.dtype, block)
+    made = object.__new__(type(template))
+    sizes = {"base": base, "shape": [*shape], "strides": _list(shape[1], 1)}
+    made.__dict__ = {**template.__dict__, **sizes}
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -45,12 +57,53 @@ def _list(*sizes: int) -> list[int]:
     return [*sizes]
 
 
-def described(tensor: Tensor, *block: int):
+@lru_cache(maxsize=4096)
+def _known_descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+    return _descriptor(base, shape, block)
+
+
+def descriptor_of(tensor: Tensor, block: tuple[int, ...]):
     """A descriptor of a contiguous matrix, for TMA of blocks."""
-    return _descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
+    return _known_descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
 
 
-def described_w(w: Tensor, layout: str, block_k: int, columns: int):
+class Described(NamedTuple):
+    """A descriptor of a slot: of the tensor that a call has there."""
+
+    slot: Slot
+    block: tuple[int, ...]
+
+    @property
+    def base(self) -> Slot:
+        return self.slot
+
+    @property
+    def operand(self) -> Operand:
+        return self.slot.operand
+
+    @property
+    def block_shape(self) -> list[int]:
+        return _list(*self.block)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the address."""
+        return self.slot.dtype, self.slot.shape, self.block
+
+    def of(self, tensor: Tensor):
+        return descriptor_of(tensor, self.block)
+
+    def at(self, address: int):
+        """Of a tensor like this one at an address."""
+        return _descriptor(_Address(address, self.slot.dtype), self.slot.shape, self.block)
+
+
+def described(tensor: Tensor | Slot, *block: int):
+    """A descriptor of a tensor or of a slot."""
+    return Described(tensor, block) if isinstance(tensor, Slot) else descriptor_of(tensor, block)
+
+
+def described_w(w: Tensor | Slot, layout: str, block_k: int, columns: int):
     """Of w, [N, K] or [K, N], for blocks of so many columns of the product."""
     if layout == "nt":
         return described(w, columns, block_k)

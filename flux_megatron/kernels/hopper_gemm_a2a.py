@@ -33,13 +33,10 @@ from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
-from flux_megatron.kernels.hopper_expert_roles import (
-    multiply_groups,
-    produce_groups,
-    store_groups,
-)
+from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
+from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
@@ -69,23 +66,31 @@ class RowsHere:
         return 0
 
     @gluon.jit
-    def none_awaited(self):
+    def none_arrived(self):
         return 0
 
     @gluon.jit
-    def locate(self, place, grid):
+    def load_ahead(self, ring, grid, work):
+        return 0  # only routes say which rows these are
+
+    @gluon.jit
+    def locate(self, place, grid, tiles):
+        return self.group_tile(place, grid).encoded(self.sizes.BLOCK_M)
+
+    @gluon.jit
+    def group_tile(self, place, grid):
         tile = place + self.own
         if tile >= self.tiles:
             tile -= self.tiles
         return self.routes.locate(tile, grid.columns, self.sizes.GROUP_M, self.sizes.BLOCK_M)
 
     @gluon.jit
-    def load(self, ring, scheduler, tile, work, loaded, awaited, deadline):
-        expert = tile.group % self.routes.EXPERTS
+    def load(self, ring, scheduler, work, encoded, row, n, loaded, awaited, deadline):
+        group = encoded // 2
         w_row, w_col = expert_operand(
-            expert, tile.n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
+            group % self.routes.EXPERTS, n, self.w_first, self.w_pitch, self.sizes, ring.LAYOUT_NN
         )
-        row = uniform(self.routes.of_group(RECV_ROW, tile.group)) + tile.row
+        row += uniform(self.routes.of_group(RECV_ROW, group))
         loaded, ticket = ring.load_tile(
             self.x_desc, self.w_desc, row, w_col, work, loaded, scheduler.words, w_row
         )
@@ -105,7 +110,7 @@ class ReturnedRows:
     def store(self, place, grid, staging, finished):
         sizes = self.sizes
         routes = self.operands.routes
-        tile = self.operands.locate(place, grid)
+        tile = self.operands.group_tile(place, grid)
         step = tile.group // routes.EXPERTS
         owner = (routes.rank + step) % routes.WORLD_SIZE
         out = self.y
@@ -131,14 +136,6 @@ def hopper_gemm_a2a_kernel(
     BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[CONFIG.NUM_WARPS, 1], instr_shape=[16, BLOCK_N, 16]
-    )
-    half: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, CONFIG.NUM_WARPS // 4],
-        instr_shape=[16, BLOCK_N * 4 // CONFIG.NUM_WARPS, 16],
-    )  # fmt: skip
-    HALVES: gl.constexpr = CONFIG.HALVES
     sizes = Sizes(rank, N, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     signals = Signals(pad, status, epoch, timeout_ns)
     routing = Routes(
@@ -150,20 +147,18 @@ def hopper_gemm_a2a_kernel(
     own = gl.load(routing.word(OWN_RECV_TILES)) * columns
     ctas = gl.num_programs(0)
     tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2)
+    exchange = new_exchange(2, 2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(received_desc)
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
+    epilogue = HandedTiles(staging, sizes, CONFIG.HALVES, CONFIG.NUM_WARPS)
     scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (
-                multiply_groups,
-                (ring, staging, exchange, tiles, sizes, layout, half, HALVES, CONFIG.NUM_WARPS),
-            ),
-            (produce_groups, (operands, ring, exchange, scheduler, HALVES)),
+            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
+            (produce, (operands, ring, exchange, scheduler)),
             (store_groups, (targets, staging, exchange, tiles)),
         ],
         [1, 1],

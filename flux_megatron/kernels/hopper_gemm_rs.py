@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -47,9 +46,11 @@ from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, empty, partial_sums
+from flux_megatron.kernels.triton_launch import Launcher, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
+from flux_megatron.symm import program
+from flux_megatron.symm.program import Memory
 
 
 @aggregate
@@ -241,19 +242,19 @@ class Gathering(NamedTuple):
     their signals [A] announce.
     """
 
-    y: Tensor
-    pointers: Tensor
-    pad_pointers: Tensor
-    epoch: int
+    y: Any
+    pointers: Any
+    pad_pointers: Any
+    epoch: Any
 
 
 def gemm_rs(
-    x: Tensor, w: Tensor, *, parts: Tensor, received: Tensor, received_pointers: Tensor,
-    pad_pointers: Tensor, pad: Tensor, status: Tensor, counters: Tensor, partial_counters: Tensor,
-    work_words: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int, tiles_comm: int,
-    layout: str, tile: Tile, by_sm: bool,
+    x: Memory, w: Memory, *, parts: Memory, received: Memory, received_pointers: Memory,
+    pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
+    work_words: Memory, rank: int, world_size: int, epoch: program.Number, timeout_ns: int,
+    tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
     gathering: Gathering | None = None, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
+) -> Memory:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
     if it is `gathering` all of them.
 
@@ -264,7 +265,7 @@ def gemm_rs(
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard, dtype = x.shape[0] // world_size, result_dtype(x, scaling)
-    y = gathering.y if gathering else empty(x, M_shard, N, dtype=dtype)
+    y = gathering.y if gathering else x.new_empty(M_shard, N, dtype=dtype)
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))

@@ -1,7 +1,7 @@
-"""The loops over work tiles that AG+GEMM and GEMM+RS share: that of the producer warp, and that of
-the warp groups that multiply.
+"""The loops over work tiles that all Hopper kernels share: those of the producer warp and of the
+warp groups that multiply.
 
-What the two patterns do differently is in the methods of their `operands` (whose rows of x a tile
+What patterns do differently is in the methods of their `operands` (whose rows of x a tile
 needs, and when they are there) and `epilogue` (what is added to a tile, and where it goes).
 """
 

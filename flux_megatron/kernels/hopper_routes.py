@@ -37,6 +37,12 @@ class GroupTile:
     row: Number
     n: Number
 
+    @gluon.jit
+    def encoded(self, BLOCK_M: gl.constexpr):
+        """Three numbers: 2 * its group, + 1 if it has half a tile of rows at most; row; n."""
+        half = (self.count - self.row <= BLOCK_M // 2).to(gl.int32)
+        return self.group * 2 + half, self.row, self.n
+
 
 @aggregate
 class Routes:

@@ -86,12 +86,13 @@ class TileScheduler:
 class WorkExchange:
     """The place of a work tile in shared memory, from the producer warp to all other partitions;
     and where its tile lies, which takes some divisions, so that the MMA warps need not find it
-    between their tiles.
+    between their tiles. Of the place, the owner, the row and the column the first NUMBERS travel.
     """
 
     numbers: Shared
     full: Shared
     empty: Shared
+    NUMBERS: gl.constexpr
 
     @gluon.jit
     def hand_out(self, place, phase, owner=0, row=0, col=0):
@@ -99,10 +100,9 @@ class WorkExchange:
         and 1 in turn, on both sides; gives the next.
         """
         mbarrier.wait(self.empty, phase ^ 1)
-        self._write(0, place)
-        self._write(1, owner)
-        self._write(2, row)
-        self._write(3, col)
+        numbers = (place, owner, row, col)
+        for which in gl.static_range(self.NUMBERS):
+            self._write(which, numbers[which])
         barrier()
         mbarrier.arrive(self.full, count=1)
         return phase ^ 1
@@ -121,9 +121,14 @@ class WorkExchange:
         """`take`, and between the two the owner, the row and the column of the tile."""
         mbarrier.wait(self.full, phase)
         place = self._read(0, NUM_WARPS)
-        owner = self._read(1, NUM_WARPS)
-        row = self._read(2, NUM_WARPS)
-        col = self._read(3, NUM_WARPS)
+        owner = place * 0
+        row = owner
+        col = owner
+        if self.NUMBERS > 1:
+            owner = self._read(1, NUM_WARPS)
+        if self.NUMBERS > 2:
+            row = self._read(2, NUM_WARPS)
+            col = self._read(3, NUM_WARPS)
         barrier()  # every warp has read them
         mbarrier.arrive(self.empty, count=1)
         return place, owner, row, col, phase ^ 1
@@ -140,11 +145,12 @@ class WorkExchange:
 
 
 @gluon.jit
-def new_exchange(takers: gl.constexpr):
+def new_exchange(takers: gl.constexpr, NUMBERS: gl.constexpr = 4):
     """For so many partitions that take."""
-    numbers = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     mbarrier.init(empty, count=takers)
-    return WorkExchange(numbers, full, empty)
+    return WorkExchange(numbers, full, empty, NUMBERS)

@@ -22,12 +22,13 @@ from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_config import Config, common_config
-from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
+from flux_megatron.kernels.hopper_epilogue import new_staging_tile
+from flux_megatron.kernels.hopper_handed_tiles import HandedTiles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
-from flux_megatron.kernels.hopper_split_k import Partials, whole_tiles
+from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -102,34 +103,6 @@ class BandRows:
         return loaded, ticket, arrived
 
 
-@aggregate
-class HandedTiles:
-    """Epilogue of the MMA warps: the store warp has it."""
-
-    staging: StagingTile
-    sizes: Sizes
-    NUM_WARPS: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
-        out = ring.zeros(self.NUM_WARPS)
-        out, multiplied = ring.multiply(out, work.first, work.last, multiplied)
-        return (out,), False, multiplied, fetched
-
-    @gluon.jit
-    def finish(self, outs, row, col, behind, fetched, finished):
-        self.staging.hand_over(outs[0], finished)
-        return fetched, finished + 1
-
-    @gluon.jit
-    def complete(self):
-        pass
-
-
 @gluon.jit
 def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
     """One warp: stores each finished tile, and counts it in its band's counter."""
@@ -158,17 +131,16 @@ def hopper_signalled_gemm_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = whole_tiles(tile_count, ctas)
-    exchange = new_exchange(2)
+    exchange = new_exchange(2, 1)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
     operands = BandRows(x_desc, w_desc, bands, sizes)
-    epilogue = HandedTiles(staging, sizes, CONFIG.NUM_WARPS)
-    no_sums = Partials(counters, counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
+    epilogue = HandedTiles(staging, sizes, False, CONFIG.NUM_WARPS)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, no_sums, CONFIG.NUM_WARPS)),
+            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
             (store_tiles, (out_desc, counters, bands, staging, exchange, tiles)),
         ],

@@ -12,6 +12,7 @@ import triton
 
 from flux_megatron.kernels import interpreter
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.symm.program import Slot
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,8 +58,12 @@ def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tup
     return (max(1, min(sms(device) - spare_sms, tiles)),)
 
 
-def has_whole_units(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether both addresses are multiples of 16 bytes, which TMA needs."""
+def has_whole_units(x: torch.Tensor | Slot, w: torch.Tensor | Slot) -> bool:
+    """Whether both addresses are multiples of 16 bytes, which TMA needs. Those of calls are
+    (`overlap.operands`).
+    """
+    if isinstance(w, Slot):
+        return True
     return (x.data_ptr() | w.data_ptr()) % 16 == 0
 
 

@@ -1,4 +1,4 @@
-"""A launch of a compiled kernel as its driver call, for lists of such calls (`symm.recording`).
+"""A launch of a compiled kernel as its driver call, for lists of such calls (`symm.enqueue`).
 
 The parameters of a kernel that Triton has compiled are those of its signature that are no
 constexprs, a host descriptor being the hardware's and then its sizes and strides; behind them come
@@ -11,107 +11,120 @@ from __future__ import annotations
 import ctypes
 import inspect
 import struct
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-
 from flux_megatron.symm import enqueue
-from flux_megatron.symm.recording import EPOCH, Launch, Recording, Unrecordable
+from flux_megatron.symm.enqueue import Operand
+from flux_megatron.symm.recent import Recent
 
 _CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
 _MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
 _SIZE_OF = {"I": 4, "Q": 8, _MAP: 128}
-_WORD, _ADDRESS, _DESCRIPTOR = range(3)  # how words go into parameters, as in enqueue.c
-_NUMBERS_OF_CALLS = ("epoch", "gather_epoch")
+# how operands go into parameters, as in enqueue.c; constexprs are none
+_WORD, _ADDRESS, _DESCRIPTOR, _NONE = range(4)
+
+Arguments = tuple[Any, ...]
 
 
-class _Layout(NamedTuple):
+class Unusable(Exception):
+    """Why a kernel cannot be launched so. No caller sees it: Python launches the kernel."""
+
+
+class Layout(NamedTuple):
     """How a compiled kernel's parameters lie in memory: `places` of those that `packed` makes of
-    numbers and descriptors. `kinds` are those of Triton, of its own parameters.
+    numbers and descriptors; how each of Triton's own goes there; what Triton has of descriptors.
     """
 
     packed: struct.Struct
     places: tuple[int, ...]
-    kinds: tuple[str, ...]
+    ways: tuple[int, ...]
+    metas: tuple[Any, ...]
 
 
-@lru_cache(maxsize=256)
-def _layout(name: str, compiled: Any, names: tuple[str, ...]) -> _Layout:
-    """`Unrecordable` where the driver knows others, or a launch is of another kind."""
+def layout_of(name: str, compiled: Any, names: Sequence[str]) -> Layout:
+    """`Unusable` where the driver knows others, or a launch is of another kind."""
     metadata = compiled.metadata
     if compiled.packed_metadata[1] != 1 or metadata.profile_scratch_size:
-        raise Unrecordable(f"{name} needs a launch of another kind")
+        raise Unusable(f"{name} needs a launch of another kind")
     if metadata.launch_cooperative_grid or metadata.launch_pdl:
-        raise Unrecordable(f"{name} needs a launch of another kind")
+        raise Unusable(f"{name} needs a launch of another kind")
     kinds = tuple(compiled.src.signature[parameter] for parameter in names)
-    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    metas = tuple(getattr(metadata, "tensordesc_meta", None) or ())
     codes: list[str] = []
+    ways: list[int] = []
     for parameter, kind in zip(names, kinds, strict=True):
         if kind.startswith("tensordesc"):
-            if next(metas, None) is None:
-                raise Unrecordable(f"{name} takes {parameter} in pieces")
+            if ways.count(_DESCRIPTOR) == len(metas) or metas[ways.count(_DESCRIPTOR)] is None:
+                raise Unusable(f"{name} takes {parameter} in pieces")
             codes += [_MAP, *"II", *"QQ"]  # of a matrix: sizes and strides
+            ways.append(_DESCRIPTOR)
         elif kind.startswith("*") or kind in _CODES:
             codes.append(_CODES.get(kind, "Q"))
-        elif kind != "constexpr":
-            raise Unrecordable(f"{name} takes {parameter} as {kind}")
+            ways.append(_ADDRESS if codes[-1] == "Q" else _WORD)
+        elif kind == "constexpr":
+            ways.append(_NONE)
+        else:
+            raise Unusable(f"{name} takes {parameter} as {kind}")
     codes += "QQ"  # of scratch memory
     sizes = [_SIZE_OF[code] for code in codes]
     if (known := enqueue.native().parameters(compiled.function)) != sizes:
-        raise Unrecordable(f"{name}: parameters of {known} bytes, {sizes} expected")
+        raise Unusable(f"{name}: parameters of {known} bytes, {sizes} expected")
     spelled, places, end = "<", [], 0
     for code, size in zip(codes, sizes, strict=True):
         spelled += f"{-end % size}x{code}"
         places.append(end + -end % size)
         end = places[-1] + size
-    return _Layout(struct.Struct(spelled), tuple(places), kinds)
+    return Layout(struct.Struct(spelled), tuple(places), tuple(ways), metas)
 
 
-def launch(
-    name: str, compiled: Any, grid: tuple[int, ...], names: Sequence[str], values: Sequence[Any],
-    recording: Recording, scratch: torch.Tensor | None,
-) -> Launch:  # fmt: skip
-    """The launch that Triton has made of `values`; `names` are theirs. `Unrecordable`: why not."""
-    layout = _layout(name, compiled, tuple(names))
-    given: list[Any] = []
-    patches: list[tuple[int, int, enqueue.Word]] = []
-
-    def changes(how: int, word: enqueue.Word) -> None:
-        if word.register:
-            patches.append((how, layout.places[len(given)], word))
-
-    def add_address(address: int) -> None:
-        changes(_ADDRESS, recording.address(address))
-        given.append(address)
-
-    metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    for parameter, kind, value in zip(names, layout.kinds, values, strict=True):
-        if kind.startswith("tensordesc"):
-            changes(_DESCRIPTOR, recording.address(value.base.data_ptr()))
-            made, *sizes = _expanded(value, next(metas))
-            given += [_bytes_of(made), *sizes]
-        elif kind.startswith("*"):
-            add_address(value)
-        elif kind != "constexpr":
-            if parameter in _NUMBERS_OF_CALLS:
-                changes(_WORD, EPOCH)
-            given.append(value % (1 << (64 if kind.endswith("64") else 32)))
-    add_address(0 if scratch is None else scratch.data_ptr())
-    given.append(0)
+def arguments(
+    compiled: Any, layout: Layout, grid: tuple[int, ...], given: Sequence[Any],
+    address: Callable[[Operand], int], scratch: Operand | None,
+) -> Arguments:  # fmt: skip
+    """What `List.launch` takes behind the stream. `given` are the kernel's parameters, as a step
+    has them; `address` is that of an operand now.
+    """
+    places, metas = layout.places, iter(layout.metas)
+    packed: list[Any] = []
+    patches: list[tuple[int, int, Operand]] = []
+    for way, value in zip(layout.ways, given, strict=True):
+        if way == _NONE:
+            continue
+        if type(value) is int:
+            packed.append(value % (1 << 32 if way == _WORD else 1 << 64))
+            continue
+        operand = value if type(value) is Operand else value.operand
+        patches.append((way, places[len(packed)], operand))
+        if way == _DESCRIPTOR:
+            packed += _described(value, next(metas), address(operand))
+        else:
+            packed.append(0)
+    if scratch is not None:
+        patches.append((_ADDRESS, places[len(packed)], scratch))
+    packed += [0, 0]
     warps, _, shared = compiled.packed_metadata[:3]
     x, y, z = (*grid, 1, 1)[:3]
-    return Launch(name, (
-        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*given), layout.places,
+    return (
+        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*packed), places,
         tuple(patches),
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
-def _expanded(descriptor: Any, meta: Any) -> list[Any]:
-    """The hardware's descriptor, and sizes and strides, as this Triton's launcher makes them."""
-    make, count = _maker()
-    return make(*(descriptor, meta, None)[:count])
+def _described(descriptor: Any, meta: Any, address: int) -> list[Any]:
+    """The hardware's descriptor of a tensor at any address, and sizes and strides, as this Triton's
+    launcher makes them.
+    """
+    key = (*descriptor.kind, id(meta))  # a kernel that is compiled stays
+    if (found := _known.get(key)) is None:
+        make, count = _maker()
+        made, *sizes = make(*(descriptor.at(address), meta, None)[:count])
+        found = _known[key] = [_bytes_of(made), *sizes]
+    return found
+
+
+_known: Recent[tuple[Any, ...], list[Any]] = Recent(4096)
 
 
 @cache

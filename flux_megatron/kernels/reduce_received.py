@@ -11,12 +11,12 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher, empty
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
+from flux_megatron.symm.program import Memory, Number
 
 
 # numbers that change from call to call must not compile new kernels
@@ -61,10 +61,11 @@ def _launcher(received: torch.Size, dtype: torch.dtype, device: torch.device) ->
 
 
 def reduce_received(
-    received: Tensor, *, pad: Tensor, status: Tensor, epoch: int, timeout_ns: int, comm_rows: int,
-) -> Tensor:  # fmt: skip
+    received: Memory, *, pad: Memory, status: Memory, epoch: Number, timeout_ns: int,
+    comm_rows: int,
+) -> Memory:  # fmt: skip
     """received [R, M_shard, N], a block of each rank  ->  their sum [M_shard, N]."""
-    y = empty(received, *received.shape[1:])
+    y = received.new_empty(*received.shape[1:])
     run = _launcher(received.shape, received.dtype, received.device)
     run((received, y, pad, status), (epoch, timeout_ns, comm_rows))
     return y

@@ -23,7 +23,8 @@ import triton
 
 from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
-from flux_megatron.symm.recording import Recording, this_thread
+from flux_megatron.symm.enqueue import Operand
+from flux_megatron.symm.program import Launch, Memory, Slot
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -40,21 +41,13 @@ _compiling = False
 _ON_HOST = -1
 
 
-def empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """New memory beside `like`, for what a call makes: a recording knows it by that."""
-    made = like.new_empty(shape, dtype=dtype)
-    if (recording := this_thread.recording) is not None:
-        recording.take(made)
-    return made
-
-
-def partial_sums(like: torch.Tensor, count: int, counters: torch.Tensor) -> torch.Tensor:
+def partial_sums(like: Memory, count: int, counters: Memory) -> Memory:
     """New memory for so many float32, or for none any address of such: another type would be
     another kernel.
     """
     if not count:
         return counters.view(torch.float32)
-    return empty(like, count, dtype=torch.float32)
+    return like.new_empty(count, dtype=torch.float32)
 
 
 @contextmanager
@@ -113,9 +106,10 @@ class Launcher:
         if registers:
             self._options["maxnreg"] = registers
         self._code = (kernel, *self._options.items(), *named, *map(values.get, named))
-        self._name = kernel.__name__.removesuffix("_kernel")
+        self.name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
+        self._layout: native_launch.Layout | None = None
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
         self._dtypes: list | None = None
         self._device: int | None = None
@@ -123,10 +117,17 @@ class Launcher:
     def __call__(
         self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...] = ()
     ) -> None:
-        """Launch on the current stream of the tensors' device; there may be host tensor descriptors
-        among `tensors`. A `grid` takes the place of the constructor's.
+        """Launch on the current stream of the tensors' device, or, given slots, add the launch to
+        their program. There may be host tensor descriptors among `tensors`, but not the last. A
+        `grid` takes the place of the constructor's.
         """
         grid = grid or self._grid
+        if isinstance(slot := tensors[-1], Slot):
+            slot.program.add(Launch(self, tensors, numbers, grid))
+        else:
+            self.launch(tensors, numbers, grid)
+
+    def launch(self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...]) -> None:
         if self._device is None:
             self._device = _device_of(tensors)
         if self._device == _ON_HOST or self._device == torch.cuda.current_device():
@@ -139,7 +140,7 @@ class Launcher:
         if _compiling:
             self._kernel.warmup(*tensors, *numbers, *self._fixed, grid=grid, **self._options)
             return
-        launches[self._name] += 1
+        launches[self.name] += 1
         if self._tile.tma:
             # per thread, and autograd runs backward in threads of its own: set it where it is used
             triton.set_allocator(_descriptor_memory)
@@ -155,15 +156,11 @@ class Launcher:
                 self._use(_compiled.get(self._code_for(tensors, numbers)))
             if self._direct is not None:
                 self._direct(grid, *addresses, *numbers, *self._fixed)
-                if (recording := this_thread.recording) is not None:
-                    self._note(recording, grid, (*addresses, *numbers, *self._fixed))
                 return
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
         compiled = self._kernel[grid](*tensors, *numbers, *self._fixed, **self._options)
-        if (recording := this_thread.recording) is not None:
-            recording.refused = f"{self._name} was not launched directly yet"
         if aligned and compiled is not None:
             if self._is_compiled:
                 _compiled[self._code_for(tensors, numbers)] = compiled
@@ -187,21 +184,27 @@ class Launcher:
         ]
         return (self._device, self._code, *kinds, *sizes)
 
-    def _note(self, recording: Recording, grid: tuple[int, ...], given: tuple) -> None:
-        try:
-            scratch = self._scratch(recording, grid)
-            recording.operations.append(native_launch.launch(
-                self._name, self._compiled, grid, self._kernel.arg_names, given, recording,
-                scratch,
-            ))  # fmt: skip
-        except Exception as error:  # whatever this Triton has instead
-            recording.refused = str(error)
-
-    def _scratch(self, recording: Recording, grid: tuple[int, ...]) -> torch.Tensor | None:
-        """Such memory as the kernel makes descriptors in, for each launch anew."""
-        x, y, z = (*grid, 1, 1)[:3]
+    def native(
+        self, step: Launch, address: Callable[[Operand], int], scratch: Callable[[int], Operand]
+    ) -> native_launch.Arguments | None:
+        """The launch as a driver call, or None as long as its kernel is not compiled. `address` is
+        that of an operand now; `scratch` gives memory that each launch has anew.
+        """
+        if self._device is None:
+            self._device = _device_of(step.tensors)
+        if self._direct is None and self._is_compiled:
+            self._use(_compiled.get(self._code_for(step.tensors, step.numbers)))
+        if self._direct is None:
+            return None
+        x, y, z = (*step.grid, 1, 1)[:3]
         size = x * y * z * self._compiled.metadata.global_scratch_size
-        return empty(recording.x, size, dtype=torch.int8) if size else None
+        given = (*step.tensors, *step.numbers, *self._fixed)
+        if self._layout is None:
+            names = self._kernel.arg_names
+            self._layout = native_launch.layout_of(self.name, self._compiled, names)
+        return native_launch.arguments(
+            self._compiled, self._layout, step.grid, given, address, scratch(size) if size else None
+        )
 
 
 def _size_class(value: int) -> tuple[bool, bool, bool]:

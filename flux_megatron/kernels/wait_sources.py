@@ -11,11 +11,11 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
+from flux_megatron.symm.program import Memory, Number
 
 
 @triton.jit(do_not_specialize=["first_source", "count", "epoch", "timeout_ns", "comm_rows"])
@@ -35,8 +35,8 @@ def _launcher(M_shard: int, world_size: int, device: torch.device) -> Launcher:
 
 
 def wait_sources(
-    *, pad: Tensor, status: Tensor, first_source: int, count: int, world_size: int,
-    epoch: int, timeout_ns: int, M_shard: int, comm_rows: int,
+    *, pad: Memory, status: Memory, first_source: int, count: int, world_size: int,
+    epoch: Number, timeout_ns: int, M_shard: int, comm_rows: int,
 ) -> None:  # fmt: skip
     """Order the current stream after the shards of `count` ranks from `first_source` on, around
     the ring.

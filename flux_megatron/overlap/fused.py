@@ -4,28 +4,23 @@ scatters in the epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels import hopper_gemm, launch
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import transfer
-from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
-from flux_megatron.symm.recording import lend
-from flux_megatron.symm.signals import as_int32, comm_rows_at_least
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.program import CallProgram, Slot
+from flux_megatron.symm.signals import comm_rows_at_least
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
-RECORDABLE = (COLUMN, ROW)
 
 
 def supports(problem: Problem) -> str | None:
@@ -97,72 +92,52 @@ def _tma(problem: Problem) -> bool:
     return aligned and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
-    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    return transfer.start_gather(x, workspace, plan.comm_rows)
-
-
-def ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
-    """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    local_copy = "engine" if consume is not None else "nobody"
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
-    with phase("ag_gemm kernel"):
-        y = ag_gemm_kernels.ag_gemm(
-            x, gather.gathered, w, bias,
-            pad=gather.call.pads[gather.call.rank],
-            status=gather.call.status,
-            work_counter=gather.call.channel.work_counter,
-            rank=gather.call.rank,
-            epoch=as_int32(gather.call.epoch),
-            timeout_ns=gather.call.timeout_ns,
-            comm_rows=gather.comm_rows,
-            layout=layout,
-            tile=_tile_for(plan, scaling),
-            scaling=scaling,
+def _ag_gemm(p: CallProgram) -> Slot:
+    lends = p.turns
+    gather = transfer.start_gather(
+        p, p.x, p.plan.comm_rows, local_copy="engine" if lends else "nobody"
+    )
+    with p.phase("ag_gemm kernel"):
+        y: Slot = ag_gemm_kernels.ag_gemm(
+            p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
+            work_counter=gather.channel.fixed("work_counter"), rank=p.rank,
+            comm_rows=gather.comm_rows, layout=p.layout, tile=_tile_for(p.plan, p.scaling),
+            scaling=p.scaling,
         )  # fmt: skip
-    if consume is not None:
-        lend(consume, gather.complete())
+    if lends:
+        p.turn(gather.complete())
     gather.close(by_kernel=True)
     return y
 
 
-def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-    scaling: Scaling | None = None,
-) -> transfer.ReduceScatter:  # fmt: skip
-    """x @ w, each tile stored at its owner; `finish` gives y [M_shard, N]."""
-    world_size = workspace.world_size
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    M_shard = x.shape[0] // world_size
-    comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    dtype = result_dtype(x, scaling)
-    size_bytes = world_size * M_shard * N * dtype.itemsize
-    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    received = call.view(call.rank, (world_size, M_shard, N), dtype)
-    with phase("gemm_rs kernel"):
+def _sums(p: CallProgram) -> transfer.ReduceScatter:
+    """Each tile of x @ w is stored at its owner."""
+    M_shard, dtype = len(p.x) // p.world_size, result_dtype(p.x, p.scaling)
+    comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
+    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)
+    received = channel.region((p.world_size, M_shard, p.N), dtype)
+    with p.phase("gemm_rs kernel"):
         gemm_rs_kernels.gemm_rs(
-            x, w, received=received,
-            received_pointers=call.pointers,
-            pad_pointers=call.pad_pointers,
-            counters=call.channel.tile_counters,
-            work_counter=call.channel.work_counter,
-            rank=call.rank,
-            world_size=world_size,
-            epoch=as_int32(call.epoch),
-            comm_rows=comm_rows,
-            layout=layout,
-            tile=_tile_for(plan, scaling),
-            scaling=scaling,
+            p.x, p.w, received=received, received_pointers=channel.fixed("pointers"),
+            pad_pointers=channel.fixed("pad_pointers"), counters=channel.fixed("tile_counters"),
+            work_counter=channel.fixed("work_counter"), rank=p.rank, world_size=p.world_size,
+            epoch=channel.epoch, comm_rows=comm_rows, layout=p.layout,
+            tile=_tile_for(p.plan, p.scaling), scaling=p.scaling,
         )  # fmt: skip
-    return transfer.ReduceScatter(workspace, call, received, comm_rows)
+    return transfer.ReduceScatter(channel, received, comm_rows)
 
 
-def start_gemm_ar(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.AllReduce:
-    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
-    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))
+def _gemm_rs(p: CallProgram) -> Slot:
+    sums = _sums(p)
+    p.turn()
+    return sums.finish()
+
+
+def _gemm_ar(p: CallProgram) -> Slot:
+    return transfer.all_reduced(p, _sums(p).finish())
+
+
+start_gather = calls.start_gather
+ag_gemm = calls.gathering(_ag_gemm)
+gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
+gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,18 +22,14 @@ from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import LOW
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
-from flux_megatron.kernels.triton_launch import empty
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.overlap import hopper_plans, transfer
-from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.scaling import Scaling, result_dtype
-from flux_megatron.symm.channel import Call, Region
-from flux_megatron.symm.copy_engine import GatedPush, Push
-from flux_megatron.symm.recording import lend
-from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32, slot_bytes
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.scaling import result_dtype
+from flux_megatron.symm.enqueue import always
+from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
+from flux_megatron.symm.signals import MAX_COMM_TILES
 
 if TYPE_CHECKING:
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
-RECORDABLE = (COLUMN, ROW)
 default_plan, candidates = hopper_plans.default_plan, hopper_plans.candidates
 
 
@@ -62,193 +56,135 @@ def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
     hopper_probe.compile_for(problem, plan, device)
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
-    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    return transfer.start_gather(x, workspace, plan.comm_rows)
-
-
-def ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
-    """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
+def _ag_gemm(p: CallProgram) -> Slot:
     from flux_megatron.kernels import hopper_ag_gemm
 
-    comm_rows = plan.comm_rows and max(plan.comm_rows, cdiv(x.shape[0], COMM_TILES_MAX))
-    k_parts = max(1, min(plan.splits, COMM_TILES_MAX))
-    tile = plan.tile
-    if tile.block_m > x.shape[0]:  # a tile lies within a shard
+    lends, (M_shard, K) = p.turns, p.x.shape
+    comm_rows = p.plan.comm_rows and max(p.plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
+    k_parts = max(1, min(p.plan.splits, COMM_TILES_MAX))
+    tile = p.plan.tile
+    if tile.block_m > M_shard:  # a tile lies within a shard
         tile = replace(LOW[0], block_k=tile.block_k)
-    columns = part_columns(x.shape[1], k_parts, tile.block_k) if k_parts > 1 else 0
-    gather = transfer.start_gather(
-        x, workspace, comm_rows, local_copy="nobody", part_columns=columns
-    )
-    call = gather.call
-    with phase("ag_gemm kernel"):
-        y = hopper_ag_gemm.ag_gemm(
-            x, gather.gathered, w, bias,
-            pad=call.pads[call.rank], status=call.status,
-            partial_counters=call.channel.partial_counters,
-            work_words=call.channel.work_counter, rank=call.rank,
-            epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
-            comm_rows=gather.comm_rows, layout=layout, tile=tile,
-            copy_local=consume is not None, k_parts=k_parts, scaling=scaling,
+    columns = part_columns(K, k_parts, tile.block_k) if k_parts > 1 else 0
+    gather = transfer.start_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
+    with p.phase("ag_gemm kernel"):
+        y: Slot = hopper_ag_gemm.ag_gemm(
+            p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
+            **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=p.layout,
+            tile=tile, copy_local=lends, k_parts=k_parts, scaling=p.scaling,
         )  # fmt: skip
-    if consume is not None:
-        lend(consume, gather.complete())
+    if lends:
+        p.turn(gather.complete())
     gather.close(by_kernel=True)
     return y
 
 
-class PushSchedule(NamedTuple):
-    received: Tensor
-    tiles_comm: int
-    pushes: tuple[GatedPush, ...]
+def _words(channel: ChannelSlots) -> dict[str, Any]:
+    return {
+        "partial_counters": channel.fixed("partial_counters"),
+        "work_words": channel.fixed("work_counter"),
+    }
 
 
-def _schedule(
-    region: Region,
-    counters: int,
-    M_shard: int,
-    N: int,
-    dtype: torch.dtype,
-    comm_rows: int,
-    tile: Tile,
-) -> PushSchedule:
+def _push_tiles(
+    p: CallProgram, channel: ChannelSlots, parts: Slot, M_shard: int, N: int, tile: Tile,
+    tiles_comm: int,
+) -> None:  # fmt: skip
+    """Push the tiles of every other rank, in communication tiles of `tiles_comm` tiles, each behind
+    the wait [D] for their count and before its signal [B].
+    """
     tiles = tiles_of_shard(M_shard, N, tile)
-    wanted = min(COMM_TILES_MAX, cdiv(M_shard, comm_rows) if comm_rows else 1)
-    tiles_comm = cdiv(tiles, wanted)
-    shape = (region.world_size * tiles * tile.block_m, tile.block_n)
-    tile_bytes = tile.block_m * tile.block_n * dtype.itemsize
-
-    def gated_push(hops: int, comm_tile: int) -> GatedPush:
-        owner = (region.rank + 1 + hops) % region.world_size
-        first = comm_tile * tiles_comm
-        count = min(tiles_comm, tiles - first)
-        push = Push(
-            destination=region.addresses[owner] + (region.rank * tiles + first) * tile_bytes,
-            offset=(hops * tiles + first) * tile_bytes,
-            size_bytes=count * tile_bytes,
-            signal=region.pad_addresses[owner] + slot_bytes(region.rank, comm_tile),  # signal [B]
-        )
-        return GatedPush(counters + 4 * (owner * MAX_COMM_TILES + comm_tile), count, push)
+    tile_bytes = tile.block_m * tile.block_n * parts.element_size()
+    counters = channel.fixed("tile_counters").operand
 
     def made_at(which: tuple[int, int]) -> int:
         hops, comm_tile = which
         last = min((comm_tile + 1) * tiles_comm, tiles) - 1
-        return hopper_gemm.made_at(hops, last, M_shard, N, region.world_size, tile)
+        return hopper_gemm.made_at(hops, last, M_shard, N, p.world_size, tile)
 
+    counted = []
     # the last tile of one tells when it is ready: the order costs time, never the result
-    all_of_them = itertools.product(range(region.world_size - 1), range(cdiv(tiles, tiles_comm)))
-    pushes = tuple(gated_push(*which) for which in sorted(all_of_them, key=made_at))
-    return PushSchedule(region.view(region.rank, shape, dtype), tiles_comm, pushes)
+    all_of_them = itertools.product(range(p.world_size - 1), range(cdiv(tiles, tiles_comm)))
+    for hops, comm_tile in sorted(all_of_them, key=made_at):
+        owner, first = (p.rank + 1 + hops) % p.world_size, comm_tile * tiles_comm
+        count = min(tiles_comm, tiles - first)
+        counted.append(counters.plus(4 * (owner * MAX_COMM_TILES + comm_tile)))
+        p.move("wait_count", counted[-1], always(count))  # wait [D]
+        p.move(
+            "copy", channel.peer(owner, (p.rank * tiles + first) * tile_bytes),
+            parts.operand.plus((hops * tiles + first) * tile_bytes), always(count * tile_bytes),
+        )  # fmt: skip
+        p.move("signal", channel.signal(owner, p.rank, comm_tile), channel.epoch)  # signal [B]
+    for counter in counted:
+        p.move("write", counter, always(0))
 
 
-@dataclass(frozen=True)
-class Scatter:
-    """A scatter whose sum is part of its kernel."""
-
-    workspace: Workspace
-    call: Call
-    y: Tensor
-    parts: Tensor | None  # what the copy engine reads, if it has a part in the call
-    tiles_comm: int
-
-    def finish(self) -> Tensor:
-        """y [M_shard, N]."""
-        engine = self.workspace.engine
-        engine.follow()
-        if self.parts is not None:
-            engine.join()
-        self.workspace.end(self.call)
-        return self.y
-
-
-def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-    scaling: Scaling | None = None,
-) -> Scatter:  # fmt: skip
-    """x @ w, tiles sent on as they are made; `finish` gives y [M_shard, N]."""
-    return _start(x, w, layout, plan, workspace, scaling=scaling)
-
-
-def _start(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-    gathering: Gathering | None = None, scaling: Scaling | None = None,
-) -> Scatter:  # fmt: skip
+def _reduced(p: CallProgram, gathering: Gathering | None = None) -> tuple[Slot, int]:
+    """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
+    [M_shard, N], and how many tiles a communication tile has.
+    """
     from flux_megatron.kernels import hopper_gemm_rs
 
-    engine = workspace.engine
-    world_size = workspace.world_size
-    M_shard, N = x.shape[0] // world_size, w.shape[0] if layout == "nt" else w.shape[1]
-    tile, by_sm = plan.tile, plan.transport == "sm"
-    tile_rows = tiles_of_shard(M_shard, N, tile) * tile.block_m
-    dtype = result_dtype(x, scaling)
-    size_bytes = world_size * tile_rows * tile.block_n * dtype.itemsize
-    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    counters = call.channel.tile_counters
-    schedule = _schedule(call.region, counters.data_ptr(), M_shard, N, dtype, plan.comm_rows, tile)
-    parts = None
+    M_shard, N = len(p.x) // p.world_size, p.N
+    tile, by_sm = p.plan.tile, p.plan.transport == "sm"
+    tiles, dtype = tiles_of_shard(M_shard, N, tile), result_dtype(p.x, p.scaling)
+    rows = tiles * tile.block_m
+    channel = p.channel(transfer.SCATTER, p.world_size * rows * tile.block_n * dtype.itemsize)
+    wanted = cdiv(M_shard, p.plan.comm_rows) if p.plan.comm_rows else 1
+    tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))
+    received = channel.region((p.world_size * rows, tile.block_n), dtype)
+    parts: Slot = received
     if not by_sm:
-        parts = empty(x, (world_size - 1) * tile_rows, tile.block_n, dtype=dtype)
-        engine.fork()  # before the kernel: what is pushed waits for tiles, not for its end
-    with phase("gemm_rs kernel"):
-        y = hopper_gemm_rs.gemm_rs(
-            x, w, parts=schedule.received if parts is None else parts, received=schedule.received,
-            received_pointers=call.pointers, pad_pointers=call.pad_pointers,
-            pad=call.pads[call.rank], status=call.status,
-            counters=counters, partial_counters=call.channel.partial_counters,
-            work_words=call.channel.work_counter, rank=call.rank,
-            world_size=world_size, epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
-            tiles_comm=schedule.tiles_comm, layout=layout, tile=tile,
-            by_sm=by_sm, gathering=gathering, scaling=scaling,
+        parts = p.x.new_empty((p.world_size - 1) * rows, tile.block_n, dtype=dtype)
+        p.move("fork")  # before the kernel: what is pushed waits for tiles, not for its end
+    with p.phase("gemm_rs kernel"):
+        y: Slot = hopper_gemm_rs.gemm_rs(
+            p.x, p.w, parts=parts, received=received, received_pointers=channel.fixed("pointers"),
+            pad_pointers=channel.fixed("pad_pointers"), **transfer.waits(channel),
+            counters=channel.fixed("tile_counters"), **_words(channel), rank=p.rank,
+            world_size=p.world_size, tiles_comm=tiles_comm, layout=p.layout, tile=tile,
+            by_sm=by_sm, gathering=gathering, scaling=p.scaling,
         )  # fmt: skip
-    if parts is not None:
-        with phase("scatter push"):
-            engine.push_gated(schedule.pushes, parts.data_ptr(), call.epoch)
-    return Scatter(workspace, call, y, parts, schedule.tiles_comm)
+    if not by_sm:
+        with p.phase("scatter push"):
+            _push_tiles(p, channel, parts, M_shard, N, tile, tiles_comm)
+    p.turn()
+    if not by_sm:
+        p.move("join")
+    return y, tiles_comm
 
 
-@dataclass(frozen=True)
-class AllReduce:
-    """A scatter whose kernel stores its sums at every rank: what is left is to copy theirs."""
-
-    scatter: Scatter
-    call: Call
-    y: Tensor
-    tiles: int
-    tiles_comm: int
-
-    def finish(self) -> Tensor:
-        """y [M, N]."""
-        self.scatter.finish()
-        call, rank = self.call, self.call.rank
-        with phase("wait"):
-            wait_sources(
-                pad=call.pads[rank], status=call.status,
-                first_source=rank + 1, count=call.world_size - 1, world_size=call.world_size,
-                epoch=as_int32(call.epoch), timeout_ns=call.timeout_ns,
-                M_shard=self.tiles, comm_rows=self.tiles_comm,
-            )  # fmt: skip
-        gathered = call.view(rank, self.y.shape, self.y.dtype)
-        before = rank * self.scatter.y.shape[0]
-        behind = before + self.scatter.y.shape[0]
-        with phase("copy"):
-            for rows in (slice(before), slice(behind, None)):
-                self.y[rows].copy_(gathered[rows])
-        self.scatter.workspace.end(call)
-        return self.y
+def _gemm_rs(p: CallProgram) -> Slot:
+    return _reduced(p)[0]
 
 
-def start_gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> AllReduce:
-    """x @ w, summed as above, each sum stored at every rank; `finish` gives y [M, N]."""
+def _gemm_ar(p: CallProgram) -> Slot:
+    """The kernel stores its sums at every rank: what is left is to copy those of the others."""
     from flux_megatron.kernels.hopper_gemm_rs import Gathering
 
-    M, N = x.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
-    y = x.new_empty(M, N)
-    call = transfer.begin(workspace, transfer.GATHER, y.nbytes)
-    local = y.view(call.world_size, -1, N)[call.rank]
-    gathering = Gathering(local, call.pointers, call.pad_pointers, as_int32(call.epoch))
-    scatter = _start(x, w, layout, plan, workspace, gathering)
-    tiles = tiles_of_shard(len(local), N, plan.tile)
-    return AllReduce(scatter, call, y, tiles, scatter.tiles_comm)
+    M, N = len(p.x), p.N
+    y = p.x.new_empty(M, N)
+    channel = p.channel(transfer.GATHER, y.nbytes)
+    rows = M // p.world_size
+    before, behind = p.rank * rows, (p.rank + 1) * rows
+    pointers, pads = channel.fixed("pointers"), channel.fixed("pad_pointers")
+    gathering = Gathering(y[before:behind], pointers, pads, channel.epoch)
+    _, tiles_comm = _reduced(p, gathering)
+    with p.phase("wait"):
+        wait_sources(
+            **transfer.waits(channel), first_source=p.rank + 1, count=p.world_size - 1,
+            world_size=p.world_size, M_shard=tiles_of_shard(rows, N, p.plan.tile),
+            comm_rows=tiles_comm,
+        )  # fmt: skip
+    gathered = channel.region((M, N), y.dtype)
+    with p.phase("copy"):
+        for theirs in (slice(0, before), slice(behind, M)):
+            if theirs.start < theirs.stop:
+                p.torch(Tensor.copy_, y[theirs], gathered[theirs])
+    return y
+
+
+start_gather = calls.start_gather
+ag_gemm = calls.gathering(_ag_gemm)
+gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
+gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)

@@ -10,27 +10,18 @@ copy engines gather without an SM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.triton_launch import empty
-from flux_megatron.overlap import transfer
-from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm.channel import Region
-from flux_megatron.symm.copy_engine import Push
-from flux_megatron.symm.recording import by_torch, lend
-from flux_megatron.symm.signals import comm_rows_at_least, slot_bytes
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.program import CallProgram, Slot
+from flux_megatron.symm.signals import comm_rows_at_least
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
-RECORDABLE = (COLUMN, ROW)
 
 
 def supports(problem: Problem) -> str | None:
@@ -53,50 +44,44 @@ def candidates(problem: Problem) -> list[Plan]:
     return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> transfer.Gather:
-    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    return transfer.start_gather(x, workspace, plan.comm_rows)
-
-
-def ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
-) -> Tensor:  # fmt: skip
-    """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are valid."""
-    whole = plan.splits == 1
-    local_copy = "caller" if whole else "engine" if consume is not None else "nobody"
-    gather = transfer.start_gather(x, workspace, plan.comm_rows, local_copy=local_copy)
-    right = w.t() if layout == "nt" else w
-    y = empty(x, len(gather.gathered), right.shape[1])
+def _ag_gemm(p: CallProgram) -> Slot:
+    whole, lends = p.plan.splits == 1, p.turns
+    local_copy = "caller" if whole else "engine" if lends else "nobody"
+    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
+    y = p.x.new_empty(len(gather.gathered), p.N)
     if whole:
-        _multiply(gather.complete(), right, out=y)
+        _multiply(p, gather.complete(), out=y)
     else:
-        _multiply_shards(gather, right, y, plan.splits)
-    if bias is not None:
-        by_torch(Tensor.add_, y, bias)
-    if consume is not None:
-        lend(consume, gather.gathered if whole else gather.complete())
+        _multiply_shards(p, gather, y)
+    if p.bias is not None:
+        p.torch(Tensor.add_, y, p.bias)
+    if lends:
+        p.turn(gather.gathered if whole else gather.complete())
     gather.close()
     return y
 
 
-def _multiply_shards(gather: transfer.Gather, right: Tensor, y: Tensor, splits: int) -> None:
+def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
-    rank, world_size, M_shard = gather.call.rank, gather.call.world_size, gather.x.shape[0]
-    _multiply(gather.x, right, out=y[rank * M_shard : (rank + 1) * M_shard])
-    for first, last in _runs(rank, world_size, splits):
+    rank, M_shard = p.rank, len(p.x)
+    _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard])
+    for first, last in _runs(rank, p.world_size, p.plan.splits):
         gather.wait_for(first, last - first)
         rows = slice(first * M_shard, last * M_shard)
-        _multiply(gather.gathered[rows], right, out=y[rows])
+        _multiply(p, gather.gathered[rows], out=y[rows])
 
 
-def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
-    with phase("gemm chunk"):
-        by_torch(_gemm, x, right, out)
+def _multiply(p: CallProgram, x: Slot, *, out: Slot) -> None:
+    with p.phase("gemm chunk"):
+        p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
 
 
-def _gemm(x: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.mm(x, right, out=out)
+def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
+    torch.mm(x, w.t(), out=out)
+
+
+def _gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
+    torch.mm(x, w, out=out)
 
 
 def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
@@ -108,81 +93,52 @@ def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
     return [(source, source + 1) for source in sources]
 
 
-def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.ReduceScatter:
-    """x @ w chunk by chunk, each pushed to its owner; `finish` gives y [M_shard, N]."""
-    engine = workspace.engine
-    right = w.t() if layout == "nt" else w
-    world_size, N = workspace.world_size, right.shape[1]
-    M_shard = x.shape[0] // world_size
-    comm_rows = comm_rows_at_least(M_shard, plan.comm_rows)
-    size_bytes = x.shape[0] * N * x.element_size()
-    call = transfer.begin(workspace, transfer.SCATTER, size_bytes)
-    received, steps = _steps(call.region, M_shard, N, x.dtype, comm_rows)
-    staging = empty(x, x.shape[0], N)
-    source = staging.data_ptr()
-    if plan.splits:
-        _multiply(x, right, out=staging)
+def _sums(p: CallProgram) -> transfer.ReduceScatter:
+    """x @ w chunk by chunk, each pushed to its owner."""
+    rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
+    comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
+    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * p.x.element_size())
+    received = channel.region((world_size * M_shard, p.N), p.x.dtype)
+    staging = p.x.new_empty(len(p.x), p.N)
+    own = slice(rank * M_shard, (rank + 1) * M_shard)
+    if p.plan.splits:
+        _multiply(p, p.x, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
         # before the copy engine's stream gets there. The driver's copy is the one that torch makes.
-        local = received[call.rank]
-        with phase("local shard"):
-            engine.copy_here(local.data_ptr(), source + call.rank * local.nbytes, local.nbytes)
-        engine.fork()
-    for step in steps:
-        if not plan.splits:
-            rows = slice(step.first, step.last)
-            out = staging[rows] if step.local is None else step.local
-            _multiply(x[rows], right, out=out)
-            engine.fork()
-        with phase("scatter push"):
-            if step.local is None:
-                engine.send(step.pushes, source, call.epoch)  # signal [B]
-            else:
-                engine.signal(step.signal, call.epoch)  # signal [B]
-    return transfer.ReduceScatter(workspace, call, received, comm_rows, keep_alive=staging)
+        with p.phase("local shard"):
+            p.copy(received[own].operand, staging[own], "copy_here")
+        p.move("fork")
+    # tiles for the rank behind this one first, for this one last
+    for owner in ((rank + hops) % world_size for hops in range(1, world_size + 1)):
+        for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
+            tile = slice(first, min(first + comm_rows, M_shard))
+            rows = slice(owner * M_shard + tile.start, owner * M_shard + tile.stop)
+            if not p.plan.splits:
+                out = received[own][tile] if owner == rank else staging[rows]
+                _multiply(p, p.x[rows], out=out)
+                p.move("fork")
+            with p.phase("scatter push"):
+                if owner != rank:
+                    to = channel.peer(owner, received[own][tile].operand.add)
+                    p.copy(to, staging[rows])
+                p.move(
+                    "signal", channel.signal(owner, rank, comm_tile), channel.epoch
+                )  # signal [B]
+    blocks = channel.region((world_size, M_shard, p.N), p.x.dtype)
+    return transfer.ReduceScatter(channel, blocks, comm_rows, staging)
 
 
-class Step(NamedTuple):
-    """A communication tile: rows of x, and where their products go: pushed from the same rows of
-    the staging buffer, or `local`, into this rank's receive buffer. The `signal` is its address.
-    """
-
-    first: int
-    last: int
-    local: Tensor | None
-    pushes: tuple[Push, ...]
-    signal: int
+def _gemm_rs(p: CallProgram) -> Slot:
+    sums = _sums(p)
+    p.turn()
+    return sums.finish()
 
 
-def _steps(
-    region: Region, M_shard: int, N: int, dtype: torch.dtype, comm_rows: int
-) -> tuple[Tensor, tuple[Step, ...]]:
-    """The receive buffer [R, M_shard, N], and the tiles for the rank behind this one first, for
-    this one last.
-    """
-    shape, row_bytes = (region.world_size, M_shard, N), N * dtype.itemsize
-
-    def step(owner: int, comm_tile: int, first: int) -> Step:
-        signal = region.pad_addresses[owner] + slot_bytes(region.rank, comm_tile)
-        begin, rows = owner * M_shard + first, min(comm_rows, M_shard - first)
-        if owner == region.rank:
-            local = region.view(owner, shape, dtype)[owner, first : first + rows]
-            return Step(begin, begin + rows, local, (), signal)
-        target = region.addresses[owner] + (region.rank * M_shard + first) * row_bytes
-        push = Push(target, begin * row_bytes, rows * row_bytes, signal)
-        return Step(begin, begin + rows, None, (push,), signal)
-
-    owners = [(region.rank + hops) % region.world_size for hops in range(1, region.world_size + 1)]
-    tiles = [*enumerate(range(0, M_shard, comm_rows))]
-    steps = tuple(step(owner, *tile) for owner in owners for tile in tiles)
-    return region.view(region.rank, shape, dtype), steps
+def _gemm_ar(p: CallProgram) -> Slot:
+    return transfer.all_reduced(p, _sums(p).finish())
 
 
-def start_gemm_ar(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> transfer.AllReduce:
-    """x @ w scattered as above, its sums gathered in the background; `finish` gives y [M, N]."""
-    sums = start_gemm_rs(x, w, layout, plan, workspace).finish()
-    return transfer.AllReduce(transfer.start_gather(sums, workspace, 0))
+start_gather = calls.start_gather
+ag_gemm = calls.gathering(_ag_gemm)
+gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
+gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)

@@ -35,7 +35,8 @@ class Strategy(Protocol):
     """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
 
     `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
-    beside `default_plan`.
+    beside `default_plan`. Those that support FP8 take a `scaling` in their other
+    functions too.
     """
 
     @property
@@ -55,30 +56,24 @@ class Strategy(Protocol):
     def ag_gemm(
         self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
         workspace: Workspace, consume: Callable[[Tensor], None] | None,
+        scaling: Scaling | None = None,
     ) -> Tensor: ...  # fmt: skip
+
+    def gemm_rs(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> Tensor: ...
 
     def start_gemm_rs(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
     ) -> ReductionInFlight: ...
+
+    def gemm_ar(
+        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
+    ) -> Tensor: ...
 
     def start_gemm_ar(
         self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
     ) -> ReductionInFlight: ...
-
-
-class ScaledStrategy(Protocol):
-    """What a strategy that multiplies FP8 takes besides: the scales."""
-
-    def ag_gemm(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
-        workspace: Workspace, consume: Callable[[Tensor], None] | None,
-        scaling: Scaling | None = None,
-    ) -> Tensor: ...  # fmt: skip
-
-    def start_gemm_rs(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-        scaling: Scaling | None = None,
-    ) -> ReductionInFlight: ...  # fmt: skip
 
 
 # in order of preference without a measurement; the last can run every problem
@@ -90,11 +85,8 @@ _ALL: dict[str, Strategy] = {
     "signalled": signalled,
     "sequential": sequential,
 }
-SCALED: Mapping[str, ScaledStrategy] = {
-    "hopper": hopper,
-    "fused": fused,
-    "sequential": sequential,
-}
+# whose calls are programs (`overlap.calls`), which break a group off themselves
+BY_PROGRAM: tuple[Strategy, ...] = (low_latency, hopper, fused, pipelined)
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
     pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
     for pattern in Pattern
@@ -143,10 +135,9 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
 
 
 def forward(strategy: Strategy, pattern: Pattern) -> Forward:
-    """Any pattern of a strategy as one call, put together from its pieces."""
+    """Any pattern of a strategy as one call."""
     if pattern is COLUMN:
         return lambda x, w, layout, plan, space: strategy.ag_gemm(
             x, w, None, layout, plan, space, None
         )
-    start = strategy.start_gemm_rs if pattern is ROW else strategy.start_gemm_ar
-    return lambda x, w, layout, plan, space: start(x, w, layout, plan, space).finish()
+    return strategy.gemm_rs if pattern is ROW else strategy.gemm_ar

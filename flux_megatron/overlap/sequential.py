@@ -135,3 +135,14 @@ def start_gemm_ar(
     with phase("all-reduce"):
         work = dist.all_reduce(y, group=workspace.group, async_op=True)
     return CollectiveReduction(y, y, work, workspace)
+
+
+def gemm_rs(
+    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
+    scaling: Scaling | None = None,
+) -> Tensor:  # fmt: skip
+    return start_gemm_rs(x, w, layout, plan, workspace, scaling).finish()
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_ar(x, w, layout, plan, workspace).finish()

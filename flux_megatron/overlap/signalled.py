@@ -28,6 +28,7 @@ from flux_megatron.overlap import collectives, fused, gathered_bands, sequential
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
+from flux_megatron.scaling import Scaling
 from flux_megatron.symm.device import communication_stream
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
@@ -92,7 +93,7 @@ class BandsInFlight:
 
 def ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias, band after band; `consume` is called with the gathered rows."""
     stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
@@ -140,6 +141,14 @@ def start_gemm_ar(
     return BandsInFlight(workspace, y, y)
 
 
+def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_rs(x, w, layout, plan, workspace).finish()
+
+
+def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
+    return start_gemm_ar(x, w, layout, plan, workspace).finish()
+
+
 class Stage:
     """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
     open call.
@@ -182,6 +191,11 @@ class Stage:
         if self.open:
             raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
 
+    def clear(self, bands: int) -> None:
+        """Set the counts of so many bands to 0, behind what the stream holds."""
+        for band in range(bands):
+            self.stream.write(self.count_of(band), 0)
+
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
         return self.counters.data_ptr() + band * self.counters.element_size()
@@ -206,7 +220,7 @@ def _start(
         for number, band in enumerate(made):
             stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
             collective(band, group)
-    stage.stream.clear(tuple(stage.count_of(number) for number in range(len(made))))
+    stage.clear(len(made))
 
 
 def gemm(

@@ -1,27 +1,27 @@
-"""The two directions in which overlapped calls move data, over one workspace.
+"""The two directions in which overlapped calls move data, as steps of their programs.
 
 `Gather`: the copy engine of every rank pushes its rows into this rank's gathered buffer.
 `ReduceScatter`: every rank's partial results go into this rank's receive buffer, then their sum is
-formed. `AllReduce`: the gather after such a scatter. A strategy starts one, runs its GEMM beside
-it, and ends it. Each holds its channel from start to end.
+formed. `all_reduced`: the gather after such a scatter. A strategy starts one, adds its GEMM beside
+it, and ends it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from flux_megatron.kernels.rank_barrier import rank_barrier
 from flux_megatron.kernels.reduce_received import reduce_received
 from flux_megatron.kernels.wait_sources import wait_sources
-from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Problem
-from flux_megatron.symm.channel import Call, Channel, Region
-from flux_megatron.symm.copy_engine import CopyEngine, Push
-from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot_bytes
+from flux_megatron.symm.channel import Call, Channel
+from flux_megatron.symm.enqueue import always
+from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
+from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
@@ -56,75 +56,56 @@ def begin(
     return call
 
 
-class PushSchedule(NamedTuple):
-    """The pushes of a gather.
-
-    `gathered` is this rank's buffer [M, K], `local_shard` the address of its own rows there. A
-    shard has `comm_tiles` communication tiles.
-    """
-
-    pushes: tuple[Push, ...]
-    gathered: Tensor
-    local_shard: int
-    comm_rows: int
-    comm_tiles: int
-
-
-def _push_schedule(
-    region: Region, shape: torch.Size, dtype: torch.dtype, comm_rows: int, part_columns: int = 0
-) -> PushSchedule:
-    """For x [M_shard, K] in communication tiles of `comm_rows` rows, or, if not 0, of
-    `part_columns` columns of all rows.
+def _push_shard(
+    p: CallProgram, channel: ChannelSlots, x: Slot, comm_rows: int, part_columns: int
+) -> int:
+    """Push x [M_shard, K] in communication tiles of `comm_rows` rows, or, if not 0, of
+    `part_columns` columns of all rows, each followed by its signal [A]; how many tiles these are.
 
     Rank r+1 pushes to rank r first, which needs these rows first. So the ranks never all write to
     one rank at once. Of parts of K every rank gets the first before any gets the second.
     """
-    rank, (M_shard, K) = region.rank, shape
-    row_bytes = K * dtype.itemsize
-    comm_rows = comm_rows_at_least(M_shard, comm_rows)
-    tiles = _comm_tiles(M_shard, row_bytes, comm_rows, part_columns * dtype.itemsize)
-    shard_bytes, pushes = rank * M_shard * row_bytes, []
-    for step in range(1, region.world_size):
-        peer = (rank - step) % region.world_size
-        shard = region.addresses[peer] + shard_bytes
-        for comm_tile, (offset, size_bytes, *rows) in enumerate(tiles):
-            signal = region.pad_addresses[peer] + slot_bytes(rank, comm_tile)  # signal [A]
-            pushes.append(Push(shard + offset, offset, size_bytes, signal, *rows))
+    rows, pitch = len(x), x.shape[1] * x.element_size()
+    peers = [(p.rank - step) % p.world_size for step in range(1, p.world_size)]
+    tiles = [*_comm_tiles(rows, pitch, comm_rows, part_columns * x.element_size())]
+    order = [(peer, number) for peer in peers for number in range(len(tiles))]
     if part_columns:
-        pushes.sort(key=lambda push: push.offset)
-    gathered = region.view(rank, (region.world_size * M_shard, K), dtype)
-    local_shard = region.addresses[rank] + shard_bytes
-    return PushSchedule(tuple(pushes), gathered, local_shard, comm_rows, len(tiles))
+        order.sort(key=lambda pair: pair[1])
+    for peer, number in order:
+        offset, size_bytes = tiles[number]
+        to = channel.peer(peer, p.rank * rows * pitch + offset)
+        given = to, x.operand.plus(offset), always(size_bytes)
+        if part_columns:
+            p.move("copy_rows", *given, always(rows), always(pitch))
+        else:
+            p.move("copy", *given)
+        p.move("signal", channel.signal(peer, p.rank, number), channel.epoch)  # signal [A]
+    return len(tiles)
 
 
 def _comm_tiles(
     M_shard: int, row_bytes: int, comm_rows: int, part_bytes: int
-) -> list[tuple[int, int, int, int]]:
-    """As a push has them: the offset, the bytes, of how many rows each, and the pitch of those."""
+) -> Iterator[tuple[int, int]]:
+    """Where each begins in the shard, and its bytes: all, or, of parts of K, those of a row."""
     if part_bytes:
-        return [
-            (first, min(part_bytes, row_bytes - first), M_shard, row_bytes)
-            for first in range(0, row_bytes, part_bytes)
-        ]
-    return [
-        (first * row_bytes, min(comm_rows, M_shard - first) * row_bytes, 1, 0)
-        for first in range(0, M_shard, comm_rows)
-    ]
+        for first in range(0, row_bytes, part_bytes):
+            yield first, min(part_bytes, row_bytes - first)
+        return
+    for row in range(0, M_shard, comm_rows):
+        yield row * row_bytes, min(comm_rows, M_shard - row) * row_bytes
 
 
 @dataclass
 class Gather:
     """x [M_shard, K] of every rank in flight to `gathered` [M, K]."""
 
-    workspace: Workspace
-    call: Call
-    x: Tensor
-    gathered: Tensor
+    program: CallProgram
+    channel: ChannelSlots
+    x: Slot
+    gathered: Slot
     comm_rows: int
     comm_tiles: int
-    engine: CopyEngine
-    local_shard: int = 0  # the address that `complete` copies x to, 0 if it copies nothing
-    behind_pushes: bool = False  # the copy engine copies, not the caller's stream
+    local_copy: str
     joined: bool = False
     awaited: int = 1  # ranks whose signals this one has awaited; its own rows need none
 
@@ -132,57 +113,57 @@ class Gather:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
         around the ring. Each rank once.
         """
-        self.engine.follow()
         self.awaited += count
-        with phase("wait"):
+        with self.program.phase("wait"):
             wait_sources(
-                pad=self.call.pads[self.call.rank],
-                status=self.call.status,
+                **waits(self.channel),
                 first_source=first_source,
                 count=count,
-                world_size=self.call.world_size,
-                epoch=as_int32(self.call.epoch),
-                timeout_ns=self.call.timeout_ns,
+                world_size=self.program.world_size,
                 M_shard=self.comm_tiles,
                 comm_rows=1,
             )
 
-    def complete(self) -> Tensor:
+    def complete(self) -> Slot:
         """All rows [M, K], for the current stream; borrowed until `close`."""
-        self.engine.follow()
-        if self.local_shard:
-            copy = self.engine.copy if self.behind_pushes else self.engine.copy_here
-            with phase("local shard"):
-                copy(self.local_shard, self.x.data_ptr(), self.x.nbytes)
-        if self.behind_pushes:
+        p = self.program
+        if self.local_copy != "nobody":
+            own = self.channel.peer(p.rank, p.rank * self.x.nbytes)
+            with p.phase("local shard"):
+                p.copy(own, self.x, "copy" if self.local_copy == "engine" else "copy_here")
+        if self.local_copy == "engine":
             self._join()
-        self.wait_for(self.call.rank + 1, self.call.world_size - 1)
+        self.wait_for(p.rank + 1, p.world_size - 1)
         return self.gathered
 
     def close(self, *, by_kernel: bool = False) -> None:
-        """End the call; everything that reads the gathered rows has been enqueued.
+        """End the gather; everything that reads the gathered rows has been enqueued.
 
         No rank ends a call before its stream has awaited every signal of it: by `complete`, by
-        `wait_for`, or in a kernel. Who asked for no rows waits here (docs/memory_model.md, 2).
+        `wait_for`, or in a kernel (docs/memory_model.md, 2).
         """
-        self.engine.follow()
-        if not by_kernel and self.awaited < self.call.world_size:
-            self.wait_for(self.call.rank + 1, self.call.world_size - 1)
+        assert by_kernel or self.awaited >= self.program.world_size, "not all rows are awaited"
         if not self.joined:
             self._join()
-        self.engine.hold(self.x)
-        self.workspace.end(self.call)
+        self.program.held.append(self.x)
 
     def _join(self) -> None:
         """Order later work of the current stream after all pushes of this call."""
-        self.engine.join()
+        self.program.move("join")
         self.joined = True
 
 
+def waits(channel: ChannelSlots) -> dict[str, Any]:
+    """What a kernel needs that waits for signals of a call."""
+    return {
+        "pad": channel.fixed("pad"), "status": channel.fixed("status"), "epoch": channel.epoch,
+        "timeout_ns": channel.program.timeout_ns,
+    }  # fmt: skip
+
+
 def start_gather(
-    x: Tensor, workspace: Workspace, comm_rows: int, *, local_copy: str = "caller",
-    part_columns: int = 0,
-) -> Gather:  # fmt: skip
+    p: CallProgram, x: Slot, comm_rows: int, *, local_copy: str = "caller", part_columns: int = 0
+) -> Gather:
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
     [A]; or all rows in parts of so many columns.
 
@@ -193,17 +174,21 @@ def start_gather(
     CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share a queue: the GEMMs would wait for the copy, and
     the copy for all pushes.
     """
-    engine = workspace.engine
-    call = begin(workspace, GATHER, workspace.world_size * x.nbytes)
-    schedule = _push_schedule(call.region, x.shape, x.dtype, comm_rows, part_columns)
-    with phase("gather push"):
-        engine.fork()
-        engine.send(schedule.pushes, x.data_ptr(), call.epoch)
-    return Gather(
-        workspace, call, x, schedule.gathered, schedule.comm_rows, schedule.comm_tiles, engine,
-        local_shard=0 if local_copy == "nobody" else schedule.local_shard,
-        behind_pushes=local_copy == "engine",
-    )  # fmt: skip
+    channel = p.channel(GATHER, p.world_size * x.nbytes)
+    comm_rows = comm_rows_at_least(len(x), comm_rows)
+    with p.phase("gather push"):
+        p.move("fork")
+        comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns)
+    gathered = channel.region((p.world_size * len(x), x.shape[1]), x.dtype)
+    return Gather(p, channel, x, gathered, comm_rows, comm_tiles, local_copy)
+
+
+def gather_rows(p: CallProgram) -> None:
+    """x of every rank for the caller, who has a turn while it is in flight, then borrows it."""
+    gather = start_gather(p, p.x, p.plan.comm_rows)
+    p.turn()
+    p.turn(gather.complete())
+    gather.close()
 
 
 @dataclass(frozen=True)
@@ -211,48 +196,37 @@ class ReduceScatter:
     """Partial results in flight to the owners of their rows: each rank writes block `rank`
     [M_shard, N] of every owner's receive buffer.
 
-    `received` [R, M_shard, N] is this rank's receive buffer. `keep_alive` is what the copy engine
+    `received` [R, M_shard, N] is this rank's receive buffer. `staging` is what the copy engine
     reads, None if it copies nothing.
     """
 
-    workspace: Workspace
-    call: Call
-    received: Tensor
+    channel: ChannelSlots
+    received: Slot
     comm_rows: int
-    keep_alive: Tensor | None = None
+    staging: Slot | None = None
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Slot:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
-        engine = self.workspace.engine
-        engine.follow()
-        with phase("reduce"):
-            y = reduce_received(
-                self.received,
-                pad=self.call.pads[self.call.rank],
-                status=self.call.status,
-                epoch=as_int32(self.call.epoch),
-                timeout_ns=self.call.timeout_ns,
-                comm_rows=self.comm_rows,
+        p = self.channel.program
+        with p.phase("reduce"):
+            y: Slot = reduce_received(
+                self.received, **waits(self.channel), comm_rows=self.comm_rows
             )
-        if self.keep_alive is not None:
-            engine.join()
-            engine.hold(self.keep_alive)
-        self.workspace.end(self.call)
+        if self.staging is not None:
+            p.move("join")
+            p.held.append(self.staging)
         return y
 
 
-@dataclass(frozen=True)
-class AllReduce:
-    """The gather of the sums [M_shard, N] that every rank has formed after a scatter.
+def all_reduced(p: CallProgram, sums: Slot) -> Slot:
+    """y [M, N] of the sums [M_shard, N] that every rank has formed after a scatter.
 
-    Copy engines move it behind what the caller enqueues before `finish`, such as wgrad.
+    Copy engines move them behind what the caller enqueues in his turn, such as wgrad.
     """
-
-    gather: Gather
-
-    def finish(self) -> Tensor:
-        """y [M, N]."""
-        gathered = self.gather.complete()  # the workspace's
-        y = torch.empty_like(gathered).copy_(gathered)
-        self.gather.close()
-        return y
+    gather = start_gather(p, sums, 0)
+    p.turn()
+    gathered = gather.complete()
+    y = sums.new_empty(*gathered.shape)
+    p.torch(Tensor.copy_, y, gathered)
+    gather.close()
+    return y

@@ -11,10 +11,11 @@ a rank barrier. `docs/memory_model.md` has both arguments. They need one open ca
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Region:
 
     `pointers` and `pad_pointers` are int64 [R] on the device: the addresses of all ranks' regions
     and pads. `entries`, int32 [1], is this rank's count of captured calls, None in the regions of
-    eager calls.
+    eager calls. `fixed` are tensors for calls, in the order of their channel's `FIXED`.
     """
 
     rank: int
@@ -59,13 +60,29 @@ class Region:
     pads: tuple[Tensor, ...]
     pad_pointers: Tensor
     entries: Tensor | None
+    fixed: tuple[Tensor, ...]
     _data: SymmetricBuffer
     _offset_bytes: int
     _prepared: Recent[Hashable, Any] = field(default_factory=Recent)
 
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rank `rank`'s region as a tensor."""
-        return self._data.view(rank, shape, dtype, self._offset_bytes)
+    def view(
+        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> Tensor:
+        """Rank `rank`'s region, or what is `offset_bytes` behind its beginning, as a tensor."""
+        return self._data.view(rank, shape, dtype, self._offset_bytes + offset_bytes)
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """The numbers that programs of calls know by their places in it: the addresses of all
+        ranks' regions and signals, the region's size in 64-bit words, the addresses of `fixed`.
+        """
+        fixed = (one.data_ptr() for one in self.fixed)
+        return (*self.addresses, *self.pad_addresses, self.size_bytes // 8, *fixed)
+
+    @cached_property
+    def table(self) -> bytes:
+        """`words` as C takes them."""
+        return struct.pack(f"{len(self.words)}Q", *self.words)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -130,6 +147,13 @@ class Channel:
     `status` records waits that run out of time. Collective constructor.
     """
 
+    # the tensors of a region that kernels take: their places in `Region.fixed`, and their types
+    FIXED: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "pointers": (0, torch.int64), "pad_pointers": (1, torch.int64), "pad": (2, torch.int32),
+        "status": (3, torch.int32), "tile_counters": (4, torch.int32),
+        "partial_counters": (5, torch.int32), "work_counter": (6, torch.int32),
+    }  # fmt: skip
+
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
         self._group, self._device, self._status = group, device, status
         self._rank, self._world_size = group.rank(), group.size()
@@ -179,22 +203,44 @@ class Channel:
         held = [self._regions, *self._outgrown] if self._regions else []
         return sum(_REGIONS * regions[0].size_bytes for regions in held)
 
+    def may_begin(self, size_bytes: int) -> bool:
+        """Whether the next eager call needs nothing before it: no end of another, no growth, no
+        refresh.
+        """
+        if self.open or size_bytes > self.region_bytes:
+            return False
+        return (self.epoch + 1) % REFRESH_EVERY != 0
+
     def begin(self, captured: bool) -> Call:
         """Open the next call."""
         assert not self.open, "a channel has one open call"
-        self.open = True
         if captured:
-            self._captured = True
+            self.open = self._captured = True
             return Call(signals.CAPTURED_EPOCH, self._status.words, self._regions[_CAPTURED], self)
+        epoch, region = self.begin_eager()
+        return Call(epoch, self._status.words, region, self)
+
+    def begin_eager(self) -> tuple[int, Region]:
+        """Open the next eager call, which `may_begin`: its epoch and its region."""
+        self.open = True
         self.epoch += 1
-        return Call(self.epoch, self._status.words, self._regions[self.epoch % 2], self)
+        return self.epoch, self._regions[self.epoch % 2]
+
+    def take_back(self) -> None:
+        """Close an eager call of which nothing has been enqueued."""
+        self.epoch -= 1
+        self.open = False
 
     def end(self, call: Call) -> None:
         """Close the call: all that reads its region has been enqueued on the current stream."""
         captured = call.region is self._regions[_CAPTURED]
         assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
+        self.end_in(call.region)
+
+    def end_in(self, region: Region) -> None:
+        """The same for the call that uses a region."""
         if settings.get().poison:
-            self.poison(call.region)
+            self.poison(region)
         self.open = False
 
     @lasting()
@@ -232,16 +278,23 @@ class Channel:
             for rank in range(self._world_size)
         )
 
+    def _counters(self) -> tuple[Tensor, ...]:
+        return self.tile_counters, self.partial_counters, self.work_counter
+
     def _new_region(self, data: SymmetricBuffer, size_bytes: int, index: int) -> Region:
         captured = index == _CAPTURED
+        pads = self._captured_pads if captured else self._pads
+        pointers = data.pointers + index * size_bytes
+        pad_pointers = self._pad_buffer.pointers + captured * self._pad_bytes
         return Region(
             rank=self._rank,
             world_size=self._world_size,
             size_bytes=size_bytes,
-            pointers=data.pointers + index * size_bytes,
-            pads=self._captured_pads if captured else self._pads,
-            pad_pointers=self._pad_buffer.pointers + captured * self._pad_bytes,
+            pointers=pointers,
+            pads=pads,
+            pad_pointers=pad_pointers,
             entries=self._entries if captured else None,
+            fixed=(pointers, pad_pointers, pads[self._rank], self._status.words, *self._counters()),
             _data=data,
             _offset_bytes=index * size_bytes,
         )

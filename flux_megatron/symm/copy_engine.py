@@ -15,42 +15,21 @@ as if the caller had one stream. A caller with one stream pays a comparison for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 from torch import Tensor
 
 from flux_megatron import errors
+from flux_megatron.symm.enqueue import Streams
 from flux_megatron.symm.signals import as_int32
-
-
-class Push(NamedTuple):
-    """Bytes from `offset` of a source on to an address, and the address of their signal.
-
-    With more `rows` than one each has `size_bytes`, `pitch_bytes` behind the one before, on both
-    sides.
-    """
-
-    destination: int
-    offset: int
-    size_bytes: int
-    signal: int
-    rows: int = 1
-    pitch_bytes: int = 0
-
-
-class GatedPush(NamedTuple):
-    """A push that waits until the int32 at `counter`, on this GPU, has reached `tiles`."""
-
-    counter: int
-    tiles: int
-    push: Push
 
 
 class CopyEngine(ABC):
     """Copies and signals, in the order of the calls to its methods."""
 
+    runs_lists = False  # whether C may enqueue what its methods do (`symm.enqueue`)
+    list_streams: Streams  # of such lists
+    index: int  # of the GPU
     _last: int | None = None  # the stream that an eager call was last enqueued on
     _captured = (0, 0)  # capture, and the last stream in it
 
@@ -134,27 +113,6 @@ class CopyEngine(ABC):
         For a kernel of this GPU that counts whatever other ranks do: nothing bounds this wait.
         """
 
-    @abstractmethod
-    def clear(self, counters: tuple[int, ...]) -> None:
-        """Set the int32 at these addresses to 0."""
-
     def signal(self, address: int, epoch: int) -> None:
         """The epoch as the int32 at an address, after everything copied before."""
         self.write(address, as_int32(epoch))
-
-    def send(self, pushes: Sequence[Push], source: int, epoch: int) -> None:
-        """Enqueue all `pushes` from the address `source`, each followed by its signal."""
-        for push in pushes:
-            given = push.destination, source + push.offset, push.size_bytes
-            if push.rows == 1:
-                self.copy(*given)
-            else:
-                self.copy_rows(*given, push.rows, push.pitch_bytes)
-            self.signal(push.signal, epoch)
-
-    def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
-        """Enqueue the pushes in order, each behind its wait [D]; then set their counters to 0."""
-        for gated in gated_pushes:
-            self.wait_count(gated.counter, gated.tiles)  # wait [D]
-            self.send((gated.push,), source, epoch)
-        self.clear(tuple(gated.counter for gated in gated_pushes))

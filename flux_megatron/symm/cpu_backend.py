@@ -91,7 +91,3 @@ class CpuCopyEngine(CopyEngine):
     def wait_count(self, counter: int, count: int) -> None:
         seen = ctypes.c_int32.from_address(counter).value
         assert seen >= count, f"kernels have returned, but counted {seen} of {count}"
-
-    def clear(self, counters: tuple[int, ...]) -> None:
-        for counter in counters:
-            self.write(counter, 0)

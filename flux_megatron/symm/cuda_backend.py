@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors
 from flux_megatron.symm import objects
 from flux_megatron.symm.buffer import SymmetricBuffer
-from flux_megatron.symm.copy_engine import CopyEngine, GatedPush, Push
-from flux_megatron.symm.signals import as_int32
+from flux_megatron.symm.copy_engine import CopyEngine
+from flux_megatron.symm.enqueue import Streams, always
 
 # torch maps whole 2 MiB pages for each allocation, so smaller sizes save nothing
 _PAGE_BYTES = 1 << 21
@@ -114,6 +113,10 @@ class CudaCopyEngine(CopyEngine):
         self._marker.record(self._owner)
         self._event = driver.CUevent(self._marker.cuda_event)
         self._lock = threading.Lock()  # an event is recorded and awaited by one thread at a time
+        self._list_marker = torch.cuda.Event()  # lists have another lock
+        self._list_marker.record(self._owner)
+        own, event = int(self._stream), int(driver.CUevent(self._list_marker.cuda_event))
+        self.list_streams = Streams(always(own), always(event))
 
     def current(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.index)
@@ -172,52 +175,6 @@ class CudaCopyEngine(CopyEngine):
         # flags 0: until the difference of the two, as a signed number, is at least 0
         (error,) = self._driver.cuStreamWaitValue32(self._stream, counter, count, 0)
         self._check("cuStreamWaitValue32", error)
-
-    def clear(self, counters: tuple[int, ...]) -> None:
-        self._operate([self._writing(counter, 0) for counter in counters])
-
-    def push_gated(self, gated_pushes: tuple[GatedPush, ...], source: int, epoch: int) -> None:
-        """One call to the driver enqueues a signal and what follows it: the next wait, or the
-        zeros.
-        """
-        word = as_int32(epoch) % 2**32
-        with self._lock:  # the cached operations are modified
-            first, *_ = gated_pushes
-            self.wait_count(first.counter, first.tiles)  # wait [D]
-            for push, operations in self._chain(gated_pushes):
-                self.copy(push.destination, source + push.offset, push.size_bytes)
-                operations[0].writeValue.value = word
-                self._operate(operations)
-
-    @lru_cache(maxsize=256)  # noqa: B019, a device has one engine for the life of the process
-    def _chain(self, gated_pushes: tuple[GatedPush, ...]) -> list[tuple[Push, list[Any]]]:
-        ends = [self._writing(gated.counter, 0) for gated in gated_pushes]
-        after = [[self._waiting(later.counter, later.tiles)] for later in gated_pushes[1:]]
-        return [
-            (gated.push, [self._writing(gated.push.signal, 0), *operations])
-            for gated, operations in zip(gated_pushes, [*after, ends], strict=True)
-        ]
-
-    def _operate(self, operations: list[Any]) -> None:
-        (error,) = self._driver.cuStreamBatchMemOp(self._stream, len(operations), operations, 0)
-        self._check("cuStreamBatchMemOp", error)
-
-    def _writing(self, address: int, word: int) -> Any:
-        operation = self._driver.CUstreamBatchMemOpParams()
-        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        operation.writeValue.operation = kind
-        operation.writeValue.address = address
-        operation.writeValue.value = word
-        return operation
-
-    def _waiting(self, counter: int, count: int) -> Any:
-        operation = self._driver.CUstreamBatchMemOpParams()
-        kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-        operation.waitValue.operation = kind
-        operation.waitValue.address = counter
-        operation.waitValue.value = count
-        operation.waitValue.flags = 0  # until the difference of the two is at least 0
-        return operation
 
     def write(self, address: int, word: int) -> None:
         # flags 0: the write waits for, and is ordered after, all earlier writes of this stream

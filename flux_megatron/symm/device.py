@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 from torch.distributed import ProcessGroup
 
-from flux_megatron.symm import cpu_backend, cuda_backend, native_engine
+from flux_megatron import settings
+from flux_megatron.symm import cpu_backend, cuda_backend, enqueue
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
 
@@ -49,6 +51,14 @@ def communication_stream(device: torch.device) -> CopyEngine:
 
 
 def _engine(device: torch.device) -> CopyEngine:
-    if device.type == "cuda":
-        return native_engine.engine(device)
-    return cpu_backend.CpuCopyEngine()
+    if device.type == "cpu":
+        return cpu_backend.CpuCopyEngine()
+    engine = cuda_backend.CudaCopyEngine(device)
+    engine.runs_lists = settings.get().native
+    if engine.runs_lists and (reason := enqueue.unavailable()):
+        engine.runs_lists = False
+        warnings.warn(
+            f"flux_megatron: Python makes the driver calls, which takes the host longer: {reason}",
+            stacklevel=2,
+        )
+    return engine

@@ -7,9 +7,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#define REGISTERS 16
+#define TABLE 16  // the first register of the table; those below change from call to call
+#define REGISTERS (TABLE + 512)
 #define PARAMETERS 96
-enum { RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH, LAUNCH, KINDS };
+enum { RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, LAUNCH, KINDS };
+#define BATCH 64  // signals and waits in one call to the driver
 enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a register goes into a kernel's parameters
 
 typedef struct { int from; uint64_t add; } Value;  // registers[from] + add
@@ -22,10 +24,11 @@ typedef struct {
     int patch_count;
     Patch patches[PARAMETERS];
 } Kernel;
-typedef struct { int kind, count; Value stream, a, b, c; Kernel *kernel; } Operation;
+typedef struct { int kind; Value stream, a, b, c; Kernel *kernel; } Operation;
 typedef struct {
     PyObject_HEAD
     int count, room, eager;
+    Py_ssize_t table;  // its size in bytes
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
     Operation *operations;
@@ -43,7 +46,7 @@ typedef struct {
 FUNCTIONS(DECLARE)
 static const char *const NAMES[KINDS] = {
     "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync", "cuMemcpy2DAsync",
-    "cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp", "cuLaunchKernelEx"};
+    "cuStreamWriteValue32", "cuStreamWaitValue32", "cuLaunchKernelEx"};
 
 // Lists share an event and the memory of parameters: one thread at a time runs one.
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
@@ -64,8 +67,17 @@ static CUresult patch(Kernel *kernel, const uint64_t *registers) {
     return code;
 }
 
-static CUresult batch(const Operation *first, int count, const uint64_t *registers, CUstream stream) {
-    CUstreamBatchMemOpParams given[PARAMETERS];
+static int is_word(const Operation *one) { return one->kind == WRITE || one->kind == WAIT; }
+
+// signals and waits that follow each other in the copy engine's stream
+static int together(const Operation *first, int left) {
+    int count = is_word(first);
+    while (count && count < left && count < BATCH && is_word(&first[count])) count++;
+    return count;
+}
+
+static CUresult batch(const Operation *first, int count, const uint64_t *registers) {
+    CUstreamBatchMemOpParams given[BATCH];
     memset(given, 0, count * sizeof *given);
     for (int i = 0; i < count; i++) {  // a wait has the same fields at the same places
         given[i].operation = first[i].kind == WRITE ? CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -73,6 +85,7 @@ static CUresult batch(const Operation *first, int count, const uint64_t *registe
         given[i].writeValue.address = value_of(first[i].a, registers);
         given[i].writeValue.value = (cuuint32_t)value_of(first[i].b, registers);
     }
+    CUstream stream = (CUstream)(uintptr_t)value_of(first->stream, registers);
     return p_cuStreamBatchMemOp(stream, count, given, 0);
 }
 
@@ -99,7 +112,6 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
     case WRITE: return p_cuStreamWriteValue32(stream, a, (cuuint32_t)b, 0);
     // flags 0: until the difference of the two, as a signed number, is at least 0
     case WAIT: return p_cuStreamWaitValue32(stream, a, (cuuint32_t)b, 0);
-    case BATCH: return batch(one + 1, one->count, registers, stream);
     default: break;
     }
     CUresult code = patch(one->kernel, registers);
@@ -109,27 +121,36 @@ static CUresult run_one(const Operation *one, const uint64_t *registers) {
                                      one->kernel->parameters, NULL);
 }
 
-// List(device): the thread that runs it may use another device, or have no context yet, as a new
-// thread of autograd has
+// List(device, words): with a table of so many. The thread that runs it may use another device, or
+// have no context yet, as a new thread of autograd has
 static int List_init(PyObject *self, PyObject *arguments, PyObject *named) {
-    int device;
-    if (!PyArg_ParseTuple(arguments, "i", &device)) return -1;
+    int device, words;
+    if (!PyArg_ParseTuple(arguments, "ii", &device, &words)) return -1;
+    if (words < 0 || words > REGISTERS - TABLE) {
+        PyErr_Format(PyExc_ValueError, "a table of %d words given", words);
+        return -1;
+    }
+    ((List *)self)->table = words * sizeof(uint64_t);
     // torch holds it as long as the process lives
     CUresult code = p_cuDevicePrimaryCtxRetain(&((List *)self)->context, device);
     if (code) PyErr_Format(PyExc_RuntimeError, "cuDevicePrimaryCtxRetain failed: %d", (int)code);
     return code ? -1 : 0;
 }
 
-// run(stream, ...): False, and nothing enqueued, in a capture, with an address that is not aligned,
-// or where the driver does not say whether there is a capture: the caller's own way will ask again
+// run(table, stream, ...): False, and nothing enqueued, in a capture, with an address that is not
+// aligned, or where the driver does not say whether there is a capture: the caller will ask again
 static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const List *list = (List *)self;
-    uint64_t registers[REGISTERS] = {0};
-    if (count >= REGISTERS) return PyErr_Format(PyExc_ValueError, "%zd registers given", count);
-    for (int i = 0; i < count; i++) {
-        registers[i + 1] = PyLong_AsUnsignedLongLongMask(given[i]);
+    uint64_t registers[REGISTERS];
+    memset(registers, 0, TABLE * sizeof *registers);
+    Py_ssize_t size = count && PyBytes_Check(given[0]) ? PyBytes_GET_SIZE(given[0]) : -1;
+    if (count > TABLE || size != list->table)
+        return PyErr_Format(PyExc_ValueError, "%zd registers, a table of %zd bytes given", count, size);
+    memcpy(registers + TABLE, PyBytes_AS_STRING(given[0]), size);
+    for (int i = 1; i < count; i++) {
+        registers[i] = PyLong_AsUnsignedLongLongMask(given[i]);
         if (PyErr_Occurred()) return NULL;
-        if (list->aligned >> (i + 1) & 1 && registers[i + 1] % 16) Py_RETURN_FALSE;
+        if (list->aligned >> i & 1 && registers[i] % 16) Py_RETURN_FALSE;
     }
     CUresult code = CUDA_SUCCESS;
     CUcontext before = NULL;
@@ -140,14 +161,21 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
     if (p_cuCtxGetCurrent(&before) || before != list->context) p_cuCtxSetCurrent(list->context);
     if (list->eager)
         eager = !p_cuStreamIsCapturing((CUstream)(uintptr_t)registers[1], &capturing) && !capturing;
-    for (; eager && at < list->count; at += 1 + list->operations[at].count)
-        if ((code = run_one(&list->operations[at], registers))) break;
+    while (eager && at < list->count) {
+        const Operation *one = &list->operations[at];
+        int words = together(one, list->count - at);
+        if ((code = words > 1 ? batch(one, words, registers) : run_one(one, registers))) break;
+        at += words > 1 ? words : one->kind == COPY_ROWS ? 2 : 1;
+    }
     if (before != list->context) p_cuCtxSetCurrent(before);
     pthread_mutex_unlock(&one_at_a_time);
     Py_END_ALLOW_THREADS
-    if (code)
-        return PyErr_Format(PyExc_RuntimeError, "%s failed: %d (operation %d of %d)",
-                            NAMES[list->operations[at].kind], (int)code, at + 1, list->count);
+    if (code) {
+        const Operation *one = &list->operations[at];
+        const char *name = together(one, list->count - at) > 1 ? "cuStreamBatchMemOp" : NAMES[one->kind];
+        return PyErr_Format(PyExc_RuntimeError, "%s failed: %d (operation %d of %d)", name,
+                            (int)code, at + 1, list->count);
+    }
     return PyBool_FromLong(eager);
 }
 
@@ -167,16 +195,19 @@ static Operation *more(List *list) {
 #define VALUE "(iK)"
 #define INTO(value) &(value).from, &(value).add
 
-// add(kind, count, stream, a, b, c): an operation, or the head of a batch of the next `count`
-static PyObject *List_add(PyObject *self, PyObject *arguments) {
-    Operation one = {0};
-    if (!PyArg_ParseTuple(arguments, "ii" VALUE VALUE VALUE VALUE, &one.kind, &one.count,
-                          INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c))) return NULL;
-    if (one.kind < 0 || one.kind >= LAUNCH || one.count >= PARAMETERS)
-        return PyErr_Format(PyExc_ValueError, "operation %d of %d given", one.kind, one.count);
-    Operation *to = more((List *)self);
-    if (!to) return NULL;
-    *to = one;
+// add(operations): tuples of a kind, a stream and three values
+static PyObject *List_add(PyObject *self, PyObject *operations) {
+    if (!PyList_Check(operations)) return PyErr_Format(PyExc_TypeError, "a list expected");
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(operations); i++) {
+        Operation one = {0};
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(operations, i), "i" VALUE VALUE VALUE VALUE, &one.kind,
+                              INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c))) return NULL;
+        if (one.kind < 0 || one.kind >= LAUNCH)
+            return PyErr_Format(PyExc_ValueError, "operation %d given", one.kind);
+        Operation *to = more((List *)self);
+        if (!to) return NULL;
+        *to = one;
+    }
     Py_RETURN_NONE;
 }
 
@@ -236,7 +267,7 @@ static Py_ssize_t List_length(PyObject *self) { return ((List *)self)->count; }
 static PySequenceMethods as_sequence = {.sq_length = List_length};
 
 static PyMethodDef methods[] = {
-    {"add", List_add, METH_VARARGS, NULL},
+    {"add", List_add, METH_O, NULL},
     {"launch", List_launch, METH_VARARGS, NULL},
     {"require", List_require, METH_VARARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))List_run, METH_FASTCALL, NULL},

@@ -1,51 +1,74 @@
 """Lists of driver calls, prepared once and run by one call of C (`enqueue.c`).
 
-All that one call of a steady shape enqueues is the same each time but for a few words: the caller's
-stream, the addresses of operands, the epoch. A `Word` names such a word by its register, so a list
-is run with the words alone. The C compiler is the one that Triton needs for its launchers, and
+All that a call enqueues is the same each time but for the registers of its list: the caller's
+stream, the epoch, the addresses of operands, and a table of what a channel's region consists of. An
+`Operand` names a register. The C compiler is the one that Triton needs for its launchers, and
 Triton's cache keeps what it makes.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, BATCH = range(7)  # as in enqueue.c
+RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT = range(6)  # as in enqueue.c
 DRIVER = "libcuda.so.1"
 
 
-class Word(NamedTuple):
+class Operand(NamedTuple):
     """`add` more than what a register holds when the list runs; register 0 holds 0."""
 
     register: int
     add: int = 0
 
-    def plus(self, more: int) -> Word:
-        return Word(self.register, self.add + more)
+    def plus(self, more: int) -> Operand:
+        return Operand(self.register, self.add + more)
 
 
-def always(value: int) -> Word:
-    return Word(0, value)
+def always(value: int) -> Operand:
+    return Operand(0, value)
 
 
 NOTHING = always(0)
-STREAM = Word(1)  # the caller's, in every list
+STREAM = Operand(1)  # the caller's
+EPOCHS = Operand(2), Operand(3)  # of the call, in each of its channels
+X, W, BIAS, X_SCALE, W_SCALE = (Operand(register) for register in range(4, 9))
+MADE = 9  # the first register of what a call makes
+TABLE = 16  # the first of the table
 
 
-class Operation(NamedTuple):
-    """A driver call but a launch. A BATCH stands before the `size` operations that it makes one
-    call of; COPY_ROWS before one of the same kind that has the number of rows and their pitch.
-    """
+# A driver call but a launch: its kind, its stream, and three numbers. They are the event; the
+# destination, the source and the size of a copy; the address that is written or awaited, and the
+# word. COPY_ROWS stands before one of the same kind that has the number of rows and their pitch.
+Operation = tuple[int, Operand, Operand, Operand, Operand]
 
-    kind: int
-    stream: Word
-    a: Word = NOTHING  # the event; the address that is written, or awaited
-    b: Word = NOTHING  # the source of a copy; the word
-    c: Word = NOTHING  # the size of a copy, or of each row
-    size: int = 0
+
+class Streams(NamedTuple):
+    """The copy engine's stream, and the event that orders it and the caller's."""
+
+    own: Operand
+    event: Operand
+
+    def operations(
+        self, method: str, a: Operand = NOTHING, b: Operand = NOTHING, c: Operand = NOTHING,
+        *rows: Operand,
+    ) -> list[Operation]:  # fmt: skip
+        """What a method of the copy engine enqueues."""
+        own, event = self
+        if method == "copy":
+            return [(COPY, own, a, b, c)]
+        if method == "copy_here":
+            return [(COPY, STREAM, a, b, c)]
+        if method == "copy_rows":
+            count, pitch = rows
+            return [(COPY_ROWS, own, a, b, c), (COPY_ROWS, own, count, pitch, NOTHING)]
+        if method == "fork":
+            return [(RECORD, STREAM, event, b, c), (FOLLOW, own, event, b, c)]
+        if method == "join":
+            return [(RECORD, own, event, b, c), (FOLLOW, STREAM, event, b, c)]
+        return [(WAIT if method == "wait_count" else WRITE, own, a, b, c)]
 
 
 @cache
@@ -62,11 +85,11 @@ def native() -> Any:
     return module
 
 
-def listed(operations: list[Operation], device: int) -> Any:
-    """A list of operations on streams of a device, by its number; its `run(stream, ...)` takes the
-    registers from 1 on. Any thread may run it.
-    """
-    made = native().List(device)
-    for one in operations:
-        made.add(one.kind, one.size, one.stream, one.a, one.b, one.c)
-    return made
+@lru_cache(maxsize=1)
+def unavailable() -> str | None:
+    """Why C cannot make the driver calls, or None."""
+    try:
+        native()
+    except Exception as error:  # a compiler that is not there, or whatever it raises
+        return f"{type(error).__name__}: {error}"
+    return None

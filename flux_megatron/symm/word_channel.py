@@ -8,6 +8,8 @@ call like any other, uses the same two halves, and meets nobody when it begins.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,6 +27,11 @@ class WordChannel(Channel):
     counts pieces of gathered rows and the CTAs that have left a call. Collective constructor.
     """
 
+    FIXED: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        **Channel.FIXED, "epochs": (7, torch.int32), "work": (8, torch.int32),
+        "arrivals": (9, torch.int32),
+    }  # fmt: skip
+
     def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
         super().__init__(group, device, status)
         self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
@@ -33,6 +40,9 @@ class WordChannel(Channel):
         self._mine: Tensor | None = None  # the words that this rank awaits
         self._waiter = f"rank {self._rank} of group {group.group_name}"
         self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
+
+    def _counters(self) -> tuple[Tensor, ...]:
+        return *super()._counters(), self.epochs, self.work, self.arrivals
 
     def begin(self, captured: bool) -> Call:
         """Open the next call. Its `epoch` is the kernel's to know; here it is 0, and the channel's
@@ -43,6 +53,11 @@ class WordChannel(Channel):
         self._captured |= captured
         self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
+
+    def begin_eager(self) -> tuple[int, Region]:
+        self.open = True
+        self.epoch += 1
+        return 0, self._regions[0]
 
     def end(self, call: Call) -> None:
         """Close the call."""

@@ -53,7 +53,8 @@ class Workspace:
     def __init__(
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
-        self.group, self.device, self.world_size = group, device, group.size()
+        self.group, self.device = group, device
+        self.rank, self.world_size = group.rank(), group.size()
         self.name = group.group_name
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
@@ -62,6 +63,7 @@ class Workspace:
         self.agreed: dict[Hashable, Any] = {}
         self.decisions: Recent[Hashable, Any] = Recent(SHAPES)  # by the shapes of a call
         self.checked: Recent[Hashable, Any] = Recent(SHAPES)  # by all that a rank checks of a call
+        self.programs: Recent[Hashable, Any] = Recent(SHAPES)  # of `overlap.calls`
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid
@@ -69,9 +71,18 @@ class Workspace:
         self._doorbells = [place.doorbell for place in ranks]
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
+        self._bound: tuple[settings.Settings, int] | None = None  # of waits, under these settings
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
+
+    @property
+    def timeout_ns(self) -> int:
+        """The bound of a kernel's waits."""
+        now = settings.get()
+        if self._bound is None or self._bound[0] is not now:
+            self._bound = now, int(timeout_s(self.group) * 1e9)
+        return self._bound[1]
 
     def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
         """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
@@ -113,8 +124,6 @@ class Workspace:
         if channel not in self.channels:
             self.channels[channel] = kind(self.group, self.device, self._status)
         self.channels[channel].grow(size_bytes)
-        for decision in (*self.decisions.values(), *self.checked.values()):
-            vars(decision).pop("steady", None)  # it would pin the old memory
         return self.channels[channel]
 
     def _barrier(self, reason: str) -> None:
@@ -207,6 +216,7 @@ class Workspace:
         self.agreed.clear()
         self.decisions.clear()
         self.checked.clear()
+        self.programs.clear()
 
     @property
     def size_bytes(self) -> int:

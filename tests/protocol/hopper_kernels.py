@@ -21,7 +21,7 @@ from emulated_memory import Descriptor
 MODULES = (
     "hopper_primitives", "hopper_signals", "hopper_tile_order", "hopper_split_k",
     "hopper_scheduler", "hopper_ring", "hopper_scales", "hopper_roles", "hopper_epilogue",
-    "hopper_routes", "hopper_rows", "hopper_expert_roles",
+    "hopper_routes", "hopper_rows", "hopper_handed_tiles",
     "hopper_gathered_rows", "hopper_stored_tiles", "hopper_ag_gemm", "hopper_gemm_rs",
     "hopper_signalled_gemm",
     "hopper_a2a_gemm", "hopper_gemm_a2a",
@@ -102,10 +102,6 @@ def struct(fields: tuple[str, ...]) -> type:
     return Struct
 
 
-def described_w(w, layout: str, block_k: int, columns: int) -> Descriptor:
-    return Descriptor(w, (columns, block_k) if layout == "nt" else (block_k, columns))
-
-
 class HopperKernels:
     """Of one product; parsed once."""
 
@@ -126,11 +122,9 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            described = {
-                "described": lambda tensor, *block: Descriptor(tensor, block),
-                "described_w": described_w,
-            }
-            stack.enter_context(mock.patch.multiple(product.hopper_descriptors, **described))
+            stack.enter_context(
+                mock.patch.object(product.hopper_descriptors, "descriptor_of", Descriptor)
+            )
             for module in KERNELS:
                 launcher = getattr(product, module)._launcher
                 launcher.cache_clear()

@@ -88,10 +88,10 @@ from flux_megatron.kernels import (
     triton_launch,
 )
 from flux_megatron.nn import functions as layers
-from flux_megatron.overlap import fused, low_latency
-from flux_megatron.overlap.steady import Steady
+from flux_megatron.overlap import calls, fused, low_latency
+from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import agreement, native_engine, objects, places, workspace
+from flux_megatron.symm import agreement, objects, places, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -143,6 +143,9 @@ PLANS |= {
     "low_latency lent rows": FEW,
     "low_latency backward": FEW,
 }
+for _strategy in ("hopper", "fused", "pipelined"):
+    PLANS[f"{_strategy} gemm_ar"] = Plan(_strategy, tile=TILE)
+PLANS["hopper gemm_ar, by SM"] = replace(PLANS["hopper gemm_ar"], transport="sm")
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)
@@ -159,18 +162,18 @@ def parameters_of(ptx: str) -> list[int]:
     return [int(count) if count else int(bits) // 8 for bits, count in found]
 
 
-_launch = native_launch.launch
+_layout_of = native_launch.layout_of
 SIZES: dict[int, list[int]] = {}  # by function
 
 
 def known(name: str, compiled: Any, *given: Any) -> Any:
-    """The driver knows the sizes of a kernel's parameters; ours, of those that are recorded."""
+    """The driver knows the sizes of a kernel's parameters; ours, of those in lists."""
     SIZES[compiled.function] = parameters_of(compiled.asm["ptx"])
     DRIVER.expect_parameters(compiled.function, *SIZES[compiled.function])
-    return _launch(name, compiled, *given)
+    return _layout_of(name, compiled, *given)
 
 
-native_launch.launch = known
+native_launch.layout_of = known
 
 
 OF_TORCH: list[list] = []  # operands of its kernels
@@ -194,9 +197,10 @@ def wgrad(gathered: torch.Tensor) -> None:
 class Call:
     """The calls of one plan. Their operands, and what they make, stay where they are."""
 
-    def __init__(self, name: str, bias: bool) -> None:
+    def __init__(self, name: str, bias: bool, more_rows: int = 0) -> None:
         self.plan, self.group = PLANS[name], dist.group.WORLD
-        rows = FEW_ROWS if self.plan.strategy == "low_latency" else M_SHARD
+        few = self.plan.strategy == "low_latency"
+        rows = (FEW_ROWS if few else M_SHARD) + more_rows
         self.x, self.dy = matrix(rows, K), matrix(2 * rows, N)
         self.rows, self.w = matrix(2 * rows, K), matrix(N, K)
         self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
@@ -257,7 +261,7 @@ def enqueued(call: Call) -> dict[str, Any]:
     """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
     new, lists, sizes = torch.Tensor.new_empty, [], []
-    begun = Steady.begun
+    begin, at_once = InFlight.__init__, calls._at_once
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
@@ -266,16 +270,21 @@ def enqueued(call: Call) -> dict[str, Any]:
         sizes.append(str(key))
         return made.setdefault(key, new(like, *shape, dtype=dtype)).detach()
 
-    def noted(*given: Any) -> Any:
-        found = begun(*given)
-        lists.append(found is not None)
-        return found
+    def noted(self: InFlight, *given: Any) -> None:
+        begin(self, *given)
+        lists.append(self._lists is not None)
+
+    def whole(*given: Any) -> torch.Tensor | None:
+        if (y := at_once(*given)) is not None:
+            lists.append(True)
+        return y
 
     before = DRIVER.word("fake_launches").value
     OF_TORCH.clear()
     with (
-        mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch),
-        mock.patch.object(Steady, "begun", noted),
+        mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch, copy_=by_torch),
+        mock.patch.object(InFlight, "__init__", noted),
+        mock.patch.object(calls, "_at_once", whole),
         mock.patch.object(torch, "mm", by_torch),
     ):
         call()
@@ -296,8 +305,9 @@ KEPT: dict[str, dict[tuple, torch.Tensor]] = {}
 def engine(native: bool) -> Iterator[None]:
     workspace.release()
     devices.copy_engine.cache_clear()
-    kind = native_engine.NativeCopyEngine if native else CudaCopyEngine
-    devices._engine = lambda device: kind(torch.device("cuda", 0))
+    engine = CudaCopyEngine(torch.device("cuda", 0))
+    engine.runs_lists = native
+    devices._engine = lambda device: engine
     yield
 
 
@@ -316,11 +326,24 @@ def host_us(call: Callable[[], object]) -> float:
     return round(1e6 * least, 2)
 
 
+def new_us(name: str) -> float:
+    """What the first call of a number of rows takes, the least of many; kernels are compiled."""
+    took = []
+    with mock.patch.object(torch, "mm", nothing):
+        for more in range(1, 41):
+            call = Call(name, False, 128 * more)
+            begin = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - begin)
+            DRIVER.count.value = 0
+    return round(1e6 * sorted(took)[len(took) // 4], 2)
+
+
 def main(path: str, timed: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "host_us": {}}
+    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
-        calls = {}
+        of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
         settings.reload()
         call = Call(name, bias=name in WITH_BIAS)
@@ -330,10 +353,19 @@ def main(path: str, timed: bool) -> None:
                     enqueued(call)  # the channel is there, kernels are compiled, the call is known
                 for which, channel in workspace.workspaces()[0].channels.items():
                     channel.epoch = FIRST_EPOCHS[which] - 1
-                calls[kind] = [enqueued(call) for _ in range(8)]
+                of_engines[kind] = [enqueued(call) for _ in range(8)]
+                if kind == "native":
+                    with mock.patch.object(calls, "is_watched", return_value=True):
+                        of_engines["watched"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
-        written["calls"][name] = calls
+                if timed and kind == "native" and "layer" not in name and "low" not in name:
+                    new_us(name)  # symmetric memory grows
+                    workspace.workspaces()[0].decisions.clear()
+                    workspace.workspaces()[0].checked.clear()
+                    workspace.workspaces()[0].programs.clear()
+                    written["new_us"][name] = new_us(name)
+        written["calls"][name] = of_engines
     Path(path).write_text(json.dumps(written))
     sys.stdout.flush()
     os._exit(0)  # the pretended group has nothing to end

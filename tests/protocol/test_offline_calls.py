@@ -1,5 +1,5 @@
-"""Whole calls of the kernels for GPUs, by their strategy and by a list: the same driver calls in
-the same order, and the same parameters of kernels, but for the epoch. Needs no GPU.
+"""Whole calls of the kernels for GPUs, by Python and by C: the same driver calls in the same order,
+and the same parameters of kernels, but for the epoch. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ CALLS = {
     "low_latency gemm_ar, two phases": ["launch"],
     "low_latency lent rows": ["launch", "torch"],
     "low_latency backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN],
+    "hopper gemm_ar": [*FORK, "launch", "wait", *PUSH, "write", *JOIN, "launch", "torch"],
+    "hopper gemm_ar, by SM": ["launch", "launch", "torch"],
+    "fused gemm_ar": ["launch", "launch", *GATHER, "copy", "launch", "torch", *JOIN],
+    "pipelined gemm_ar": [
+        "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
+        *GATHER, "copy", "launch", "torch", *JOIN,
+    ],
     "hopper column layer": [*GATHER, "launch", *JOIN],
     "hopper row layer": ["launch"],
     "hopper column layer, evaluated": [*GATHER, "launch", *JOIN],
@@ -90,18 +97,19 @@ def without_epoch(call: dict, number: int) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_list_does_what_the_strategy_does(calls, name):
-    compiled, by_python, native = calls[name].values()
-    assert [call["by_list"] for call in by_python] == [False] * 8
-    for engine in (compiled, native):
-        assert [call["by_list"] for call in engine] == [False] * 2 + [True] * 6
+def test_c_does_what_python_does(calls, name):
+    compiled, by_python, native, watched = calls[name].values()
+    for engine, listed in ((compiled, True), (by_python, False), (native, True), (watched, False)):
+        assert [call["by_list"] for call in engine] == [listed] * len(engine)
+    assert [what for what, *_ in by_python[0]["done"]] == CALLS[name]
+    of_parity = [without_epoch(call, len(native) + number) for number, call in enumerate(watched)]
+    assert of_parity[0] != of_parity[1] or name.startswith("low_latency"), "two regions"
     for number, call in enumerate(native):
-        assert [what for what, *_ in by_python[number]["done"]] == CALLS[name]
         done, given = without_epoch(call, number)
         assert [what for what, *_ in done] == CALLS[name]
-        # the strategy's call of the same parity, which uses the same memory
-        assert (done, given) == without_epoch(native[number % 2], number % 2)
-        assert call["made"] == native[0]["made"], "memory that a list would not take anew"
+        # Python's call of the same parity, which uses the same memory
+        assert (done, given) == of_parity[number % 2]
+        assert call["made"] == native[0]["made"], "memory that C would not take anew"
         assert call["made"]
         assert given
         assert all({*EPOCHS} & {*one} for one in given) or name.startswith("low_latency")

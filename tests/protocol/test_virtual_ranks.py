@@ -100,7 +100,8 @@ def test_epochs_wrap_around(package):
             for call in range(4):
                 mine = torch.empty_like(x[rank]).copy_(x[rank])
                 mine += call
-                gather = package.transfer.start_gather(mine, machine.workspaces[rank], 1)
+                plan = package.problem.Plan("fused", comm_rows=1)
+                gather = package.fused.start_gather(mine, plan, machine.workspaces[rank])
                 gathered = gather.complete()
                 seen[rank, call] = torch.empty_like(gathered).copy_(gathered)
                 gather.close()
@@ -125,8 +126,8 @@ def test_deadlock_names_who_waits_for_what(package):
     def host(rank: int) -> None:
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
             x = torch.zeros(4, 4)
-            gather = package.transfer.start_gather(x, machine.workspaces[0], 0)
-            gather.wait_for(1)
+            plan = package.problem.Plan("fused")
+            package.fused.start_gather(x, plan, machine.workspaces[0]).complete()
         else:
             machine.workspaces[1].begin("gather", 2 * 64)
 
@@ -141,8 +142,8 @@ def test_failure_of_a_rank_is_raised(package):
     def host(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
-        gather = package.transfer.start_gather(torch.zeros(4, 4), machine.workspaces[0], 0)
-        gather.complete()
+        plan = package.problem.Plan("fused")
+        package.fused.start_gather(torch.zeros(4, 4), plan, machine.workspaces[0]).complete()
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):
         machine.run(STANDARD[0], host)

@@ -49,7 +49,7 @@ _MODULES = (
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
     "kernels.hopper_config", "kernels.hopper_gemm", "kernels.signalled_gemm",
     "kernels.hopper_signalled_gemm", "kernels.hopper_routes", "kernels.hopper_rows",
-    "kernels.hopper_expert_roles",
+    "kernels.hopper_handed_tiles",
     "kernels.hopper_a2a_gemm", "kernels.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
@@ -184,9 +184,6 @@ def _copy_stream(package: PackageCopy, machine: Machine):
             machine.scheduler.hold(
                 "copy", lambda: cell.value >= count, f"{count} tiles to be counted"
             )
-
-        def clear(self, counters: Sequence[int]) -> None:
-            machine.scheduler.enqueue("copy", "clear", lambda: engine.clear(counters))
 
         def write(self, address: int, word: int) -> None:
             machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))

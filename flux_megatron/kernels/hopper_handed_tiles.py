@@ -1,0 +1,72 @@
+"""Tiles that the MMA warps hand to a store warp as they are: those of experts, whose last rows of a
+group may fill half a tile at most, and those of bands (`hopper_signalled_gemm`).
+
+The producer knows which rows a tile has, so it says to the others which tiles are halves.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flux_megatron.kernels.gluon_versions import aggregate
+from flux_megatron.kernels.hopper_epilogue import StagingTile
+from flux_megatron.kernels.hopper_ring import mma_layout
+from flux_megatron.kernels.hopper_tile_order import Sizes
+
+
+@aggregate
+class HandedTiles:
+    """Epilogue of the MMA warps: the store warp has it. With HALVES a tile with an odd `owner` is
+    multiplied as half a one, by all MMA warps.
+    """
+
+    staging: StagingTile
+    sizes: Sizes
+    HALVES: gl.constexpr
+    NUM_WARPS: gl.constexpr
+
+    @gluon.jit
+    def deadline(self):
+        return 0
+
+    @gluon.jit
+    def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
+        ACROSS: gl.constexpr = self.NUM_WARPS // 4
+        half: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, ACROSS], [16, self.sizes.BLOCK_N // ACROSS, 16]
+        )
+        whole: gl.constexpr = mma_layout(self.sizes.BLOCK_N, self.NUM_WARPS)
+        if self.HALVES and owner % 2 == 1:
+            halves = ring.of_rows(self.sizes.BLOCK_M // 2)
+            multiplied = self._hand_over(halves, work, multiplied, number, half)
+        else:
+            multiplied = self._hand_over(ring, work, multiplied, number, whole)
+        return (), False, multiplied, fetched
+
+    @gluon.jit
+    def _hand_over(self, ring, work, multiplied, number, LAYOUT: gl.constexpr):
+        sums = gl.zeros((ring.ROWS, self.sizes.BLOCK_N), gl.float32, LAYOUT)
+        sums, multiplied = ring.multiply(sums, work.first, work.last, multiplied)
+        self.staging.hand_over(sums, number)
+        return multiplied
+
+    @gluon.jit
+    def finish(self, outs, row, col, behind, fetched, finished):
+        return fetched, finished
+
+    @gluon.jit
+    def complete(self):
+        pass
+
+
+@gluon.jit
+def store_groups(targets, staging, exchange, tiles):
+    """One warp: stores each finished tile."""
+    grid = targets.sizes.grid_here()
+    finished = 0
+    place, phase = exchange.take(0, 1)
+    while place < tiles.count:
+        targets.store(place, grid, staging, finished)
+        finished += 1
+        place, phase = exchange.take(phase, 1)

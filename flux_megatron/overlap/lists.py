@@ -1,0 +1,115 @@
+"""A program (`symm.program`) as lists of driver calls for C, which run in place of its segments.
+
+A list ends where a function of torch's stands, and another begins behind it. The first one of a
+call is asked to refuse: a capture, and addresses that are no multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flux_megatron.symm import enqueue
+from flux_megatron.symm.copy_engine import CopyEngine
+from flux_megatron.symm.enqueue import MADE, STREAM, Operand, W, X
+from flux_megatron.symm.program import CallProgram, Launch, Move, Step, Torch
+
+_ATTEMPTS = 8  # to make lists of a program: first its kernels must be compiled
+_ALIGNED = (X.register, W.register, enqueue.BIAS.register)
+
+Run = Callable[..., bool]
+Made = tuple[tuple[int, ...], "torch.dtype | None"]
+
+
+class Segment(NamedTuple):
+    """The first list, None for an empty one; then functions of torch's, each with the list behind
+    it.
+    """
+
+    first: Run | None
+    rest: tuple[tuple[Torch, Run | None], ...]
+
+
+class Lists(NamedTuple):
+    """A program's segments, all that a call makes, and the names of its kernels."""
+
+    segments: tuple[Segment, ...]
+    made: tuple[Made, ...]
+    launches: tuple[str, ...]
+    single: tuple[Run, str, int] | None  # of one list in one channel: it, the channel, its bytes
+
+
+def lists_of(
+    program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
+) -> Lists | None:
+    """Of a program, kept in it; None where Python must make the call. `number` is what an operand
+    names in a call that has begun.
+    """
+    if program.lists is None and program.attempts < _ATTEMPTS:
+        program.attempts += 1
+        try:
+            program.lists = _Builder(program, engine, number).lists()
+        except Exception as error:  # what the driver or Triton has otherwise than we know it
+            program.unlisted = str(error)
+    lists: Lists | None = program.lists
+    return lists
+
+
+class NotCompiled(Exception):
+    """A kernel must be launched by Triton first."""
+
+
+class _Builder:
+    def __init__(
+        self, program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
+    ) -> None:
+        self._program, self._number, self._engine = program, number, engine
+        self._made, self._launches = [*program.made], list[str]()
+        self._words = sum(one.words for one in program.channels)
+
+    def lists(self) -> Lists:
+        segments = tuple(
+            self._segment([step for _, steps in blocks for step in steps], begins=not number)
+            for number, blocks in enumerate(self._program.segments)
+        )
+        single, (run, rest), (channel, *others) = None, segments[0], self._program.channels
+        if run is not None and not (rest or segments[1:] or others):
+            single = run, channel.name, channel.size_bytes
+        return Lists(segments, tuple(self._made), tuple(self._launches), single)
+
+    def _segment(self, steps: list[Step], begins: bool) -> Segment:
+        stops = [at for at, step in enumerate(steps) if isinstance(step, Torch)]
+        ends = [*stops, len(steps)]
+        first = self._list(steps[: ends[0]])
+        if begins:
+            registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
+            first.require(True, sum(1 << register for register in registers))
+        behind = [self._list(steps[at + 1 : end]) for at, end in zip(stops, ends[1:], strict=True)]
+        torchs = [step for step in steps if isinstance(step, Torch)]
+        runs = [one.run if len(one) else None for one in behind]
+        rest = tuple(zip(torchs, runs, strict=True))
+        return Segment(first.run if begins or len(first) else None, rest)
+
+    def _list(self, steps: list[Step]):
+        made = enqueue.native().List(self._engine.index, self._words)
+        operations_of, moves = self._engine.list_streams.operations, []
+        for step in steps:
+            if isinstance(step, Move):
+                moves += operations_of(step.method, *step.operands)
+                continue
+            assert isinstance(step, Launch), f"{step} in a list"
+            made.add(moves)
+            moves = []
+            arguments = step.launcher.native(step, self._number, self._scratch)
+            if arguments is None:
+                raise NotCompiled(f"{step.launcher.name} is not compiled yet")
+            made.launch(STREAM, *arguments)
+            self._launches.append(step.launcher.name)
+        made.add(moves)
+        return made
+
+    def _scratch(self, size: int) -> Operand:
+        self._made.append(((size,), torch.int8))
+        return Operand(MADE + len(self._made) - 1)

@@ -1,0 +1,308 @@
+"""What one call enqueues, as a list that a strategy builds from the shapes of the call.
+
+| step | what it enqueues |
+| --- | --- |
+| `Move` | what a method of the copy engine does: fork, join, copy, copy_rows, copy_here, signal, \
+write, wait_count |
+| `Launch` | one of our kernels |
+| `Torch` | what a function of torch's does with tensors of the call |
+| turn | nothing: the caller's turn, who may be lent a tensor. A segment ends and another begins |
+
+A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
+is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
+makes, or part of a channel's memory. So a program holds no memory and serves every call of its
+shapes.
+
+`overlap.calls` runs programs. Kernels' functions on the host take slots as they take tensors: a
+launcher that is given slots adds a `Launch` to their program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flux_megatron.symm.channel import Channel, Region
+from flux_megatron.symm.enqueue import (
+    BIAS,
+    EPOCHS,
+    MADE,
+    TABLE,
+    W_SCALE,
+    X_SCALE,
+    Operand,
+    W,
+    X,
+    always,
+)
+from flux_megatron.symm.signals import as_int32, slot_bytes
+
+if TYPE_CHECKING:
+    from flux_megatron.problem import Plan
+    from flux_megatron.scaling import Scaling
+    from flux_megatron.symm.workspace import Workspace
+
+
+class Slot:
+    """A contiguous tensor of a call, at the address that `operand` names. `whole`: it is all of x,
+    w, the bias, a scale, or what the call makes, not some rows of it.
+    """
+
+    whole = True
+
+    def __init__(
+        self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
+        self._place = operand.register - X.register  # among a call's tensors
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.program.device.type == "cuda"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Slot:
+        """Some rows of a matrix."""
+        first, last, _ = rows.indices(self.shape[0])
+        columns = self.shape[1]
+        at = self.operand.plus(first * columns * self.dtype.itemsize)
+        return self._at(at, (last - first, columns))
+
+    def _at(self, operand: Operand, shape: tuple[int, ...]) -> Slot:
+        part = Slot(self.program, operand, shape, self.dtype)
+        part.whole = False
+        return part
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
+        return self.program.new(shape, dtype or self.dtype)
+
+    def of(self, call: Any) -> Tensor:
+        """The tensor of a call."""
+        tensor: Tensor = call.tensors[self._place]
+        if self.whole:
+            return tensor
+        first = tensor.storage_offset() + self.operand.add // self.dtype.itemsize
+        return tensor.as_strided(self.shape, (self.shape[1], 1), first)
+
+
+class RegionSlot(Slot):
+    """Part of this rank's region of a channel, by the channel's number."""
+
+    channel = 0
+
+    def _at(self, operand: Operand, shape: tuple[int, ...]) -> RegionSlot:
+        part = RegionSlot(self.program, operand, shape, self.dtype)
+        part.channel = self.channel
+        return part
+
+    def of(self, call: Any) -> Tensor:
+        region: Region = call.calls[self.channel].region
+        view: Tensor = region.prepared(_view, self.shape, self.dtype, self.operand.add)
+        return view
+
+
+def _view(region: Region, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    return region.view(region.rank, shape, dtype, offset)
+
+
+class FixedSlot(Slot):
+    """A tensor of `Region.fixed` of a channel, whatever shape it has, or the same bytes as another
+    type.
+    """
+
+    def __init__(
+        self, program: CallProgram, operand: Operand, dtype: torch.dtype, channel: int, place: int
+    ) -> None:
+        super().__init__(program, operand, (), dtype)
+        self.channel, self.place = channel, place
+
+    def view(self, dtype: torch.dtype) -> FixedSlot:
+        return FixedSlot(self.program, self.operand, dtype, self.channel, self.place)
+
+    def of(self, call: Any) -> Tensor:
+        tensor: Tensor = call.calls[self.channel].region.fixed[self.place]
+        return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
+
+
+class Move(NamedTuple):
+    method: str
+    operands: tuple[Operand, ...]
+
+    def run(self, call: Any) -> None:
+        getattr(call.engine, self.method)(*map(call.number, self.operands))
+
+
+class Launch(NamedTuple):
+    """`tensors` are slots, what describes slots, and None; `numbers` are numbers and operands."""
+
+    launcher: Any
+    tensors: Sequence[Any]
+    numbers: Sequence[Any]
+    grid: tuple[int, ...]
+
+    def run(self, call: Any) -> None:
+        tensors = [None if one is None else _given(one, call) for one in self.tensors]
+        self.launcher.launch(tensors, [_number(one, call) for one in self.numbers], self.grid)
+
+
+def _given(one: Any, call: Any) -> Any:
+    """The tensor of a slot, or a descriptor of it."""
+    return one.of(call) if isinstance(one, Slot) else one.of(one.slot.of(call))
+
+
+def _number(number: Any, call: Any) -> Any:
+    if not isinstance(number, Operand):
+        return number
+    value = call.number(number)
+    return as_int32(value) if number in EPOCHS else value
+
+
+class Torch(NamedTuple):
+    function: Callable[..., object]
+    slots: tuple[Slot, ...]
+
+    def run(self, call: Any) -> None:
+        self.function(*[slot.of(call) for slot in self.slots])
+
+
+Step = Move | Launch | Torch
+# what kernels' functions on the host take
+Memory = TypeVar("Memory", Tensor, Slot)
+Number = int | Operand
+
+
+class ChannelSlots:
+    """A channel's region of a call, as slots and operands. `first` is its first register."""
+
+    def __init__(
+        self, program: CallProgram, name: str, size_bytes: int, kind: type[Channel]
+    ) -> None:
+        self.name, self.size_bytes, self.kind, self.program = name, size_bytes, kind, program
+        self.number = len(program.channels)
+        # as `Region.words` has them
+        self.words: int = 2 * program.world_size + 1 + len(kind.FIXED)
+        self.first: int = TABLE + sum(one.words for one in program.channels)
+        self._fixed = self.first + 2 * program.world_size + 1
+        self.epoch = EPOCHS[self.number]
+        self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
+
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegionSlot:
+        """This rank's region from its beginning on."""
+        slot = RegionSlot(self.program, self.peer(self.program.rank), shape, dtype)
+        slot.channel = self.number
+        return slot
+
+    def peer(self, rank: int, offset: int = 0) -> Operand:
+        """So many bytes behind the beginning of a rank's region."""
+        return Operand(self.first + rank, offset)
+
+    def signal(self, rank: int, source: int, comm_tile: int) -> Operand:
+        """The address of the signal by which `source` tells a rank of a communication tile."""
+        return Operand(self.first + self.program.world_size + rank, slot_bytes(source, comm_tile))
+
+    def fixed(self, name: str) -> FixedSlot:
+        """A tensor of `Channel.FIXED`."""
+        place, dtype = self.kind.FIXED[name]
+        return FixedSlot(self.program, Operand(self._fixed + place), dtype, self.number, place)
+
+
+class CallProgram:
+    """The steps of a call of these shapes: `segments` of phases, each a name and its steps, between
+    the caller's turns. `lent` are what those lend, `made` what a call makes, `held` what pushes or
+    joined streams read.
+    """
+
+    def __init__(
+        self, space: Workspace, plan: Plan, x: Tensor, w: Tensor | None, bias: Tensor | None,
+        layout: str, turns: bool, scaling: Scaling | None = None,
+    ) -> None:  # fmt: skip
+        self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
+        self.device = x.device
+        self.rank, self.world_size = space.rank, space.world_size
+        self.timeout_ns = space.timeout_ns
+        self.x = Slot(self, X, tuple(x.shape), x.dtype)
+        self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
+        self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
+        scales: list[Any] = [Slot(self, one, (1,), torch.float32) for one in (X_SCALE, W_SCALE)]
+        self.scaling = scaling and scaling._replace(x=scales[0], w=scales[1])
+        self.channels: list[ChannelSlots] = []
+        self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
+        self.segments: list[list[tuple[str, list[Step]]]] = [[]]
+        self._name("")
+        self.lent: list[Slot | None] = []
+        self.held: list[Slot] = []
+        self.y: int | None = None  # the result's place in `made`
+        self.lists: Any = None  # of C, when there are any (`overlap.lists`)
+        self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
+
+    @property
+    def w(self) -> Slot:
+        assert self._w is not None, "a program of a gather has no weight"
+        return self._w
+
+    @property
+    def N(self) -> int:
+        """The columns of x @ w on this rank."""
+        return self.w.shape[0 if self.layout == "nt" else 1]
+
+    def channel(self, name: str, size_bytes: int, kind: type[Channel] = Channel) -> ChannelSlots:
+        """A channel that a call opens when it begins, with so many bytes in its region."""
+        self.channels.append(ChannelSlots(self, name, size_bytes, kind))
+        return self.channels[-1]
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
+        """What a call makes."""
+        self.made.append((shape, None if dtype is self.x.dtype else dtype))
+        return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
+
+    def returns(self, slot: Slot | None) -> None:
+        """The result of a call: one of what it makes."""
+        self.y = None if slot is None else slot.operand.register - MADE
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Steps inside belong to this phase of the call (`overlap.phase`)."""
+        self._name(name)
+        yield
+        self._name("")
+
+    def _name(self, phase: str) -> None:
+        self._steps: list[Step] = []
+        self.segments[-1].append((phase, self._steps))
+        self.add = self._steps.append
+
+    def turn(self, lent: Slot | None = None) -> None:
+        """The caller's turn, to whom this is lent; nothing in a program without turns."""
+        if self.turns:
+            self.lent.append(lent)
+            self.segments.append([])
+            self._name("")
+
+    def torch(self, function: Callable[..., object], *slots: Slot) -> None:
+        self.add(Torch(function, slots))
+
+    def move(self, method: str, *operands: Operand) -> None:
+        """What this method of the copy engine does."""
+        self.add(Move(method, operands))
+
+    def copy(self, to: Operand, source: Slot, method: str = "copy") -> None:
+        """The bytes of a slot; by "copy_here" in the caller's stream."""
+        self.move(method, to, source.operand, always(source.nbytes))

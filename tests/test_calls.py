@@ -1,0 +1,453 @@
+"""Calls by programs, on a driver that notes what is done: what C enqueues is what Python does, in
+its order, and whatever C leaves to Python. Real strategies are in `protocol/test_offline_calls.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import Driver
+from fake_engines import CALLERS, FUNCTION, NEEDS, OTHER, STREAM, engine
+from torch import Tensor
+
+from flux_megatron import settings
+from flux_megatron.kernels import native_launch, triton_launch
+from flux_megatron.overlap import calls
+from flux_megatron.overlap.calls import InFlight
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.scaling import Scaling
+from flux_megatron.symm import channel as channels
+from flux_megatron.symm.enqueue import always
+from flux_megatron.symm.program import CallProgram, Slot
+from flux_megatron.symm.recent import Recent
+
+pytest_plugins = ("fake_engines",)
+pytestmark = NEEDS
+M, N, K = 4, 8, 4
+PLAN = Plan("fused")
+REGIONS = [torch.full((M, K), 3.0), torch.full((M, K), 5.0)]
+SIGNAL = 3000
+
+
+class Compiled:
+    """What Triton has of a kernel; `run` does nothing: the driver's record is C's."""
+
+    function, packed_metadata = FUNCTION, (4, 1, 2048)
+    metadata = SimpleNamespace(
+        tensordesc_meta=None, launch_cooperative_grid=False, launch_pdl=False,
+        profile_scratch_size=0, global_scratch_size=0,
+    )  # fmt: skip
+    src = SimpleNamespace(
+        signature={"x": "*fp32", "y": "*fp32", "region": "*fp32", "status": "*i32", "rank": "i32",
+                   "epoch": "i32", "N": "i64", "GROUP_M": "constexpr"}
+    )  # fmt: skip
+    SIZES = (8, 8, 8, 8, 4, 4, 8, 8, 8)
+
+    def run(self, *given: object) -> None:
+        LAUNCHED.append(given[9:-1])
+
+
+LAUNCHED: list[tuple] = []
+
+
+class Kernel:
+    __name__ = "stand_in_kernel"
+
+    def __init__(self) -> None:
+        self.arg_names = [*Compiled.src.signature]
+        self.params = [SimpleNamespace(do_not_specialize=True) for _ in self.arg_names]
+
+    def __getitem__(self, grid: object) -> Callable[..., Compiled]:
+        return lambda *given, **named: COMPILED
+
+
+COMPILED = Compiled()
+LAUNCHER: list[triton_launch.Launcher] = []
+
+
+class Channel:
+    """One of real regions without peers."""
+
+    region_bytes = 1000
+
+    def __init__(self) -> None:
+        self.epoch, self.open, self.poisoned = 0, False, []
+        status = torch.zeros(4, dtype=torch.int32)
+        self.regions = [self._region(rows, status) for rows in REGIONS]
+
+    def _region(self, rows: Tensor, status: Tensor) -> SimpleNamespace:
+        fixed = [status] * len(channels.Channel.FIXED)
+        words = (rows.data_ptr(), 900, 0, *[one.data_ptr() for one in fixed])
+        return SimpleNamespace(
+            rank=0, entries=None, fixed=fixed, words=words, rows=rows,
+            table=b"".join(word.to_bytes(8, "little") for word in words),
+            prepared=lambda make, shape, dtype, offset: rows,
+        )  # fmt: skip
+
+    may_begin = channels.Channel.may_begin
+    take_back = channels.Channel.take_back
+    end_in = channels.Channel.end_in
+
+    def begin_eager(self) -> tuple[int, Any]:
+        self.epoch, self.open = self.epoch + 1, True
+        return self.epoch, self.regions[self.epoch % 2]
+
+    def begin(self, captured: bool) -> SimpleNamespace:
+        epoch, region = self.begin_eager()
+        return SimpleNamespace(epoch=epoch, region=region, channel=self)
+
+    def poison(self, region: SimpleNamespace) -> None:
+        self.poisoned.append(region)
+
+
+class Space:
+    """A workspace of one rank."""
+
+    rank, world_size, timeout_ns, broken = 0, 1, 10, ""
+
+    def __init__(self, driver: Driver) -> None:
+        self.engine, self.driver, self.channel = engine(), driver, Channel()
+        self.channels, self.programs = {"gather": self.channel}, Recent()
+
+    def begin(self, name: str, size_bytes: int, kind: type) -> SimpleNamespace:
+        assert not self.channel.open
+        return self.channel.begin(False)
+
+    def end(self, call: SimpleNamespace) -> None:
+        call.channel.end_in(call.region)
+
+    def guard(self) -> nullcontext:
+        return nullcontext()
+
+    def break_off(self, error: BaseException) -> None:
+        self.broken = str(error)
+
+
+BEFORE_GEMM: list[Callable[[], None]] = [lambda: None]
+
+
+def gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
+    BEFORE_GEMM[0]()
+    DRIVER[0].by_torch(CALLERS, x.data_ptr(), w.data_ptr(), out.data_ptr())
+    torch.mm(x, w.t(), out=out)
+
+
+DRIVER: list[Driver] = []
+
+
+def kernel_call(p: CallProgram) -> Slot:
+    """One list: a push, a kernel, a signal, a join."""
+    channel = p.channel("gather", 100)
+    p.move("fork")
+    p.copy(channel.peer(0, 16), p.x[1:])
+    y = p.x.new_empty(2 * M, N)
+    region = channel.region((M, K), p.x.dtype)
+    LAUNCHER[0]((p.x, y, region, channel.fixed("status")), (2, channel.epoch))
+    p.move("signal", channel.signal(0, 0, 3), channel.epoch)
+    p.move("join")
+    return y
+
+
+def gemms(p: CallProgram) -> Slot:
+    """Three of torch's with moves between them, and a turn that lends the region."""
+    channel = p.channel("gather", 100)
+    region = channel.region((M, K), p.x.dtype)
+    p.move("fork")
+    p.copy(channel.peer(0), p.x)
+    y = p.x.new_empty(2 * M, N)
+    p.torch(gemm, p.x[:3], p.w, y[:3])
+    p.move("signal", always(SIGNAL), channel.epoch)
+    p.torch(gemm, p.x[3:], p.w, y[3:M])
+    p.torch(gemm, region, p.w, y[M:])
+    if p.bias is not None:
+        p.torch(Tensor.add_, y, p.bias)
+    p.turn(region)
+    p.move("copy_here", always(70), p.x.operand, always(8))
+    p.move("join")
+    p.held.append(p.x)
+    return y
+
+
+def scales_read(p: CallProgram) -> Slot:
+    channel = p.channel("gather", 100)
+    for number, scale in enumerate(p.scaling[:2]):
+        p.copy(channel.peer(0, 4 * number), scale)
+    return p.x.new_empty(M, N)
+
+
+@pytest.fixture
+def space(driver, monkeypatch) -> Space:
+    monkeypatch.setattr(triton_launch, "runs_directly", lambda: True)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(calls, "is_watched", lambda: False)
+    monkeypatch.setattr(Tensor, "record_stream", lambda one, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CALLERS)
+    BEFORE_GEMM[0] = lambda: None
+    LAUNCHER[:] = [triton_launch.Launcher(Kernel(), (3,), Tile(group_m=5, num_warps=4), (64,))]
+    DRIVER[:] = [driver]
+    driver.expect_parameters(FUNCTION, *Compiled.SIZES)
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda stream: (0, 0, 0), raising=False)
+    space = Space(driver)
+    monkeypatch.setattr(space.engine, "capture", lambda stream: 0)
+    return space
+
+
+def operands(number: int) -> tuple[Tensor, Tensor]:
+    """Elsewhere each time, and not at the beginning of their storages."""
+    memory = torch.arange(200.0) + number
+    return memory[16 : 16 + M * K].view(M, K), memory[100 : 100 + N * K].view(N, K)
+
+
+ag_gemm = calls.gathering(gemms)
+whole, start = calls.reducing(gemms)
+by_kernel, _ = calls.reducing(kernel_call)
+
+
+def program(space: Space) -> CallProgram:
+    (found,) = space.programs.values()
+    return found
+
+
+def done(space: Space) -> list[tuple]:
+    return [*space.driver.done()]
+
+
+def streams(space: Space) -> list[tuple]:
+    return [one[:2] for one in done(space)]
+
+
+FORK = [("record", CALLERS), ("follow", STREAM)]
+JOIN = [("record", STREAM), ("follow", CALLERS)]
+GEMM = [("torch", CALLERS)]
+FIRST = [*FORK, ("copy", STREAM), *GEMM, ("write", STREAM), *GEMM, *GEMM]
+LAST = [("copy", CALLERS), *JOIN]
+
+
+def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
+    triton_launch.launches.clear()
+    by_c, places = [], []
+    for number in range(5):
+        x, w = operands(number)
+        y = by_kernel(x, w, "nt", PLAN, space)
+        epoch, at = space.channel.epoch, space.channel.regions[space.channel.epoch % 2]
+        did = done(space)
+        by_c.append(("launch", CALLERS, FUNCTION, 3 << 32 | 128, 2048) in did)
+        moved = [one for one in did if one[0] != "launch"]
+        assert [one[:2] for one in moved] == [
+            *FORK, ("copy", STREAM), ("write", STREAM), *JOIN
+        ]  # fmt: skip
+        assert moved[2][2:] == (at.rows.data_ptr() + 16, x.data_ptr() + 16, 12 * 4)
+        assert moved[3][2:] == (900 + 4 * 3, epoch, 0)
+        if by_c[-1]:
+            data = space.driver.parameters(sum(Compiled.SIZES))
+            pieces = [int.from_bytes(data[n : n + 8], "little") for n in range(0, len(data), 8)]
+            addresses = [one.data_ptr() for one in (x, y, at.rows, at.fixed[0])]
+            assert pieces == [*addresses, epoch << 32 | 2, 64, 0, 0]
+        places.append(y.data_ptr())
+    assert by_c == [False] + [True] * 4, "Triton has compiled it in the first"
+    assert triton_launch.launches == {"stand_in": 5}
+    other = by_kernel(torch.ones(2 * M, K), operands(1)[1], "nt", PLAN, space)
+    assert ("launch", CALLERS) in streams(space), "of other shapes, at once"
+    assert len(other) == 2 * M
+    assert len(space.programs) == 2
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_both_executors_do_the_same_with_functions_of_torch(space, biased, watched, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", lambda: watched)
+    for number in range(4):
+        x, w = operands(number)
+        bias = torch.arange(1.0 * N) + number if biased else None
+        lent: list[Tensor] = []
+        y = ag_gemm(x, w, bias, "nt", PLAN, space, lent.append)
+        region = REGIONS[space.channel.epoch % 2]
+        assert lent[0] is region
+        expected = torch.cat([x, region]) @ w.t()
+        assert torch.equal(y, expected if bias is None else expected + bias)
+        did = done(space)
+        assert [one[:2] for one in did] == [*FIRST, *LAST]
+        row, at = y[0].nbytes, y.data_ptr()
+        of_torch = [one[2:] for one in did if one[0] == "torch"]
+        assert of_torch == [
+            (x.data_ptr(), w.data_ptr(), at), (x[3:].data_ptr(), w.data_ptr(), at + 3 * row),
+            (region.data_ptr(), w.data_ptr(), at + M * row),
+        ]  # fmt: skip
+        assert did[4][2:] == (SIGNAL, space.channel.epoch, 0)
+        assert (program(space).lists is None) == watched
+    assert not space.channel.open
+    wanted = space.channel.regions * 2 if settings.get().poison else []
+    assert len(space.channel.poisoned) == len(wanted)
+
+
+def test_what_c_refuses_python_does(space, monkeypatch):
+    """In a capture, and at addresses that TMA would not take; nothing is enqueued twice."""
+    ag_gemm(*operands(1), None, "nt", PLAN, space, lambda rows: None)
+    done(space)
+    x, w = operands(2)
+    shifted = torch.zeros(200)[1 : 1 + M * K].view(M, K)
+    for given, capturing in ((shifted, 0), (x, 1), (x, -1)):
+        space.driver.word("fake_capturing").value = capturing
+        before = space.channel.epoch
+        call = InFlight(program(space), given, w, None)
+        assert call._lists is None
+        call.finish()
+        assert streams(space) == [*FIRST, *LAST]
+        assert space.channel.epoch == before + 1
+
+
+@pytest.mark.parametrize("wanted", ["refresh", "growth", "open"])
+def test_a_call_that_cannot_begin_at_once_begins_as_the_first_does(space, monkeypatch, wanted):
+    for number in range(3):
+        by_kernel(*operands(number), "nt", PLAN, space)
+    done(space)
+    begun = []
+    monkeypatch.setattr(
+        Space, "begin", lambda self, *given: begun.append(given) or self.channel.begin(False)
+    )
+    by_kernel(*operands(1), "nt", PLAN, space)
+    assert not begun
+    if wanted == "refresh":
+        monkeypatch.setattr(channels, "REFRESH_EVERY", space.channel.epoch + 1)
+    elif wanted == "growth":
+        space.channel.region_bytes = 10
+    else:
+        space.channel.open = True
+    by_kernel(*operands(1), "nt", PLAN, space)
+    assert [given[0] for given in begun] == ["gather"]
+    assert ("launch", CALLERS) in streams(space), "by C nevertheless"
+
+
+def test_a_region_elsewhere_is_another_table(space):
+    by_kernel(*operands(0), "nt", PLAN, space)
+    by_kernel(*operands(0), "nt", PLAN, space)
+    lists = program(space).lists
+    space.channels["gather"] = space.channel = Channel()
+    moved = [torch.zeros(M, K), torch.zeros(M, K)]
+    space.channel.regions = [space.channel._region(rows, torch.zeros(4)) for rows in moved]
+    done(space)
+    by_kernel(*operands(0), "nt", PLAN, space)
+    assert program(space).lists is lists
+    copies = [one for one in done(space) if one[0] == "copy"]
+    assert copies[0][2] == moved[1].data_ptr() + 16
+
+
+@pytest.mark.parametrize("refused", [2, 4, 8, 9])
+def test_an_error_of_the_driver_breaks_the_group_off(space, refused):
+    whole(*operands(0), "nt", PLAN, space)
+    done(space)
+    space.driver.refuse(refused, 719)
+    with pytest.raises(RuntimeError, match=r"cu\w+ failed: 719"):
+        whole(*operands(1), "nt", PLAN, space)
+    assert space.channel.open
+    assert "failed: 719" in space.broken
+
+
+def test_an_error_of_a_function_or_the_caller_breaks_the_group_off(space):
+    whole(*operands(0), "nt", PLAN, space)
+    done(space)
+
+    def refuse(rows: Tensor | None = None) -> None:
+        raise ValueError("no wgrad")
+
+    with pytest.raises(ValueError, match="no wgrad"):
+        ag_gemm(*operands(1), None, "nt", PLAN, space, refuse)
+    assert (space.channel.open, space.broken) == (True, "no wgrad")
+    assert streams(space) == FIRST
+    space.channel.open, space.broken = False, ""
+    BEFORE_GEMM[0] = refuse
+    with pytest.raises(ValueError, match="no wgrad"):
+        whole(*operands(1), "nt", PLAN, space)
+    assert (space.channel.open, space.broken) == (True, "no wgrad")
+    assert streams(space) == FIRST[:3]
+
+
+def test_a_call_in_pieces(space):
+    for _ in range(3):
+        call = start(*operands(1), "nt", PLAN, space)
+        assert streams(space) == FIRST
+        assert space.channel.open
+        y = call.finish()
+        assert streams(space) == LAST
+        assert not space.channel.open
+        assert len(y) == 2 * M
+
+
+def test_pieces_follow_the_callers_stream(space, monkeypatch):
+    """The caller goes on with a call in another stream than it began in."""
+    start(*operands(0), "nt", PLAN, space).finish()
+    call = start(*operands(1), "nt", PLAN, space)
+    done(space)
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: OTHER)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: OTHER)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda one, stream: used.append((one.data_ptr(), stream))
+    )
+    y = call.finish()
+    x = call.tensors[0]
+    assert used == [(y.data_ptr(), OTHER), (x.data_ptr(), OTHER)], "else freed too early"
+    ordered = [("record", CALLERS), ("follow", OTHER)]
+    joined = [("record", STREAM), ("follow", OTHER)]
+    assert streams(space) == [*ordered, ("copy", OTHER), *joined]
+
+
+def test_what_follows_a_function_comes_after_the_calls_of_other_threads(space):
+    whole(*operands(0), "nt", PLAN, space)
+    done(space)
+    BEFORE_GEMM[0] = lambda: setattr(space.engine, "_last", OTHER)
+    whole(*operands(1), "nt", PLAN, space)
+    gemm_and_order = [*GEMM, ("record", OTHER), ("follow", CALLERS)]
+    assert streams(space) == [
+        *FIRST[:3], *gemm_and_order, ("write", STREAM), *gemm_and_order, *gemm_and_order, *LAST,
+    ]  # fmt: skip
+
+
+def test_a_kernel_with_other_parameters_is_left_to_python(space, driver):
+    driver.expect_parameters(FUNCTION, *Compiled.SIZES[:-1])
+    for number in range(20):
+        by_kernel(*operands(number), "nt", PLAN, space)
+    assert program(space).lists is None
+    assert "parameters of [8, 8, 8, 8, 4, 4, 8, 8] bytes" in program(space).unlisted
+    assert ("launch", CALLERS) not in streams(space)
+
+
+def test_the_launch_says_what_it_cannot_be(space):
+    compiled = Compiled()
+    compiled.src = SimpleNamespace(signature={"x": "fp32"})
+    with pytest.raises(native_launch.Unusable, match="stand_in takes x as fp32"):
+        native_launch.layout_of("stand_in", compiled, ["x"])
+
+
+def test_programs_differ_by_all_that_they_are_built_for(space):
+    x, w = operands(0)
+    whole(x, w, "nt", PLAN, space)
+    start(x, w, "nt", PLAN, space).finish()
+    by_kernel(x, torch.ones(2 * N, K), "nt", PLAN, space)
+    whole(x, w, "nt", Plan("fused"), space)
+    ag_gemm(x, w, torch.zeros(N), "nt", PLAN, space, None)
+    by_kernel(x, w, "nt", PLAN, space)
+    assert len(space.programs) == 6
+    whole(x, w, "nt", PLAN, space)
+    assert len(space.programs) == 6
+    for out_dtype, split in ((torch.float16, False), (torch.float32, False), (torch.float32, True)):
+        for _ in range(2):  # other scales are no other program
+            whole(x, w, "nt", PLAN, space, Scaling(*torch.rand(2), out_dtype, split))
+    assert len(space.programs) == 9
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_scales_of_fp8_are_those_of_each_call(space, watched, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", lambda: watched)
+    call, _ = calls.reducing(scales_read)
+    for _ in range(4):  # each at an address of its own, which is no multiple of 16
+        x_scale, w_scale = torch.rand(100)[1:3]
+        call(*operands(0), "nt", PLAN, space, Scaling(x_scale, w_scale, torch.float32, False))
+        read = [one[3] for one in done(space)]
+        assert read == [x_scale.data_ptr(), w_scale.data_ptr()]
+    assert (program(space).lists is None) == watched
