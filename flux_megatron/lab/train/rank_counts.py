@@ -29,3 +29,16 @@ def counts_of_all_ranks() -> dict[str, Any]:
         "overlapped": sum(rank[2] for rank in ranks),
         "chosen_sequential": sum(rank[3] for rank in ranks),
     }
+
+
+def count_lines(counts: dict[str, Any]) -> list[str]:
+    """What is shown of the counts, with `eligible` and `silent` calls; nothing of stock layers."""
+    lines = [f"  calls: {call}: {n}" for call, n in counts["calls"].items()]
+    lines += [f"  fallback: {reason}: {n}" for reason, n in counts["fallbacks"].items()]
+    if counts["eligible"]:
+        lines += [
+            f"  overlapped / eligible calls: {counts['overlapped']} / {counts['eligible']}",
+            f"  sequential by their plan: {counts['chosen_sequential']}",
+            f"  silent fallbacks: {counts['silent']}",
+        ]
+    return lines
