@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
 
 def generate(folder: Path, trained: Path, *more: str, prompts=PROMPTS, **options):
     """Output and result of decoding the prompts."""
-    line = ["generate", "--checkpoint", trained, "--tokens", TOKENS, "--device", "cpu"]
+    line = ["generate", "--checkpoint", trained, "--tokens", TOKENS]
     line += [word for prompt in prompts for word in ("--prompt", prompt)]
     output = flux_megatron(folder, *line, "--json", folder / "result.json", *more, **options)
     return output, json.loads((folder / "result.json").read_text())

@@ -19,6 +19,7 @@ from train_words import load
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import checkpoint, data, loop, run_folder
+from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import Trainee
 
 CPU = torch.device("cpu")
@@ -38,27 +39,26 @@ class Numbers:
         }  # fmt: skip
 
 
-def started(out: Path, settings: dict) -> loop.Loop:
+def started(settings: dict) -> tuple[TrainConfig, Trainee]:
     multiprocessing.current_process()._config["daemon"] = False  # Megatron's writers are children
     pretend_cuda()
     config = load(parallel__tp=dist.get_world_size(), **settings)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(config.train.seed)
     torch.manual_seed(config.train.seed)
-    return loop.Loop(config, out, Trainee(config, CPU), Numbers(), CPU)
+    return config, Trainee(config, CPU)
 
 
 def trained(rank: int, out: Path, settings: dict, steps: int, resume: bool) -> list[float]:
     """The losses of `steps` steps; a checkpoint of the second one is written, or read before."""
-    training = started(out, settings)
-    if resume:
-        training.resume()
-    batches = data.microbatches(Numbers(), training.config, training.step * 2, CPU)
+    config, trainee = started(settings)
+    done = checkpoint.load(run_folder.latest(out), trainee) if resume else 0
+    batches = data.microbatches(Numbers(), config, done * 2, CPU)
     losses = []
-    for _ in range(steps):
-        losses.append(training.one_step(batches)["loss"])
-        if training.step == 2 and not resume:
-            checkpoint.save(out, training.trainee, 2)
+    for step in range(done + 1, done + steps + 1):
+        losses.append(loop.one_step(config, trainee, batches)["loss"])
+        if step == 2:
+            checkpoint.save(out, trainee, 2)
     return losses
 
 
@@ -81,19 +81,17 @@ def test_a_checkpoint_of_two_ranks_resumes_on_others(tmp_path, settings, sizes):
 @on_cpu_ranks(1)
 def test_latest_never_names_what_is_not_whole(rank, tmp_path):
     """Of a kill in the middle nothing is seen, and the same step can be written again."""
-    training = started(tmp_path, {"layers": "stock"})
-    training.one_step(data.microbatches(Numbers(), training.config, 0, CPU))
-    checkpoint.save(tmp_path, training.trainee, 1)
+    config, trainee = started({"layers": "stock"})
+    loop.one_step(config, trainee, data.microbatches(Numbers(), config, 0, CPU))
+    checkpoint.save(tmp_path, trainee, 1)
     serialization = checkpoint.dist_checkpointing.serialization
     with (
         mock.patch.object(serialization, "save_config", side_effect=OSError("killed")),
         pytest.raises(OSError, match="killed"),
     ):
-        checkpoint.save(tmp_path, training.trainee, 2)
+        checkpoint.save(tmp_path, trainee, 2)
     assert (tmp_path / "checkpoints" / "step_2" / "common.pt").exists()
-    training.resume()
-    assert training.step == 1
-    checkpoint.save(tmp_path, training.trainee, 2)
+    assert checkpoint.load(run_folder.latest(tmp_path), trainee) == 1
+    checkpoint.save(tmp_path, trainee, 2)
     assert run_folder.latest(tmp_path).name == "step_2"
-    training.resume()
-    assert training.step == 2
+    assert checkpoint.load(run_folder.latest(tmp_path), trainee) == 2

@@ -11,21 +11,22 @@ from train_words import DEMO, load
 from flux_megatron import config_files, settings
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.train import config as configs
-from flux_megatron.lab.train import ranks, run_folder
+from flux_megatron.lab.train import rank_counts, ranks, run_folder
+from flux_megatron.overlap.report import Report
 
 
 @pytest.mark.parametrize("file", sorted(DEMO.parent.glob("*.yaml")), ids=lambda file: file.name)
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_shipped_configs_load_at_every_tensor_parallel_size(file, tp):
     config = configs.load(file, {"parallel.tp": tp})
-    assert config.eligible_calls(1, 1) == 8 * config.model.num_layers + 2
+    assert config.eligible_calls() == 8 * config.model.num_layers + 2
     assert configs.load(file.with_suffix("").relative_to(file.parent), {}) == configs.load(file, {})
 
 
 def test_sequence_length_is_free_without_sequence_parallelism():
     uneven = {"model__seq_length": 30, "parallel__tp": 4}
     config = load(**uneven, parallel__sequence_parallel=False)
-    assert config.eligible_calls(1, 1) == 4 * config.model.num_layers + 1, "half of the collectives"
+    assert config.eligible_calls() == 4 * config.model.num_layers + 1, "half of the collectives"
     with pytest.raises(BadInput, match=r"model\.seq_length=30 must be divisible by parallel\.tp=4"):
         load(**uneven)
 
@@ -39,8 +40,10 @@ def test_a_strategy_of_a_call_is_one_of_a_run():
     ("strategy", "silent"), [("auto", 2), ("sequential", 2), ("hopper", 5), ("fused", 5)]
 )
 def test_a_sequential_plan_is_a_reason_where_plans_are_chosen(strategy, silent):
-    counts = {"overlapped": 6, "fallbacks": {"gemm_rs: why": 2}, "chosen_sequential": 3}
-    assert load(strategy=strategy).silent_calls(13, counts) == silent
+    calls = {("gemm_rs", "fused"): 6, ("gemm_rs", "sequential"): 5}
+    found = Report(calls, {("gemm_rs", "why"): 2}, 0)
+    assert rank_counts.counts(load(strategy=strategy), found, 13)["silent"] == silent
+    assert rank_counts.counts(load(layers="stock"), found, 13)["eligible"] == 0
 
 
 def test_overrides_are_read_as_yaml():
@@ -84,7 +87,7 @@ def test_metrics_drop_a_torn_line_and_rows_after_the_checkpoint(tmp_path):
 
 
 def test_a_run_that_has_done_no_step_leaves_its_folder_free(tmp_path):
-    run_folder.record(load(), tmp_path)
+    (tmp_path / "config.json").write_text(load().model_dump_json())
     (tmp_path / "logs").mkdir()
     run_folder.check(load(), tmp_path, resume=False)
     run_folder.append_metrics(tmp_path, {"step": 1})

@@ -122,16 +122,16 @@ def test_a_step_is_confirmed_and_moves_the_schedule_only_with_an_update(monkeypa
         loop, "get_forward_backward_func", lambda: note("backward", [{"loss": torch.ones(())}])
     )
     monkeypatch.setattr(loop.dist, "all_reduce", note("sum"))
-    monkeypatch.setattr(loop.dist, "get_world_size", lambda: 1)
     trainee = SimpleNamespace(
-        model=SimpleNamespace(zero_grad_buffer=note("zero")), learning_rate=lambda: 0.5,
+        microbatches=2, learning_rate=lambda: 0.5,
+        model=SimpleNamespace(zero_grad_buffer=note("zero")),
         optimizer=SimpleNamespace(zero_grad=note("zero"), step=note("update", (updated, 1, 0))),
         scheduler=SimpleNamespace(step=note("schedule")),
     )  # fmt: skip
-    row = loop.Loop(config(), None, trainee, None, torch.device("cpu")).one_step(None)
+    row = loop.one_step(config(), trainee, iter(()))
     steps = ["zero", "zero", "backward", "confirm", "update", *["schedule"] * updated, "sum"]
     assert calls == steps
-    assert (row["step"], row["lr"], row["loss"]) == (1, 0.5, 1.0)
+    assert (row["lr"], row["loss"]) == (0.5, 1.0)
 
 
 @on_cpu_ranks(2)

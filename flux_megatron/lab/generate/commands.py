@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -38,7 +39,6 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode by stock layers too; fail where tokens differ")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu")] = "auto",
     json_: Annotated[
         Path | None, typer.Option("--json", help="Write everything there; - for stdout")
     ] = None,
@@ -46,10 +46,11 @@ def generate(
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
     from flux_megatron.lab.train import ranks
+    from flux_megatron.lab.train.rank_counts import show
 
     if "RANK" in os.environ:
         raise BadInput("RANK is set: generate starts its own ranks, run it without torchrun")
-    config, folder = _trained(option_values.absolute(checkpoint), tp, device)
+    config, folder = _trained(option_values.absolute(checkpoint), tp)
     _check_prompts(prompt, tokens, config.model.seq_length)
     if json_ is not None:
         option_values.json_target(json_)
@@ -65,13 +66,18 @@ def generate(
     for given, text in zip(prompt, result["arms"]["flux"]["texts"], strict=True):
         # nothing of a model's text may reach the terminal as a command
         typer.echo("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in given + text))
-    typer.echo("\n".join(_report(result)), err=True)
+    for name, arm in result["arms"].items():
+        show(f"{name} layers", {key: arm[key] for key in arm if key != "texts"}, sys.stderr)
+    if compare:
+        gap, found = result["largest_logit_difference"], result["differences"]
+        said = f"DIFFERENT: {found}" if found else "same"
+        typer.echo(f"largest |logit difference|: {gap:.3e}\ntokens: {said}", err=True)
     if json_ is not None:
         option_values.write_json(json_, result)
     raise typer.Exit(0 if result["passed"] else 1)
 
 
-def _trained(folder: Path, tp: int | None, device: str) -> tuple[Any, Path]:
+def _trained(folder: Path, tp: int | None) -> tuple[Any, Path]:
     """How to build the model of a checkpoint on `tp` ranks, None for as many as it was trained on,
     and the folder of the checkpoint: `folder`, or the newest one of the run in `folder`.
     """
@@ -85,12 +91,12 @@ def _trained(folder: Path, tp: int | None, device: str) -> tuple[Any, Path]:
     if found is None or not found.is_dir():
         raise BadInput(f"--checkpoint {folder} given, but there is no checkpoint (yet)")
     tp = trained.parallel.tp if tp is None else tp
-    parallel = {"tp": tp, "world_size": tp, "sequence_parallel": False, "device": device}
-    changed = trained.model_dump() | {"parallel": parallel, "strategy": "auto", "layers": "flux"}
+    changed = trained.model_dump() | {"strategy": "auto", "layers": "flux"}
+    changed["parallel"] |= {"tp": tp, "world_size": tp, "sequence_parallel": False}
     try:
         return config.TrainConfig.model_validate(changed), found
     except ValidationError as error:
-        raise BadInput(f"--tp {tp} --device {device}: {config.described(error)}") from None
+        raise BadInput(f"--tp {tp} given: {config.described(error)}") from None
 
 
 def _check_prompts(prompts: list[str], tokens: int, most: int) -> None:
@@ -111,25 +117,3 @@ def _rank(config: Any, request: Request, device: Any) -> dict[str, Any]:
     from flux_megatron.lab.generate import decode
 
     return decode.decode(config, request, device)
-
-
-def _report(result: dict[str, Any]) -> list[str]:
-    """What is shown of a result, a line each."""
-    from flux_megatron.lab.train.rank_counts import count_lines
-
-    lines = []
-    for name, arm in result["arms"].items():
-        lines += [
-            f"{name}: {sum(map(len, arm['tokens']))} tokens, {arm['tokens_per_s']:,.1f} tokens/s, "
-            f"{arm['ms_per_step']:.2f} ms a step, prompt read in {arm['prefill_s']:.2f} s",
-            *count_lines(arm),
-        ]
-    if "differences" in result:
-        lines += [
-            f"prompt {one['prompt']}: token {one['token']} is {one['flux']} by flux, "
-            f"{one['stock']} by stock"
-            for one in result["differences"]
-        ]
-        lines.append(f"largest |logit difference|: {result['largest_logit_difference']:.3e}")
-        lines.append(f"tokens: {'DIFFERENT' if result['differences'] else 'same'}")
-    return lines

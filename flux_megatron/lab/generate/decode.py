@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.lab.generate.commands import Request
@@ -64,9 +63,6 @@ def decode_arm(
         for row in unfinished:
             tokens[row].append(newest[row])
         unfinished = {row for row in unfinished if newest[row] != tokenizer.eod}
-    counts, eligible = counts_of_all_ranks(), 0
-    if config.layers == "flux" and tp > 1:
-        eligible = 2 * config.model.num_layers * decoder.forwards * dist.get_world_size()
     step_s = median(seconds[1:] or seconds)
     return {
         "tokens": tokens,
@@ -74,9 +70,7 @@ def decode_arm(
         "prefill_s": seconds[0],
         "ms_per_step": step_s * 1e3,
         "tokens_per_s": rows / step_s,
-        "eligible": eligible,
-        "silent": config.silent_calls(eligible, counts),
-        **counts,
+        **counts_of_all_ranks(config, 2 * config.model.num_layers * decoder.forwards),
     }, logits
 
 
@@ -88,11 +82,10 @@ def differences(
     """
     found, largest = [], 0.0
     for row, (a, b) in enumerate(zip(ours, stock, strict=True)):
-        same = 0
-        while same < min(len(a), len(b)) and a[same] == b[same]:
-            same += 1
-        for mine, theirs in zip(our_logits[: same + 1], its[: same + 1], strict=False):
+        for step, (mine, theirs) in enumerate(zip(our_logits, its, strict=False)):
             largest = max(largest, float((mine[row] - theirs[row]).abs().max()))
-        if same < max(len(a), len(b)):
-            found.append({"prompt": row + 1, "token": same + 1, "flux": a[same], "stock": b[same]})
+            if step >= min(len(a), len(b)) or a[step] != b[step]:
+                break
+        if a != b:
+            found.append({"prompt": row + 1, "token": step + 1, "flux": a[step], "stock": b[step]})
     return found, largest

@@ -45,18 +45,6 @@ class CachedAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def cache_in(decoder: Any, rows: int, slots: int, like: Tensor) -> list[CachedAttention]:
-    """Give each layer of megatron-core's `TransformerBlock` a cache of `slots` tokens for `rows`
-    prompts, in the dtype of `like` and where it lies.
-    """
-    cached = []
-    for layer in decoder.layers:
-        attention = layer.self_attention
-        attention.core_attention = CachedAttention(attention, rows, slots, like)
-        cached.append(attention.core_attention)
-    return cached
-
-
 class Decoder:
     """Decodes `rows` prompts at once, into `slots` cached tokens each.
 
@@ -73,11 +61,16 @@ class Decoder:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captures = device.type == "cuda"
         like, slots = next(model.parameters()), -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
-        self._cached = cache_in(model.decoder, rows, slots, like)
+        attentions = [layer.self_attention for layer in model.decoder.layers]
+        self._cached = [CachedAttention(one, rows, slots, like) for one in attentions]
+        for attention, cached in zip(attentions, self._cached, strict=True):
+            attention.core_attention = cached
         self._hidden = torch.full((), -torch.inf, dtype=like.dtype, device=device)
         self._visible = torch.zeros((), dtype=like.dtype, device=device)
         self._all_slots = torch.arange(slots, device=device)
-        self._rotary = model.rotary_pos_emb(slots)[:, 0] if _has_rope(model) else None
+        self._rotary = None
+        if model.position_embedding_type == "rope":
+            self._rotary = model.rotary_pos_emb(slots)[:, 0]
         self._first = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -147,7 +140,3 @@ class Decoder:
         begun = key >= self._first[:, None]
         visible = (key <= query) & (begun | (key == query))
         return torch.where(visible, self._visible, self._hidden)[:, None]
-
-
-def _has_rope(model: Any) -> bool:
-    return bool(model.position_embedding_type == "rope")

@@ -16,7 +16,7 @@ from typing import Any
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.train import plot, run_folder
 from flux_megatron.lab.train.config import TrainConfig
-from flux_megatron.lab.train.rank_counts import count_lines
+from flux_megatron.lab.train.rank_counts import show
 
 FLOAT32_TOLERANCE = 1e-5  # nats; both runs do the same sums, a few of them in another order
 STOCK_ARMS = ("stock", "stock-rank-order", "stock-reverse-order")
@@ -41,8 +41,8 @@ def arms_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 def conclude(out: Path, folders: list[Path]) -> bool:
-    """Judge the finished arms of these folders: lines, compare.json, compare.png in `out`; whether
-    ours agrees with stock, and every call overlapped or has a reason.
+    """Judge the finished arms of these folders: compare.json and compare.png in `out`; whether ours
+    agrees with stock, and every call overlapped or has a reason.
     """
     curves = {folder.name: run_folder.metrics(folder) for folder in folders}
     result = judge_exact(curves) if len(folders) == 2 else judge_spread(curves)
@@ -50,10 +50,9 @@ def conclude(out: Path, folders: list[Path]) -> bool:
     result |= {key: summary[key] for key in COUNTS}
     result["passed"] = result["losses_agree"] and result["silent"] == 0
     run_folder.write_json(out / "compare.json", result)
-    of = "any step" if len(folders) == 2 else "the mean"
-    plot.draw_compared(out / "compare.png", curves, result["tolerance"], of, summary["run"])
-    print("\n".join(_lines(result)))
-    print(f"curves: {out / 'compare.png'}", flush=True)
+    plot.draw(out / "compare.png", curves, summary["run"])
+    show("our layers against stock Megatron", result)
+    print(f"verdict: {'same' if result['passed'] else 'DIFFERENT'}, curves: {out / 'compare.png'}")
     return bool(result["passed"])
 
 
@@ -62,9 +61,7 @@ def judge_exact(curves: dict[str, Rows]) -> dict[str, Any]:
     differences = _differences(curves["flux"], curves["stock"])
     largest = max(differences)
     return {
-        "steps": len(differences),
-        "final_loss": {arm: rows[-1]["loss"] for arm, rows in curves.items()},
-        "largest_difference": largest,
+        **_facts(curves),
         "tolerance": FLOAT32_TOLERANCE,
         "losses_agree": largest <= FLOAT32_TOLERANCE,
     }
@@ -82,13 +79,19 @@ def judge_spread(curves: dict[str, Rows]) -> dict[str, Any]:
     }
     nearest, spread = min(ours.values()), max(among.values())
     return {
-        "steps": len(curves["flux"]),
-        "final_loss": {arm: rows[-1]["loss"] for arm, rows in curves.items()},
-        "largest_difference": max(_differences(curves["flux"], curves["stock"])),
+        **_facts(curves),
         "mean_difference_to": ours,
         "stock_spread": among,
         "tolerance": spread,
         "losses_agree": nearest <= spread,
+    }
+
+
+def _facts(curves: dict[str, Rows]) -> dict[str, Any]:
+    return {
+        "steps": len(curves["flux"]),
+        "final_loss": {arm: rows[-1]["loss"] for arm, rows in curves.items()},
+        "largest_difference": max(_differences(curves["flux"], curves["stock"])),
     }
 
 
@@ -105,17 +108,3 @@ def _differences(ours: Rows, stock: Rows) -> list[float]:
 def _mean_difference(ours: Rows, stock: Rows) -> float:
     differences = _differences(ours, stock)
     return sum(differences) / len(differences)
-
-
-def _lines(result: dict[str, Any]) -> list[str]:
-    ours, stock = result.get("mean_difference_to", {}), result.get("stock_spread", {})
-    return [
-        f"our layers against stock Megatron, {result['steps']} steps",
-        *(f"  final loss, {arm}: {loss:.6f}" for arm, loss in result["final_loss"].items()),
-        f"  largest |loss difference|: {result['largest_difference']:.3e}",
-        *(f"  mean |difference| to {arm}: {mean:.3e}" for arm, mean in ours.items()),
-        *(f"  mean |difference| {pair}: {mean:.3e}" for pair, mean in stock.items()),
-        f"  tolerance: {result['tolerance']:.3e}",
-        *count_lines(result),
-        f"verdict: {'same' if result['passed'] else 'DIFFERENT'}",
-    ]

@@ -104,10 +104,8 @@ class TrainConfig(Section):
         if PADDED_VOCAB % tp:
             raise ValueError(f"parallel.tp={tp} must divide the {PADDED_VOCAB} rows of embeddings")
         if loop.decay_steps is not None and loop.warmup_steps >= loop.decay_steps:
-            raise ValueError(
-                f"train.warmup_steps={loop.warmup_steps} must be below "
-                f"train.decay_steps={loop.decay_steps}"
-            )
+            warmup, decay = loop.warmup_steps, loop.decay_steps
+            raise ValueError(f"train.warmup_steps={warmup} must be below train.decay_steps={decay}")
         if loop.min_lr > loop.lr:
             raise ValueError(f"train.min_lr={loop.min_lr} must not be above train.lr={loop.lr}")
         return self
@@ -121,31 +119,18 @@ class TrainConfig(Section):
         if rest or self.train.global_batch % per_round:
             raise BadInput(
                 f"{ranks} ranks, parallel.tp={self.parallel.tp}, train.global_batch="
-                f"{self.train.global_batch} given; ranks a multiple of tp, and global_batch one of "
-                f"train.micro_batch x data parallel size = {per_round} expected"
+                f"{self.train.global_batch} given; ranks a multiple of tp, global_batch one "
+                f"of micro_batch x data parallel size = {per_round} expected"
             )
         return self.train.global_batch // per_round
 
-    def eligible_calls(self, steps: int, microbatches: int) -> int:
-        """Calls per rank that ought to overlap in `steps` steps.
+    def eligible_calls(self) -> int:
+        """Calls of a rank in a microbatch that ought to overlap on our layers.
 
         Each of a layer's four linears, and the LM head, has a collective in its forward and one in
         its backward pass; without sequence parallelism in one of them.
         """
-        if self.parallel.tp == 1 or self.layers != "flux":
-            return 0
-        each = 2 if self.parallel.sequence_parallel else 1
-        return each * (4 * self.model.num_layers + 1) * steps * microbatches
-
-    def silent_calls(self, eligible: int, counts: dict[str, Any]) -> int:
-        """How many of the eligible calls neither overlapped nor gave a reason.
-
-        A `sequential` plan is a reason where plans are chosen, or where it is the run's strategy.
-        """
-        accounted = counts["overlapped"] + sum(counts["fallbacks"].values())
-        if self.strategy in ("auto", "sequential"):
-            accounted += counts["chosen_sequential"]
-        return int(eligible - accounted)
+        return (2 if self.parallel.sequence_parallel else 1) * (4 * self.model.num_layers + 1)
 
 
 def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
@@ -153,20 +138,18 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
 
     `BadInput` names what is wrong.
     """
-    shipped = {one.stem: one for one in (config_files.configs() / "train").iterdir()}
-    found = file if file.exists() else shipped.get(str(file), file)
+    shipped = config_files.configs() / "train" / f"{file}.yaml"
     try:
-        values = config_files.flat(config_files.read(found)) | overrides
-        return TrainConfig.model_validate(config_files.nested(values))
+        values = config_files.read(shipped if shipped.is_file() and not file.exists() else file)
+        return TrainConfig.model_validate(
+            config_files.nested(config_files.flat(values) | overrides)
+        )
     except ValidationError as error:
         raise BadInput(f"{file}: {described(error)}") from None
     except (AttributeError, TypeError):
         raise BadInput(f"--set {', '.join(overrides)}: a key below one that has a value") from None
     except ValueError as error:
-        names = ", ".join(sorted(shipped))
-        raise BadInput(
-            f"--config {file}: {error}; a YAML file, or one of {names} expected"
-        ) from None
+        raise BadInput(f"--config {file}: {error}; a YAML file, demo or h200 expected") from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:

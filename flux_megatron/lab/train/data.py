@@ -36,17 +36,11 @@ def gpt_dataset(config: TrainConfig, folder: Path) -> GPTDataset:
             _build(text.files(config), prefix)
     dist.barrier()
     dataset_config = GPTDatasetConfig(
-        random_seed=config.train.seed,
-        sequence_length=config.model.seq_length,
-        blend=([prefix], None),
-        split="1,0,0",
-        path_to_cache=str(indices),
-        tokenizer=ByteTokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+        random_seed=config.train.seed, sequence_length=config.model.seq_length,
+        blend=([prefix], None), split="1,0,0", path_to_cache=str(indices),
+        tokenizer=ByteTokenizer(), reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False,
+    )  # fmt: skip
     sizes: list[int | None] = [None, None, None]
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
     return builder.build()[0]

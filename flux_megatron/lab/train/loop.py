@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from flux_megatron.lab.train import checkpoint, plot, run_folder
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.data import gpt_dataset, microbatches
 from flux_megatron.lab.train.model import Trainee, layer_context
-from flux_megatron.lab.train.rank_counts import count_lines, counts_of_all_ranks
+from flux_megatron.lab.train.rank_counts import counts_of_all_ranks, show
 from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.symm.step import confirm_step
-
-
-def train(config: TrainConfig, out: Path, resume: bool, device: torch.device) -> bool:
-    """Train on this rank; False if it was asked to stop earlier. Collective."""
-    if dist.get_rank() == 0:
-        run_folder.record(config, out)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    torch.manual_seed(config.train.seed)
-    dataset = gpt_dataset(config, out / "data")
-    with layer_context(config):
-        loop = Loop(config, out, Trainee(config, device), dataset, device)
-        if resume:
-            loop.resume()
-        return loop.run()
 
 
 class StopRequest:
@@ -55,116 +41,88 @@ class StopRequest:
         return bool(flag.item())
 
 
-class Loop:
-    """One run on this rank, from `step` (already done) to the configured number of steps."""
-
-    def __init__(
-        self, config: TrainConfig, out: Path, trainee: Trainee, dataset: GPTDataset,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self.config, self.out, self.trainee, self.device = config, out, trainee, device
-        self.dataset, self.step = dataset, 0
-        self.num_microbatches = config.microbatches(dist.get_world_size())
-
-    def resume(self) -> None:
-        """Continue from the newest checkpoint; where there is none, from step 0. Collective."""
-        if (found := run_folder.latest(self.out)) is not None:
-            self.step = checkpoint.load(found, self.trainee)
-        if dist.get_rank() == 0:
-            run_folder.keep_metrics(self.out, self.step)
-
-    def run(self) -> bool:
-        """Train, shown by rank 0; True unless it was asked to stop earlier."""
-        loop, first, started, stopped = self.config.train, self.step + 1, time.monotonic(), False
-        if self.step >= loop.steps and (self.out / run_folder.SUMMARY).exists():
-            return True  # a finished run was resumed: its record stays
-        consumed = self.step * loop.global_batch
-        stop, batches = (
-            StopRequest(),
-            microbatches(self.dataset, self.config, consumed, self.device),
-        )
-        reset_report()
-        while self.step < loop.steps and not stopped:
-            row = {**self.one_step(batches), "first_step": first}
-            if dist.get_rank() == 0:
-                run_folder.append_metrics(self.out, row)
-                if self.step % loop.log_every == 0 or self.step == loop.steps:
-                    print(
-                        f"{self.config.layers} step {self.step}/{loop.steps}  {_facts(row)}",
-                        flush=True,
-                    )
-            stopped = stop.agreed(self.device)
-            last = stopped or self.step == loop.steps
-            if last or (loop.save_every and self.step % loop.save_every == 0):
-                checkpoint.save(self.out, self.trainee, self.step)
-        self._finish(first, time.monotonic() - started)
-        return self.step >= loop.steps and not stopped
-
-    def one_step(self, batches: Any) -> dict[str, Any]:
-        """Train on the next global batch: its row of metrics.jsonl. Collective."""
-        started, trainee, loop = time.monotonic(), self.trainee, self.config.train
-        seq_length = self.config.model.seq_length
-        trainee.model.zero_grad_buffer()
-        trainee.optimizer.zero_grad()
-        reduced = get_forward_backward_func()(
-            forward_step_func=_forward_step, data_iterator=batches, model=[trainee.model],
-            num_microbatches=self.num_microbatches, seq_length=seq_length,
-            micro_batch_size=loop.micro_batch, forward_only=False,
-        )  # fmt: skip
-        rate = trainee.learning_rate()
-        confirm_step()
-        updated, grad_norm, _ = trainee.optimizer.step()
-        if updated:
-            trainee.scheduler.step(1)
-        loss = torch.stack([part["loss"] for part in reduced]).mean()
-        data_parallel = parallel_state.get_data_parallel_group()
-        dist.all_reduce(loss, group=data_parallel)
-        self.step += 1
-        counts, value = report(), loss.item() / data_parallel.size()
-        seconds = time.monotonic() - started
-        return {
-            "step": self.step,
-            "loss": value,
-            "lr": rate,
-            "grad_norm": None if grad_norm is None else float(grad_norm),
-            "tokens_per_s": loop.global_batch * seq_length / seconds,
-            "overlapped_share": counts.share if counts.total else None,
-            "seconds": seconds,
-        }
-
-    def _finish(self, first: int, seconds: float) -> None:
-        config, ranks, counts = self.config, dist.get_world_size(), counts_of_all_ranks()
-        if dist.get_rank():
-            return
-        rows, steps = run_folder.metrics(self.out), self.step - first + 1
-        eligible = ranks * config.eligible_calls(steps, self.num_microbatches)
-        machine = "CPU, kernels interpreted"
-        if self.device.type == "cuda":
-            machine = torch.cuda.get_device_name(self.device)
-        summary = {
-            "layers": config.layers,
-            "run": f"GPT of {config.model.num_layers} layers, hidden {config.model.hidden}, "
-            f"TP {config.parallel.tp}, {config.train.dtype}, {ranks} ranks, {machine}",
-            "first_step": first,
-            "last_step": self.step,
-            "final_loss": rows[-1]["loss"],
-            "seconds": seconds,
-            "eligible": eligible,
-            "silent": config.silent_calls(eligible, counts),
-            **counts,
-        }
-        run_folder.write_json(self.out / run_folder.SUMMARY, summary)
-        plot.draw(self.out / "loss.png", rows, f"{config.layers} layers: {summary['run']}")
-        done = f"{config.layers} layers: steps {first} to {self.step} in {seconds:.1f} s"
-        print("\n".join([done, *count_lines(summary)]), flush=True)
+def train(config: TrainConfig, out: Path, resume: bool, device: torch.device) -> bool:
+    """Train on this rank, shown by rank 0; False if it was asked to stop earlier. Collective."""
+    loop, shows = config.train, dist.get_rank() == 0
+    if shows:
+        run_folder.write_json(out / run_folder.CONFIG, config.model_dump(mode="json"))
+    tensor_parallel.model_parallel_cuda_manual_seed(loop.seed)
+    torch.manual_seed(loop.seed)
+    dataset, trainee, step = gpt_dataset(config, out / "data"), Trainee(config, device), 0
+    if resume and (found := run_folder.latest(out)):
+        step = checkpoint.load(found, trainee)
+    if resume and shows:
+        run_folder.keep_metrics(out, step)
+    if step >= loop.steps and (out / run_folder.SUMMARY).exists():
+        return True  # a finished run was resumed: its record stays
+    stop, stopped, first, started = StopRequest(), False, step + 1, time.monotonic()
+    batches = microbatches(dataset, config, step * loop.global_batch, device)
+    reset_report()
+    while step < loop.steps and not stopped:
+        with layer_context(config):
+            row = one_step(config, trainee, batches)
+        step += 1
+        if shows:
+            run_folder.append_metrics(out, {"step": step, **row, "first_step": first})
+            if step % loop.log_every == 0 or step == loop.steps:
+                facts = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
+                print(f"{config.layers} step {step}/{loop.steps}  {facts}", flush=True)
+        stopped = stop.agreed(device)
+        last = stopped or step == loop.steps
+        if last or (loop.save_every and step % loop.save_every == 0):
+            checkpoint.save(out, trainee, step)
+    steps = step - first + 1
+    counts = counts_of_all_ranks(config, steps * trainee.microbatches * config.eligible_calls())
+    if shows:
+        summary = {"first_step": first, "last_step": step, "seconds": time.monotonic() - started}
+        _finish(config, out, summary | counts, device)
+    return step >= loop.steps and not stopped
 
 
-def _facts(row: dict[str, Any]) -> str:
-    facts = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
-    if row["grad_norm"] is not None:  # a step of float16 that skips its update has none
-        facts += f"  grad norm {row['grad_norm']:.3f}"
-    share = row["overlapped_share"]
-    return facts if share is None else f"{facts}  overlapped {share:.0%}"
+def one_step(
+    config: TrainConfig, trainee: Trainee, batches: Iterator[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """Train on the next global batch: its row of metrics.jsonl. Collective."""
+    started, loop, seq_length = time.monotonic(), config.train, config.model.seq_length
+    trainee.model.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    reduced = get_forward_backward_func()(
+        forward_step_func=_forward_step, data_iterator=batches, model=[trainee.model],
+        num_microbatches=trainee.microbatches, seq_length=seq_length,
+        micro_batch_size=loop.micro_batch, forward_only=False,
+    )  # fmt: skip
+    rate = trainee.learning_rate()
+    confirm_step()
+    updated, grad_norm, _ = trainee.optimizer.step()
+    if updated:
+        trainee.scheduler.step(1)
+    loss = torch.stack([part["loss"] for part in reduced]).mean()
+    data_parallel = parallel_state.get_data_parallel_group()
+    dist.all_reduce(loss, group=data_parallel)
+    counts, value = report(), loss.item() / data_parallel.size()
+    seconds = time.monotonic() - started
+    return {
+        "loss": value,
+        "lr": rate,
+        "grad_norm": None if grad_norm is None else float(grad_norm),
+        "tokens_per_s": loop.global_batch * seq_length / seconds,
+        "overlapped_share": counts.share if counts.total else None,
+        "seconds": seconds,
+    }
+
+
+def _finish(config: TrainConfig, out: Path, summary: dict[str, Any], device: torch.device) -> None:
+    rows, machine = run_folder.metrics(out), "CPU, kernels interpreted"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    summary |= {
+        "final_loss": rows[-1]["loss"],
+        "run": f"GPT of {config.model.num_layers} layers, hidden {config.model.hidden}, "
+        f"TP {config.parallel.tp}, {config.train.dtype}, {dist.get_world_size()} x {machine}",
+    }
+    run_folder.write_json(out / run_folder.SUMMARY, summary)
+    plot.draw(out / "loss.png", {config.layers: rows}, summary["run"])
+    show(f"{config.layers} layers", summary)
 
 
 def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:

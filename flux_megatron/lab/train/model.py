@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -28,6 +29,7 @@ class Trainee:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         loop, core_config = config.train, transformer_config(config)
+        self.microbatches = config.microbatches(dist.get_world_size())
         self.module = gpt_model(config, core_config).to(device)
         inner = self.module
         if loop.dtype != "float32":

@@ -27,10 +27,6 @@ SEEN_S = 1.0  # that a failed rank stays: the agent must first see one that was 
 _PR_SET_PDEATHSIG = 1
 
 
-class RanksFailed(RunFailed):
-    """A rank has failed; the message has the first error, and where the logs of all ranks are."""
-
-
 def placement(config: TrainConfig) -> tuple[int, bool]:
     """How many ranks, and whether on GPUs: on all of them if they suffice for `tp`, else on CPU."""
     parallel = config.parallel
@@ -73,7 +69,7 @@ def launch(
     body: Callable[..., Any], config: TrainConfig, ranks: int, logs: Path, *arguments: Any
 ) -> Any:
     """What `body(config, *arguments, device)` returns on rank 0; None after a request to stop,
-    which every rank has heard. Raises `RanksFailed`.
+    which every rank has heard. Raises `RunFailed`.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # one line says it, below
         logging.getLogger(name).propagate = False
@@ -97,7 +93,7 @@ def launch(
     except ChildFailedError as error:
         if error.get_first_failure()[1].exitcode == INTERRUPTED:
             return None
-        raise RanksFailed(f"{_first_error(error, logs)} (more in {logs})") from error
+        raise RunFailed(f"{_first_error(error, logs)} (more in {logs})") from error
 
 
 def _first_error(error: Any, logs: Path) -> str:
@@ -149,11 +145,9 @@ def as_rank(body: Callable[..., Any], config: TrainConfig, *arguments: Any) -> A
         pretend_cuda()
     # NCCL counts from a collective's enqueueing: a kernel's wait before it must end first
     bound_s = wait_bound_s() * (2 if on_gpu else 1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(seconds=bound_s),
-        device_id=device if on_gpu else None,
-    )
+    timeout = datetime.timedelta(seconds=bound_s)
+    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tp, distributed_timeout_minutes=bound_s / 60
     )

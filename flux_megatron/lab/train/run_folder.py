@@ -33,10 +33,6 @@ def check(config: TrainConfig, out: Path, resume: bool) -> None:
     latest(out)
 
 
-def record(config: TrainConfig, out: Path) -> None:
-    write_json(out / CONFIG, config.model_dump(mode="json"))
-
-
 def recorded(out: Path, option: str) -> TrainConfig:
     """What the run of `out` was started with; `BadInput` where there is none."""
     try:

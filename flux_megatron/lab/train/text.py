@@ -10,7 +10,7 @@ from flux_megatron.errors import BadInput
 from flux_megatron.lab.train.config import BYTE_VOCAB, TrainConfig
 
 SNIFF_BYTES = 8192  # a NUL byte this early means that a file is no text
-SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}  # of the standard library's folder
 
 
 class ByteTokenizer:
@@ -37,14 +37,18 @@ def files(config: TrainConfig) -> list[Path]:
     root = config.data.path or Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise BadInput(f"data.path: {root} given, a folder of text files expected")
+
+    def is_text(path: Path) -> bool:
+        parts = path.relative_to(root).parts
+        if not path.is_file() or any(part.startswith(".") for part in parts):
+            return False
+        with path.open("rb") as stream:
+            return b"\0" not in stream.read(SNIFF_BYTES)
+
     paths = root.rglob("*" if config.data.path else "*.py")
     skipped = set() if config.data.path else SKIPPED
     try:
-        found = [
-            path
-            for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix())
-            if path.is_file() and not _hidden(path.relative_to(root), skipped) and _is_text(path)
-        ]
+        found = [path for path in paths if skipped.isdisjoint(path.parts) and is_text(path)]
         tokens = sum(path.stat().st_size + 1 for path in found)
     except OSError as error:
         raise BadInput(f"data.path: {error.filename} cannot be read ({error.strerror})") from None
@@ -53,13 +57,4 @@ def files(config: TrainConfig) -> list[Path]:
             f"data.path: {tokens} tokens of text in {root}, more than "
             f"model.seq_length={config.model.seq_length} expected"
         )
-    return found
-
-
-def _hidden(relative: Path, skipped: set[str]) -> bool:
-    return any(part.startswith(".") or part in skipped for part in relative.parts)
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return b"\0" not in stream.read(SNIFF_BYTES)
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
