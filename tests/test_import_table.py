@@ -119,14 +119,14 @@ BELOW = frozenset(TABLE)
 LABORATORY = {
     LAB: room(),
     "lab.train": room(
-        "command_errors config_files errors option_values settings ops nn integration "
-        "overlap.report symm.step versions",
-        "torch megatron matplotlib numpy pydantic rich typer",
+        "command_errors config_files errors option_values settings integration "
+        "overlap.report symm.step",
+        "torch megatron matplotlib numpy pydantic typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "lab.generate": room(
-        "command_errors option_values overlap.report symm.step lab.train",
-        "torch megatron pydantic rich typer",
+        "command_errors errors option_values overlap.report symm.step lab.train",
+        "torch megatron pydantic typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room(

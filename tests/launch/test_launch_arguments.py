@@ -265,7 +265,7 @@ def test_our_own_program_takes_its_configuration(name, tmp_path):
         assert run.model.ffn == workload.model.ffn
         assert run.model.bias == workload.model.linear_bias
         assert run.parallel.world_size == workload.parallel.world_size
-        assert run.microbatches(workload.parallel.dp) == workload.micro_batches
+        assert run.microbatches(workload.parallel.world_size) == workload.micro_batches
         assert run.train.save_every == 3
         assert run.train.dtype == workload.training.dtype
         assert run.data.path == tmp_path
