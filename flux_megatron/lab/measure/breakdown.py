@@ -1,4 +1,4 @@
-"""Where an iteration of pretrain_gpt.py spends its time, and what clocks do meanwhile.
+"""Where an iteration of pretrain_gpt.py spends its time.
 
     python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
         --M 8192,2048
@@ -7,37 +7,30 @@
 
 Runs the comparison of `iterations.py` (stock and ours in turn) for a few blocks. Iterations of each
 arm are recorded by torch's profiler, GPU activity alone, on rank 0: what kernels of each kind take,
-how long nothing but communication runs, how long nothing at all. nvidia-smi meanwhile reads clocks
-and power. Before that, the product of GPT-3's fc1 is timed on one GPU that has rested, for seconds
-on end: what load does to clocks.
-
-Appends rows of "breakdown", "clocks" and "sustained_gemm" to the file.
+how long nothing but communication runs, how long nothing at all. Appends rows to the file.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
-import statistics
-import subprocess
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from flux_megatron.lab.measure import iterations
+from flux_megatron.lab.measure import megatron_jobs
+from flux_megatron.lab.measure.iterations import machine_of
+from flux_megatron.lab.measure.megatron_jobs import BLOCK, EXPERIMENTS, Process
 
 RECORDED = [*range(13, 16), *range(18, 21)]  # of the last two blocks: three iterations of each arm
-RESTED_S, LOADED_S = 5.0, 8.0
-BUSY_PERCENT = 90
 NAMES = 25
 KINDS = {
     "collective": r"nccl",
@@ -148,59 +141,14 @@ def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[...
 
 
 def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    iterations.recording_rank(gate, script, arguments, record_iterations)
+    def prepare() -> None:
+        import megatron.training.training as training
 
+        if os.environ["RANK"] == "0":
+            recorded = gate.with_name("recorded.jsonl")
+            training.train_step = record_iterations(training.train_step, recorded)
 
-@contextmanager
-def clocks() -> Iterator[list[tuple[float, float]]]:
-    """(SM clock in MHz, power in W) of busy GPUs, every 50 ms, filled at the end."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,utilization.gpu", "-lms", "50"]
-    command += ["--format=csv,noheader,nounits"]
-    seen: list[tuple[float, float]] = []
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(command, stdout=output) as process,
-    ):
-        try:
-            yield seen
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-            output.seek(0)
-            for line in output.read().splitlines()[:-1]:  # the last may be cut
-                megahertz, watts, busy = map(float, line.split(","))
-                if busy >= BUSY_PERCENT:
-                    seen.append((megahertz, watts))
-
-
-def clock_row(seen: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    megahertz, watts = zip(*seen, strict=True)
-    tenths = statistics.quantiles(megahertz, n=10)
-    return {
-        "samples": len(seen), "sm_mhz": statistics.median(megahertz),
-        "sm_mhz_tenths": [tenths[0], tenths[-1]], "watts": statistics.median(watts),
-    }  # fmt: skip
-
-
-def sustained_gemm(M: int = 8192, N: int = 24576, K: int = 12288) -> dict[str, Any]:
-    """TFLOP/s of one product, over and over, by seconds since the GPU rested."""
-    x, w = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) * 0.02 for rows in (M, N))
-    x @ w.t()
-    torch.cuda.synchronize()
-    time.sleep(RESTED_S)
-    begin, at, rates = time.monotonic(), [], []
-    with clocks() as seen:
-        while time.monotonic() < begin + LOADED_S:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            for _ in range(5):
-                x @ w.t()
-            events[1].record()
-            torch.cuda.synchronize()
-            at.append(round(time.monotonic() - begin, 3))
-            rates.append(round(5 * 2 * M * N * K / events[0].elapsed_time(events[1]) / 1e9, 1))
-    shape = {"M": M, "N": N, "K": K, "dtype": "bfloat16"}
-    return {"what": "sustained_gemm", **shape, "seconds": at, "tflops": rates, **clock_row(seen)}
+    megatron_jobs.rank(gate, script, arguments, prepare)
 
 
 def main(
@@ -209,32 +157,29 @@ def main(
     layers: int = 0, limit_s: float = 150,
 ) -> None:  # fmt: skip
     """Break down iterations of every model at every M; `iterations.py` has the other options."""
-    machine = iterations.machine_of(checkout, commit)
-    _append(out, {**sustained_gemm(), **machine})
-    wanted = [
-        next(iterations.jobs(experiment, rows, tp, (), micro_batches, layers=layers))
-        for rows in map(int, M.split(","))
-        for experiment in iterations.EXPERIMENTS
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        for index, job in enumerate(wanted):
-            where = Path(folder, str(index))
-            with clocks() as seen:
-                found = iterations.recorded(job, checkout, where, __file__, limit_s)
-            known = {"model": job.workload.model.name, "M": job.M, "tp": tp}
-            known |= {"micro_batches": micro_batches}
-            for row in found:
-                _append(out, {"what": "breakdown", **known, **row, **machine})
-            _append(out, {"what": "clocks", **known, **clock_row(seen), **machine})
-
-
-def _append(out: Path, row: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    kept = ("model", "M", "arm", "span_us", "idle_us", "communication_alone_us", "by_kind_us",
-            "sm_mhz", "sm_mhz_tenths", "watts")  # fmt: skip
-    print(row["what"], {key: row[key] for key in kept if key in row}, flush=True)
+    machine = machine_of(checkout, commit)
+    for rows in map(int, M.split(",")):
+        for experiment in EXPERIMENTS:
+            job = next(megatron_jobs.jobs(experiment, rows, tp, (), micro_batches, layers=layers))
+            # four blocks: stock, ours, stock, ours
+            workload = job.workload
+            workload = replace(workload, training=replace(workload.training, steps=4 * BLOCK))
+            with tempfile.TemporaryDirectory() as folder:
+                process = Process(
+                    replace(job, workload=workload), checkout, Path(folder, "0"), __file__
+                )
+                process.begin()
+                process.times_ms(limit_s)
+                lines = Path(folder, "0", "recorded.jsonl").read_text().splitlines()
+            known = {"model": workload.model.name, "M": job.M, "tp": tp}
+            for line in lines:
+                row = {"what": "breakdown", **known, "micro_batches": micro_batches,
+                       **json.loads(line), **machine}  # fmt: skip
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                kept = ("arm", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
+                print(known, {key: row[key] for key in kept}, flush=True)
 
 
 if __name__ == "__main__":
-    iterations.as_rank_or_command(rank, main)
+    megatron_jobs.as_rank_or_command(rank, main)

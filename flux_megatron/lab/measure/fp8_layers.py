@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from transformer_engine.pytorch.module import base
 from flux_megatron.integration import te_overlap
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
-from flux_megatron.tuning.timing import race
 
 CASES = "gpt3-175b 12288 49152,llama2-70b 8192 28672,llama3-8b 4096 14336"
 RECIPES = {
@@ -127,19 +127,13 @@ def measure(
     wrong = not max(found["ours"]) <= CLOSE
     run.say(f"{'WRONG' if wrong else 'right'} {case} M {M} {recipe}: y dx dw1 dw2 {found}")
     del results
-    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
-    us = {one: result.median_us(one) for one in result.times_us}
-    for one, time in us.items():
-        E = round((us["te"] - time) / (us["te"] - us["alone"]), 3)
-        run.row(
-            "fp8_layers", case=name, M=M, hidden=int(hidden), ffn=int(ffn), recipe=recipe,
-            beside=beside, candidate=one, median_us=round(time, 1), E=E, differences=found.get(one),
-            times_us=[round(each, 1) for each in result.times_us[one]],
-        )  # fmt: skip
-        run.say(f"  {name} M {M} {recipe} {one:12} {time:.0f} us E {E} {us['te'] / time:.3f} x")
-    run.say(str(result.failures)) if result.failures else None
+    columns = {"case": name, "M": M, "hidden": int(hidden), "ffn": int(ffn), "recipe": recipe}
+    good = gpu_run.race_rows(
+        run, "fp8_layers", calls, rounds, beside, lambda _, us: (us["te"], us["alone"]),
+        lambda one, _: {**columns, "candidate": one, "differences": found.get(one)},
+    )  # fmt: skip
     base._ub_communicators = None
-    return not wrong and not result.failures
+    return good and not wrong
 
 
 _REAL = base.initialize_ub
@@ -150,16 +144,13 @@ def main(
     recipe: str = "current,delayed", rounds: int = 10, seconds: float = 85,
     userbuffers: bool = True, beside: bool = False,
 ) -> None:  # fmt: skip
-    """Be one of the ranks. One case after the other, until `seconds` are over."""
+    """Be one of the ranks."""
     run = gpu_run.start_on("cuda", out, commit, seconds)
     te_overlap.use(lambda: run.group)
-    right = True
-    for name in recipe.split(","):
-        for M in map(int, rows.split(",")):
-            for case in cases.split(","):
-                if run.time_left():
-                    right = measure(run, case, M, name, rounds, userbuffers, beside) and right
-    gpu_run.finish(run, 0 if right else 1)
+    given = product(recipe.split(","), map(int, rows.split(",")), cases.split(","))
+    gpu_run.measure_each(
+        run, given, lambda one: measure(run, one[2], one[1], one[0], rounds, userbuffers, beside)
+    )
 
 
 if __name__ == "__main__":

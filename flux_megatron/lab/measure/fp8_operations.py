@@ -3,22 +3,21 @@
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.fp8_operations out.jsonl \
         --commit COMMIT
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.fp8_operations out.jsonl \
-        --tiles --cases "ag_gemm 2048x8192x4096"
+        --cases "ag_gemm 2048x8192x4096"
     TRITON_INTERPRET=1 torchrun \
         --nproc-per-node=2 -m flux_megatron.lab.measure.fp8_operations out.jsonl --device cpu
 
 A case is a pattern and local M x N x K of w [N, K], for every M of `--rows` where it says 0. Each
 call is exact on small integers; on random numbers its error against fp64 is at most 1.5 times that
 of the library's GEMM with the same accumulation. Then all race: `gemm` is the library's without
-communication, `hopper_gemm` ours, `serial` NCCL's collective and `gemm`. A line a case and
-candidate: us, and E. Behind the cases come small ones of other dtypes and ragged sizes, untimed.
+communication, `hopper_gemm` ours, `serial` NCCL's collective and `gemm`. Behind the cases come
+small ones of other dtypes and ragged sizes, untimed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,9 +29,8 @@ from flux_megatron import ops
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap import fused, hopper, sequential
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Pattern, Problem
 from flux_megatron.scaling import Scaling
-from flux_megatron.tuning.timing import race
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = (
@@ -89,20 +87,13 @@ class Layer:
         self.plan = strategy.default_plan(self.problem)
 
     def draw_integers(self) -> None:
-        """Few ones: bf16 has every sum."""
-        for tensor in (self.x, self.w):
-            size, dtype = tensor.shape, torch.int8
-            drawn = torch.randint(
-                -8, 9, size, generator=self._made, device=self.device, dtype=dtype
-            )
-            tensor.copy_((drawn.sign() * (drawn.abs() == 8)).to(torch.half))
+        gpu_run.fill_whole(self._made, self.x, self.w)
         self._scales(2.0, 0.5 if self.gathers else 0.5 / (1 + self.rank))
 
     def draw_random(self) -> None:
         for tensor in (self.x, self.w):
-            size = tensor.shape
-            drawn = torch.randn(size, generator=self._made, device=self.device, dtype=torch.half)
-            tensor.copy_(drawn * STANDARD_DEVIATION)
+            drawn = torch.empty(tensor.shape, device=self.device, dtype=torch.half)
+            tensor.copy_(drawn.normal_(std=STANDARD_DEVIATION, generator=self._made))
         own = 0.023 * (1 + self.rank)
         self._scales(0.71 / STANDARD_DEVIATION, own / STANDARD_DEVIATION)
 
@@ -141,7 +132,7 @@ class Layer:
             dist.reduce_scatter_tensor(scattered, gemm(), group=self.group)
             return scattered
 
-        return {"gemm": gemm, "serial": serial, "ours": partial(self.call, self.plan)}
+        return {"gemm": gemm, "serial": serial, "ours": self.call}
 
     def hopper_gemm(self) -> Callable[[], Tensor]:
         from flux_megatron.kernels import hopper_ag_gemm
@@ -149,13 +140,10 @@ class Layer:
         gathered, scaling, tile = self.gather(), self.scaling(), self.plan.tile
         return lambda: hopper_ag_gemm.gemm(gathered, self.w, "nt", tile, scaling)
 
-    def call(self, plan: Plan) -> Tensor:
-        operation: Callable[..., Tensor] = ops.gemm_reduce_scatter
-        options = {}
-        if self.gathers:
-            operation, options = ops.all_gather_gemm, {"bias": self.bias}
-        return operation(
-            self.x, self.w, self.group, plan=plan, x_scale=self.x_scale, w_scale=self.w_scale,
+    def call(self) -> Tensor:
+        options = {"bias": self.bias} if self.gathers else {}
+        return ops.OPERATIONS[self.problem.pattern](
+            self.x, self.w, self.group, plan=self.plan, x_scale=self.x_scale, w_scale=self.w_scale,
             out_dtype=self.kind.out_dtype, split_accumulator=self.kind.split, **options,
         )  # fmt: skip
 
@@ -194,19 +182,14 @@ def verified(run: Run, case: str, kind: Kind, layer: Layer) -> bool:
     return not failed
 
 
-def other_tiles(layer: Layer) -> dict[str, Callable[[], Tensor]]:
-    """The plan with other numbers of stages and rows in a group, and other pushes."""
-    plan, rows = layer.plan, layer.M // layer.R
-    tiles = [replace(plan.tile, num_stages=s, group_m=g) for s in (3, 4) for g in (8, 16)]
-    plans = [replace(plan, tile=tile) for tile in tiles if layer.gathers or tile.num_stages == 3]
-    if not layer.gathers:
-        plans += [replace(plan, transport="copy_engine", comm_rows=rows // n) for n in (1, 2, 4)]
-        plans += [replace(plan, transport="sm", comm_rows=rows // 8)]
-    others = [one for one in dict.fromkeys(plans) if one != plan]
-    return {one.dumps(): partial(layer.call, one) for one in others}
+def bounds(name: str, us: Mapping[str, float]) -> tuple[float, float]:
+    """`serial` and the faster GEMM, of the same accumulation."""
+    kind = "_split" * name.endswith("_split")
+    gemm = min(us[f"gemm{kind}"], us.get(f"hopper_gemm{kind}", float("inf")))
+    return us[f"serial{kind}"], gemm
 
 
-def measure(run: Run, case: str, rounds: int, tiles: bool = False, beside: bool = False) -> bool:
+def measure(run: Run, case: str, rounds: int, beside: bool = False) -> bool:
     """Whether all is right; only then it is timed."""
     layer, split = Layer(run, case, Kind()), Layer(run, case, Kind(split=True))
     for one in (layer, split):
@@ -217,23 +200,11 @@ def measure(run: Run, case: str, rounds: int, tiles: bool = False, beside: bool 
     if run.device.type == "cuda":
         calls["hopper_gemm"] = layer.hopper_gemm()
         calls["hopper_gemm_split"] = split.hopper_gemm()
-    if tiles:
-        calls |= other_tiles(layer)
-    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
-    us = {name: result.median_us(name) for name in result.times_us}
-    for name in us:
-        kind = "_split" * name.endswith("_split")
-        gemm = min(us[f"gemm{kind}"], us.get(f"hopper_gemm{kind}", float("inf")))
-        serial = us[f"serial{kind}"]
-        E = round((serial - us[name]) / (serial - gemm), 3)
-        plan = {"ours": layer.plan, "ours_split": split.plan}.get(name)
-        run.row(
-            "fp8_operations", case=case, candidate=name, median_us=round(us[name], 1), E=E,
-            plan=plan.dumps() if plan else "", beside=beside,
-            times_us=[round(one, 1) for one in result.times_us[name]],
-        )  # fmt: skip
-        run.say(f"  {case:28} {name:20} {us[name]:.1f} E {E}")
-    return not result.failures
+    plans = {"ours": layer.plan.dumps(), "ours_split": split.plan.dumps()}
+    return gpu_run.race_rows(
+        run, "fp8_operations", calls, rounds, beside, bounds,
+        lambda name, _: {"case": case, "candidate": name, "plan": plans.get(name, "")},
+    )  # fmt: skip
 
 
 def with_rows(cases: str, rows: str) -> list[str]:
@@ -246,22 +217,20 @@ def with_rows(cases: str, rows: str) -> list[str]:
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = CASES,
-    rows: str = "8192,4096,2048", rounds: int = 10, seconds: float = 85, tiles: bool = False,
-    beside: bool = False,
+    rows: str = "8192,4096,2048", rounds: int = 10, seconds: float = 85, beside: bool = False,
 ) -> None:  # fmt: skip
-    """Be one of the ranks. One case after the other, until `seconds` are over."""
-    run = gpu_run.start_on(device, out, commit, seconds)
+    """Be one of the ranks."""
+    run = gpu_run.start_on(device, out, commit, seconds, beside)
     small = device == "cpu"
-    right = True
-    for case in with_rows(SMALL if small else cases, rows):
-        if not run.time_left():
-            run.say("no time for the others")
-            break
-        right = measure(run, case, 1 if small else rounds, tiles and not small, beside) and right
-    for case, kind in [] if small else OTHERS:
-        if run.time_left():
-            right = verified(run, case, kind, Layer(run, case, kind)) and right
-    gpu_run.finish(run, 0 if right else 1)
+    timed = [(case, None) for case in with_rows(SMALL if small else cases, rows)]
+
+    def one(given: tuple[str, Kind | None]) -> bool:
+        case, kind = given
+        if kind is None:
+            return measure(run, case, 1 if small else rounds, beside)
+        return verified(run, case, kind, Layer(run, case, kind))
+
+    gpu_run.measure_each(run, [*timed, *([] if small else OTHERS)], one)
 
 
 if __name__ == "__main__":
