@@ -42,8 +42,8 @@ def baselines(medians_us: Mapping[str, float]) -> Baselines | None:
     return Baselines(gemm, gemm + serial - medians_us["gemm"])
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the values next to it."""
-    if len(values) == 1:
-        return values[0]
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Linear between the values next to it; None of none."""
+    if len(values) < 2:
+        return values[0] if values else None
     return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]

@@ -39,9 +39,9 @@ class Provenance:
     world_size: int
     dtype: str
     scale: int
-    clock_mhz: int | None
-    power_w: float | None
-    power_limit_w: float | None
+    clock_mhz: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from flux_megatron.lab.bench.launch import RankOptions
-from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.bench.options import Options, RankOptions
 from flux_megatron.tune_command.rank_processes import as_rank, rendezvous
 
 if TYPE_CHECKING:
@@ -26,14 +25,16 @@ LIMIT_S = 120  # the limit of every collective
 
 def main(options: Options) -> None:
     """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
-    from flux_megatron.lab.bench.display import Display
+    from rich.console import Console
+
+    from flux_megatron.lab.bench import display
     from flux_megatron.lab.bench.runner import run
 
-    with (
-        joined(options) as (world, device),
-        Display(options, shown=world.rank() == 0) as display,
-    ):
-        run(options, world, device, display.show)
+    table = display.table()
+    with joined(options) as (world, device):
+        run(options, world, device, display.show_in(table, options))
+    if table.row_count:  # on rank 0
+        Console().print(table)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from flux_megatron.lab.bench.trace import length, union
 from flux_megatron.lab.measure import megatron_jobs
 from flux_megatron.lab.measure.iterations import machine_of
 from flux_megatron.lab.measure.megatron_jobs import BLOCK, EXPERIMENTS, Process
@@ -70,13 +71,9 @@ def activities(trace: Path) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def covered_us(some: Iterable[Activity]) -> float:
-    """How long at least one of them runs; they come in the order of their beginnings."""
-    total, until = 0.0, float("-inf")
-    for one in some:
-        total += max(0.0, one.end - max(one.begin, until))
-        until = max(until, one.end)
-    return total
+def most(by_name: dict[str, float]) -> dict[str, int]:
+    ordered = sorted(by_name.items(), key=lambda item: -item[1])
+    return {name: round(us) for name, us in ordered[:NAMES]}
 
 
 def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
@@ -93,24 +90,20 @@ def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
         by_name[one.name[:90]] += one.end - one.begin
         idle_before[one.name[:90]] += max(0.0, one.begin - until)
         until = max(until, one.end)
-    busy = covered_us(recorded)
-    computing = covered_us(one for one in recorded if one.kind not in COMMUNICATION)
+    spans = [(one.begin, one.end) for one in recorded]
+    busy = length(union(spans))
+    computing = length(union((a.begin, a.end) for a in recorded if a.kind not in COMMUNICATION))
     span = max(one.end for one in recorded) - recorded[0].begin
     return {
         "span_us": round(span), "idle_us": round(span - busy),
         "communication_alone_us": round(busy - computing),
         "by_kind_us": {kind: round(us) for kind, us in sorted(by_kind.items())},
-        "longest_us": _most(by_name), "idle_before_us": _most(idle_before),
+        "longest_us": most(by_name), "idle_before_us": most(idle_before),
         "in_turn_us": [
             (one.name[:40], round(one.end - one.begin))
             for one in recorded if one.kind in ("linear", "collective")
         ],
     }  # fmt: skip
-
-
-def _most(by_name: dict[str, float]) -> dict[str, int]:
-    ordered = sorted(by_name.items(), key=lambda item: -item[1])
-    return {name: round(us) for name, us in ordered[:NAMES]}
 
 
 def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[..., Any]:

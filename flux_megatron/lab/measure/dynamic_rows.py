@@ -36,13 +36,10 @@ from flux_megatron.tuning.beside import AllReduces
 
 CASES = "ops qwen3-32b,nn qwen3-32b,nn qwen3-8b"
 SMALL = "ops small,nn small"
-LEAST, LARGEST = 2048, 16384
-SMALL_LEAST, SMALL_LARGEST = 8, 96
-LAYERS = 8
+LEAST, LARGEST, LAYERS = 2048, 16384, 8
+SMALL_LEAST, SMALL_LARGEST, SMALL_LAYERS = 8, 96, 2
 SETTLED = 5  # micro-batches: the fifth is the first that counts
 SEED = 20261126
-
-Calls = dict[str, Callable[[], list[torch.Tensor]]]
 
 
 class Kernels:
@@ -90,8 +87,7 @@ def verified(run: Run, layer: Layer, M: int, name: str) -> bool:
     gpu_run.fill_whole(made, *layer.operands)
     layer.take(M)
     pairs = zip(layer.ours(), layer.by_nccl(), strict=True)
-    wrong = [float((ours != right).sum()) for ours, right in pairs]
-    total = run.slowest(torch.tensor(wrong))
+    total = run.slowest(torch.tensor([float((ours != right).sum()) for ours, right in pairs]))
     if total.any():
         run.say(f"{name} WRONG: {total.tolist()} of results and gradients")
     return not total.any()
@@ -123,29 +119,19 @@ def timed(
     return 1e3 * (end - begin), 1e3 * (first - begin), float(outlived)
 
 
-def reported() -> dict[str, object]:
-    """Totals of `report()`, of this rank."""
-    found = report()
-    return {
-        "calls": {" ".join(key): n for key, n in sorted(found.calls.items())},
-        "fallbacks": {": ".join(key): n for key, n in sorted(found.fallbacks.items())},
-        "copies": {": ".join(key): n for key, n in sorted(found.copies.items())},
-    }
-
-
 def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool:
     """Whether the case is right; only then it is timed."""
     kind, model = case.split()
-    small = model == "small"
-    least, largest = (SMALL_LEAST, SMALL_LARGEST) if small else (LEAST, LARGEST)
-    layers = 2 if small else LAYERS
+    least, largest, layers = LEAST, LARGEST, LAYERS
+    if model == "small":
+        least, largest, layers = SMALL_LEAST, SMALL_LARGEST, SMALL_LAYERS
     reset_report()
     layer, kernels = Layer(run, MODELS[model], largest, kind == "nn"), Kernels()
     if not verified(run, layer, least, case):
         return False
     gpu_run.fill_random(*layer.operands)
     layer.take(largest)
-    calls: Calls = {"ours": layer.ours, "nccl": layer.by_nccl}
+    calls: dict[str, Callable[[], object]] = {"ours": layer.ours, "nccl": layer.by_nccl}
     alone_ms = [timed(run, call, layers, None)[0] for call in [*calls.values()] * 2]
     load = None
     if beside:  # the first calls compile
@@ -156,7 +142,6 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     settled = census(run, kernels)
     for number, M in enumerate(Ms):
         if not run.time_left():
-            run.say(f"{case}: no time for micro-batches from {number + 1} on")
             break
         layer.take(M)
         order = [*calls] if number % 2 else [*calls][::-1]
@@ -167,18 +152,20 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     if len(found) < SETTLED:
         run.say(f"{case}: no row of {len(found)} micro-batches, at least {SETTLED} expected")
         return True
-    ending = census(run, kernels)
-    row = {
+    ending, totals = census(run, kernels), report()
+    row: dict[str, object] = {
         "case": kind, "model": model, "layers": layers, "repeat": repeat, "beside": beside,
         "micro_batches": len(found), **summary(torch.stack(found)),
         "after_5": settled, "at_end": ending,
-        "compiled_after_5": ending["compiled"] - settled["compiled"], **reported(),
+        "compiled_after_5": ending["compiled"] - settled["compiled"],
+        "calls": {" ".join(key): n for key, n in sorted(totals.calls.items())},
+        "fallbacks": {": ".join(key): n for key, n in sorted(totals.fallbacks.items())},
+        "copies": {": ".join(key): n for key, n in sorted(totals.copies.items())},
         "M": Ms[: len(found)],
     }  # fmt: skip
     run.row("dynamic_rows", **row)
-    run.say(f"{case:14} x {row['ratio_median']} in the median, {row['ratio_lowest']} at least, "
-            f"host of a first layer {row['host_ms_ours']} ms, by NCCL {row['host_ms_nccl']} ms, "
-            f"{row['compiled_after_5']} compiled, {settled} to {ending}")  # fmt: skip
+    shown = ("ratio_median", "ratio_lowest", "host_ms_ours", "host_ms_nccl", "after_5", "at_end")
+    run.say(f"{case}, {len(found)} of {count}: { {name: row[name] for name in shown} }")
     return True
 
 

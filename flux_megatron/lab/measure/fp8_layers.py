@@ -87,26 +87,6 @@ def differences(run: Run, ours: list[Tensor], others: list[Tensor]) -> list[floa
     return run.slowest(torch.stack(found)).tolist()
 
 
-def arms(
-    run: Run, made: Callable[..., Mlp], userbuffers: dict[Any, Any]
-) -> dict[str, Callable[[], Any]]:
-    plain, alone = made(), made(alone=True)
-    ours = made(ub_overlap_rs_dgrad=True)
-    calls: dict[str, Callable[[], Any]] = {"te": plain.step, "alone": alone.step, "ours": ours.step}
-    if userbuffers:
-        bulk = made(ub_bulk_dgrad=True, ub_bulk_wgrad=True)
-
-        def by_userbuffers() -> Any:
-            before, base._ub_communicators = base._ub_communicators, userbuffers
-            try:
-                return bulk.step()
-            finally:
-                base._ub_communicators = before
-
-        calls["userbuffers"] = by_userbuffers
-    return calls
-
-
 def measure(
     run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool
 ) -> bool:
@@ -120,7 +100,22 @@ def measure(
         )  # fmt: skip
         userbuffers = base._ub_communicators
     base.initialize_ub()
-    calls = arms(run, partial(Mlp, run, *sizes), userbuffers)
+    made = partial(Mlp, run, *sizes)
+    calls: dict[str, Callable[[], Any]] = {
+        "te": made().step, "alone": made(alone=True).step,
+        "ours": made(ub_overlap_rs_dgrad=True).step,
+    }  # fmt: skip
+    if userbuffers:
+        bulk = made(ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+
+        def by_userbuffers() -> Any:
+            before, base._ub_communicators = base._ub_communicators, userbuffers
+            try:
+                return bulk.step()
+            finally:
+                base._ub_communicators = before
+
+        calls["userbuffers"] = by_userbuffers
     results = {arm_: [one.clone() for one in calls[arm_]()] for arm_ in calls if arm_ != "alone"}
     results = {arm_: [one.clone() for one in calls[arm_]()] for arm_ in results}
     found = {arm_: differences(run, results[arm_], results["te"]) for arm_ in results}

@@ -62,12 +62,11 @@ from flux_megatron.lab.measure.megatron_jobs import (
 from flux_megatron.lab.results.iterations import ResultsError
 
 RANK = __file__
+SHOWN = ("model", "tp", "dp", "pp", "M", "micro_batches", "arm")
 
 
-def compared(
-    times: dict[int, float], length: Length
-) -> tuple[dict[str, list[float]], str, list[float]]:
-    """Times of each arm, and their ratio: `Speedup` in words, and low, middle, high in numbers."""
+def compared(times: dict[int, float], length: Length) -> tuple[dict[str, list[float]], dict]:
+    """Times of each arm, and columns of our row: low, middle and high speedup, and in words."""
     from flux_megatron.integration.comparison import WARM_UP as COLD
     from flux_megatron.integration.comparison import speedup
 
@@ -79,30 +78,26 @@ def compared(
     found = speedup(list(zip(stock, flux, strict=True)))
     low, high = found.interval or (found.ratio, found.ratio)
     ratio = [round(value, 4) for value in (low, found.ratio, high)]
-    arms = {"stock": [*chain(*stock)], "flux": [*chain(*flux)]}
-    return arms, str(found), ratio
+    columns = {"speedup_low_middle_high": ratio, "speedup": str(found)}
+    return {"stock": [*chain(*stock)], "flux": [*chain(*flux)]}, columns
 
 
 def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
-    ratios: dict[str, object] = {}
+    columns: dict[str, object] = {}
     if job.name == "compare":
-        arms, words, ratio = compared(times, job.length)
-        ratios = {"speedup_low_middle_high": ratio, "speedup": words}
+        arms, columns = compared(times, job.length)
+    model, words = job.workload.model, job.words
+    last = len(words) - words[::-1].index("--transformer-impl")  # which counts
     for arm, milliseconds in arms.items():
         yield {
-            "what": "iteration", "arm": arm, "model": job.workload.model.name,
-            "layers": job.workload.model.layers, "M": job.M, **asdict(job.workload.parallel),
-            "micro_batches": job.workload.micro_batches,
-            "transformer_impl": _last(job.words, "--transformer-impl"),
-            "seq_length": job.workload.model.seq_length, "dtype": job.workload.training.dtype,
+            "what": "iteration", "arm": arm, "model": model.name, "layers": model.layers,
+            "M": job.M, **asdict(job.workload.parallel),
+            "micro_batches": job.workload.micro_batches, "transformer_impl": words[last],
+            "seq_length": model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
-            **(ratios if arm == "flux" else {}), **machine,
+            **(columns if arm == "flux" else {}), **machine,
         }  # fmt: skip
-
-
-def _last(words: list[str], option: str) -> str:
-    return words[len(words) - words[::-1].index(option)]
 
 
 def machine_of(checkout: Path, commit: str) -> dict:
@@ -153,7 +148,9 @@ def main(
                 continue
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in found)
-            print("\n".join(map(_line, found)), flush=True)
+            for row in found:
+                named = " ".join(f"{name} {row[name]}" for name in SHOWN)
+                print(f"{named} {row['median_ms']:.2f} ms", row.get("speedup", ""), flush=True)
             if time.monotonic() > end:
                 print("no time for the others")
                 processes.close()
@@ -173,13 +170,6 @@ def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator
     finally:
         for process in started:
             process.stop()
-
-
-def _line(row: dict) -> str:
-    said = row.get("speedup", "")
-    where = " ".join(f"{name} {row[name]}" for name in ("tp", "dp", "pp"))
-    what = f"{row['model']:20} {where} M {row['M']:5} x {row['micro_batches']} {row['arm']:15}"
-    return f"{what} {row['median_ms']:8.2f} ms {said}"
 
 
 if __name__ == "__main__":

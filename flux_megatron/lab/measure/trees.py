@@ -33,12 +33,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 
 CHECKOUT = Path(__file__).parents[3]
 SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
@@ -82,8 +85,7 @@ def start(tree: str, ranks: int, commit: str, calls: int) -> Tree:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
-        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1", **variables,
+        **WITHOUT_MULTICAST, **variables,
     }  # fmt: skip
     worker = str(Path(__file__).with_name("trees_rank.py"))
     command = [sys.executable, worker, commit, str(calls), folder]
@@ -109,25 +111,14 @@ def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, l
     return times
 
 
-def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> list[dict]:
+def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> Iterator[dict]:
     reference = next(iter(times.values()))
-    return [
-        {
-            "table": "trees", "case": case, "tree": name,
-            "us": round(statistics.median(us), 1), "times_us": [round(one, 1) for one in us],
-            "to_first": round(
-                statistics.median(a / b for a, b in zip(us, reference, strict=True)), 4
-            ),
-            **about[name],
-        }
-        for name, us in times.items()
-    ]  # fmt: skip
-
-
-def shown(rows: list[dict]) -> str:
-    return f"{rows[0]['case']:44}" + "".join(
-        f"  {row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows
-    )
+    for name, us in times.items():
+        ratio = statistics.median(a / b for a, b in zip(us, reference, strict=True))
+        yield {
+            "table": "trees", "case": case, "tree": name, "us": round(statistics.median(us), 1),
+            "times_us": [round(one, 1) for one in us], "to_first": round(ratio, 4), **about[name],
+        }  # fmt: skip
 
 
 def exact(trees: list[Tree], case: str) -> bool:
@@ -157,8 +148,9 @@ def measure(trees: list[Tree], out: Path, shapes: str, only: str, rounds: int, e
             if time.monotonic() > end_s:
                 print("no time for the others", flush=True)
                 return wrong
-            rows = rows_of(case, race(trees, case, rounds, end_s), about)
-            print(shown(rows), flush=True)
+            rows = [*rows_of(case, race(trees, case, rounds, end_s), about)]
+            shown = (f"{row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows)
+            print(f"{case:44}", *shown, sep="  ", flush=True)
             with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     return wrong

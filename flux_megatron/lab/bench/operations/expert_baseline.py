@@ -12,6 +12,15 @@ from torch import Tensor
 from flux_megatron.lab.bench.table_run import Run
 
 
+def routed(rows: int, ranks: int, experts: int, skew: float, seed: int) -> Tensor:
+    """int32 [R, E]: `rows` of a rank to all experts, a share `skew` of them to the first."""
+    made = torch.Generator().manual_seed(seed)
+    share = torch.full((ranks * experts,), (1 - skew) / (ranks * experts))
+    share[0] += skew
+    chosen = torch.multinomial(share, rows, replacement=True, generator=made)
+    return chosen.bincount(minlength=ranks * experts).to(torch.int32).view(ranks, experts)
+
+
 @dataclass
 class Baseline:
     """Collective, sort and grouped GEMM; the splits are known, or fetched in each call."""
@@ -21,19 +30,17 @@ class Baseline:
     fetch: bool
 
     def __post_init__(self) -> None:
-        self.every = self._all_counts()
-        self._order()
+        self._fetch_splits()
 
-    def _all_counts(self) -> Tensor:
-        """[R sources, R owners, E]"""
-        ranks = self.run.group.size()
-        every = self.counts.new_empty(ranks, *self.counts.shape)
-        dist.all_gather_into_tensor(every.flatten(), self.counts.flatten(), group=self.run.group)
-        return every
-
-    def _order(self) -> None:
-        """Rows as they come, by (source, expert), in the order (expert, source)."""
-        rank = self.run.group.rank()
+    def _fetch_splits(self) -> None:
+        """`every` [R sources, R owners, E]; `order` puts rows as they come, by (source, expert),
+        into the order (expert, source).
+        """
+        rank, ranks = self.run.group.rank(), self.run.group.size()
+        self.every = self.counts.new_empty(ranks, *self.counts.shape)
+        dist.all_gather_into_tensor(
+            self.every.flatten(), self.counts.flatten(), group=self.run.group
+        )
         came = self.every[:, rank]
         splits = torch.stack([self.every[rank].sum(1), came.sum(1)]).tolist()  # the host waits
         self.sent, self.received = splits
@@ -43,23 +50,20 @@ class Baseline:
         self.back = torch.argsort(self.order)
         self.ends = came.sum(0).cumsum(0).to(torch.int32)
 
-    def _splits(self) -> None:
-        if self.fetch:
-            self.every = self._all_counts()
-            self._order()
-
     def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         arrived = x.new_empty(sum(received), x.shape[1])
         dist.all_to_all_single(arrived, x, received, sent, group=self.run.group)
         return arrived
 
     def a2a_gemm(self, x: Tensor, w: Tensor) -> Tensor:
-        self._splits()
+        if self.fetch:
+            self._fetch_splits()
         rows = self.exchange(x, self.sent, self.received)
         return grouped(rows.index_select(0, self.order), w, self.ends)
 
     def gemm_a2a(self, x: Tensor, w: Tensor) -> Tensor:
-        self._splits()
+        if self.fetch:
+            self._fetch_splits()
         made = grouped(x[: sum(self.received)], w, self.ends)
         return self.exchange(made.index_select(0, self.back), self.received, self.sent)
 
