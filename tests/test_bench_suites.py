@@ -8,8 +8,8 @@ import pytest
 
 from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.competitors import all_competitors
-from flux_megatron.lab.bench.efficiency import Baselines, baselines, percentile
 from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.bench.records import Baselines, baselines, percentile
 
 # layer: N and K of one rank's GEMM at TP 4, and how the weight lies
 LOCAL = {

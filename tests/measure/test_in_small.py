@@ -39,9 +39,6 @@ steps, batch = (int(words[words.index(f"--{name}") + 1]) for name in ("train-ite
 block = int(words[words.index("--flux-compare") + 1])
 while not gate.exists():
     time.sleep(0.01)
-if os.environ["RANK"] == "0":
-    gate.with_name("recorded.jsonl").write_text('{"arm": "stock", "span_us": 7, "idle_us": 1, '
-        '"communication_alone_us": 2, "by_kind_us": {"linear": 3}}\\n')
 for i in range(1, steps + 1):
     milliseconds = (120 if (i - 1) // block % 2 == 0 else 100) + i % 3
     if os.environ["RANK"] == "1":
@@ -197,17 +194,6 @@ def test_whole_iterations_and_a_process_that_fails(tmp_path, monkeypatch, capsys
     assert flux["speedup_low_middle_high"][1] == pytest.approx(121 / 101, abs=1e-3)
 
 
-def test_recorded_iterations_become_rows(tmp_path, monkeypatch):
-    (tmp_path / "rank.py").write_text(RANK)
-    monkeypatch.setattr(breakdown, "__file__", str(tmp_path / "rank.py"))
-    monkeypatch.setattr(breakdown, "machine_of", lambda *_: {"gpu": "none"})
-    breakdown.main(tmp_path, tmp_path / "rows", tp=2, M="2048", micro_batches=8, layers=2)
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["model"] for row in rows] == ["gpt3-175b-2-layers", "llama2-70b-2-layers"]
-    known = {"what": "breakdown", "M": 2048, "tp": 2, "micro_batches": 8, "gpu": "none"}
-    assert all(row.items() >= known.items() and row["span_us"] == 7 for row in rows)
-
-
 def test_time_in_which_only_communication_runs(tmp_path):
     events = [
         ("kernel", "nvjet_hsh_128x256", 100, 50),
@@ -218,8 +204,12 @@ def test_time_in_which_only_communication_runs(tmp_path):
     ]
     rows = [dict(zip(("cat", "name", "ts", "dur"), event, strict=True)) for event in events]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": rows}))
-    found = breakdown.shares(breakdown.activities(tmp_path / "trace.json"))
+    breakdown.main(tmp_path / "rows", [tmp_path / "trace.json"])
+    found = json.loads((tmp_path / "rows").read_text())
     assert found["span_us"] == 200
     assert found["idle_us"] == 15
     assert found["communication_alone_us"] == 35
     assert found["by_kind_us"] == {"linear": 150, "collective": 40, "copy": 15}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": rows[3:4]}))
+    with pytest.raises(typer.BadParameter, match="has nothing that ran on a GPU"):
+        breakdown.main(tmp_path / "rows", [tmp_path / "trace.json"])

@@ -10,8 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import reference
-from flux_megatron.lab.bench import expected
-from flux_megatron.lab.bench.candidates import Candidate, plan_of_auto, with_strategy
+from flux_megatron.lab.bench.candidates import (
+    Candidate,
+    expected,
+    plan_of_auto,
+    widened,
+    with_strategy,
+)
 from flux_megatron.lab.bench.records import LIBRARY, OURS
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.nn import all_reduced, functions
@@ -75,10 +80,10 @@ class Backward:
 
     def reference(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(dx, main_grad) of the operation and of a local candidate, in a wider dtype."""
-        dy, x = (expected.widened(t) for t in self._dy_and_x())
-        local = reference.matmul(dy, expected.widened(self.w), "nn")
+        dy, x = (widened(t) for t in self._dy_and_x())
+        local = reference.matmul(dy, widened(self.w), "nn")
         dw = reference.wgrad(dy, x)
-        dx = expected.of_pattern(self.dgrad.pattern, self.dy, self.w, "nn", self.group)
+        dx = expected(self.dgrad.pattern, self.dy, self.w, "nn", self.group)
         return (dx, dw), (local, dw)
 
     def _dy_and_x(self) -> tuple[Tensor, Tensor]:

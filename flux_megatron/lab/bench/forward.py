@@ -13,8 +13,14 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
 from flux_megatron.kernels.hopper_config import wide_tile
-from flux_megatron.lab.bench import expected
-from flux_megatron.lab.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
+from flux_megatron.lab.bench.candidates import (
+    Call,
+    Candidate,
+    expected,
+    plan_of_auto,
+    widened,
+    with_strategy,
+)
 from flux_megatron.lab.bench.records import LIBRARY, OURS
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.overlap import registry
@@ -54,10 +60,10 @@ class Forward:
     def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """The result of the operation and that of a local candidate, in a wider dtype."""
         x, w, layout = self.gathered, self.w, self.case.layout
-        local = reference.matmul(expected.widened(x), expected.widened(w), layout)
+        local = reference.matmul(widened(x), widened(w), layout)
         if self.case.pattern == "gemm":
             return (local,), (local,)
-        y = expected.of_pattern(Pattern(self.case.pattern), self.x, w, layout, self.group)
+        y = expected(Pattern(self.case.pattern), self.x, w, layout, self.group)
         return (y,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:

@@ -87,15 +87,6 @@ class Options(RankOptions):
             for case in suites.cases(suite, pattern, (M,), self.tp, self.scale)
         ]
 
-    def check(self) -> None:
-        """`BadInput` for what cannot be measured, before any rank is started."""
-        cases = self.cases()
-        if not cases:
-            raise BadInput(f"no case of {self.suites} has a pattern of {self.patterns}")
-        if self.device == "cpu":
-            sizes = ((case.M, case.N_local, case.K_local) for case in cases)
-            machine.check_interpreted(sizes, f"--scale {CPU_SCALE} and a smaller --M fit")
-
 
 def parsed(
     *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
@@ -107,17 +98,20 @@ def parsed(
     machine.check_device(device)
     given = {"suite": suite, "pattern": pattern, "M": M, "rounds": rounds, "scale": scale}
     chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
-    asked: dict[str, Any] = {
-        "suites": option_values.names("--suite", chosen["suite"], suites.SUITES),
-        "patterns": option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
-        "Ms": option_values.numbers("--M", chosen["M"]),
-        "candidates": option_values.names("--candidates", candidates, KNOWN) if candidates else (),
-    }
     options = Options(
-        **asked, rounds=chosen["rounds"], scale=chosen["scale"], device=device,
+        option_values.names("--suite", chosen["suite"], suites.SUITES),
+        option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
+        option_values.numbers("--M", chosen["M"]),
+        candidates=option_values.names("--candidates", candidates, KNOWN) if candidates else (),
+        rounds=chosen["rounds"], scale=chosen["scale"], device=device,
         tp=machine.ranks(device, tp, TRIAL), **others,
     )  # fmt: skip
-    options.check()
+    cases = options.cases()
+    if not cases:
+        raise BadInput(f"no case of {options.suites} has a pattern of {options.patterns}")
+    if device == "cpu":
+        local = ((case.M, case.N_local, case.K_local) for case in cases)
+        machine.check_interpreted(local, f"--scale {CPU_SCALE} and a smaller --M fit")
     return options
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
@@ -21,10 +23,18 @@ from flux_megatron.lab.bench import provenance, records
 from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
 from flux_megatron.lab.bench.candidates import Candidate, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
-from flux_megatron.lab.bench.efficiency import baselines, percentile
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import BASELINES, Options
-from flux_megatron.lab.bench.records import COMPETITOR, Provenance, Row
+from flux_megatron.lab.bench.records import (
+    COMPETITOR,
+    MISSING,
+    OK,
+    OURS,
+    Provenance,
+    Row,
+    baselines,
+    percentile,
+)
 from flux_megatron.lab.bench.suites import PEERS, Case
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.lab.bench.verify import Verdict, examine
@@ -160,7 +170,7 @@ def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, s
     """And the reason."""
     name = candidate.name
     if candidate.call is None:
-        status = records.MISSING if candidate.role == COMPETITOR else records.UNSUPPORTED
+        status = MISSING if candidate.role == COMPETITOR else records.UNSUPPORTED
         return status, candidate.reason
     if failure := verdict.failure or raced.failures.get(name):
         return records.FAILED, failure
@@ -168,7 +178,7 @@ def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, s
         return records.WRONG, f"errors {verdict.errors}, at most {verdict.allowed} allowed"
     outlived, rounds = raced.outlived.get(name), len(raced.times_us[name])
     said = f"the all-reduces ended first in {outlived} of {rounds} rounds"
-    return records.OK, said if outlived else ""
+    return OK, said if outlived else ""
 
 
 def _tenth(value: float | None) -> float | None:
@@ -178,3 +188,40 @@ def _tenth(value: float | None) -> float | None:
 def _rounded(error: float) -> float | None:
     """JSON has no infinity: None stands for a result with NaN or infinity in it."""
     return float(f"{error:.3g}") if math.isfinite(error) else None
+
+
+def result_table() -> Table:
+    """A line a case: the baselines, ours, and the fastest competitor, with E in brackets."""
+    made = Table("case", "M", title="microseconds (E)", title_justify="left")
+    for name in ("gemm", "serial", "auto", "best of ours", "best competitor"):
+        made.add_column(name, justify="right")
+    return made
+
+
+def show_in(made: Table, options: Options) -> Show:
+    """What says that a case is done, and adds its line."""
+    total = len(options.cases()) * len(options.conditions)
+
+    def show(case: Case, rows: list[Row]) -> None:
+        beside = ", beside" * rows[0].beside
+        print(f"{made.row_count + 1} of {total}: {case}{beside}", file=sys.stderr, flush=True)
+        for row in rows:
+            of_competitor = row.status not in (OK, MISSING) and row.role == COMPETITOR
+            if of_competitor or (row.status == OK and row.reason):
+                print(f"{case}: {row.candidate} {row.status}: {row.reason}", flush=True)
+        right = {row.candidate: row for row in rows if row.median_us is not None}
+        cells = [_cell(right.get(name)) for name in ("gemm", "serial", "auto")]
+        for role in (OURS, COMPETITOR):
+            some = [row for row in right.values() if row.role == role and row.candidate != "auto"]
+            best = min(some, key=lambda row: row.median_us or 0.0, default=None)
+            cells.append(f"{best.candidate} {_cell(best)}" if best else "-")
+        made.add_row(f"{case.suite} {case.pattern} {case.op}{beside}", str(case.M), *cells)
+
+    return show
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    hidden = "" if row.efficiency is None or row.role == "library" else f" ({row.efficiency:.2f})"
+    return f"{row.median_us:.0f}{hidden}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +31,9 @@ from flux_megatron.wgrad import accumulate_wgrad_by_torch
 WARMUP = 3  # steps; and as many while the profiler is warming up
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 # phases of `overlap.phase`, for the CPU, where no device runs beside the host
-_PHASES = {
-    **dict.fromkeys(("gather push", "scatter push", "all-gather", "reduce-scatter"), COMMUNICATION),
-    **dict.fromkeys(
-        ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad"),
-        COMPUTE,
-    ),
-    "wait": WAIT,
-}
+_MOVES = ("gather push", "scatter push", "all-gather", "reduce-scatter")
+_COMPUTES = ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad")
+_PHASES = dict.fromkeys(_MOVES, COMMUNICATION) | dict.fromkeys(_COMPUTES, COMPUTE) | {"wait": WAIT}
 _WAITING = ("wait_sources", "rank_barrier")  # kernels that do nothing else
 Interval = tuple[float, float]
 
@@ -88,12 +82,11 @@ def main(options: TraceOptions) -> None:
     """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    out = Path(options.out)
     with joined(options) as (group, device):
         if group.rank() == 0:
             print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
         profiler = _traced(step_of(options, group, device), group, device)
-        profiler.export_chrome_trace(str(out / f"trace_rank-{group.rank()}.json"))
+        profiler.export_chrome_trace(f"{options.out}/trace_rank-{group.rank()}.json")
         summaries = objects.all_gather(summarize(profiler.events()), group)
         if group.rank() == 0:
             _print(options, summaries)

@@ -27,12 +27,11 @@ def main(options: Options) -> None:
     """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
     from rich.console import Console
 
-    from flux_megatron.lab.bench import display
-    from flux_megatron.lab.bench.runner import run
+    from flux_megatron.lab.bench import runner
 
-    table = display.table()
+    table = runner.result_table()
     with joined(options) as (world, device):
-        run(options, world, device, display.show_in(table, options))
+        runner.run(options, world, device, runner.show_in(table, options))
     if table.row_count:  # on rank 0
         Console().print(table)
 

@@ -1,37 +1,27 @@
-"""Where an iteration of pretrain_gpt.py spends its time.
+"""Where the time of a training step goes, by a trace of torch's profiler.
 
-    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
-        --M 8192,2048
-    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
-        --M 2048 --micro-batches 8 --layers 2
+    python -m flux_megatron.lab.measure.breakdown breakdown.jsonl TRACE.json ...
 
-Runs the comparison of `iterations.py` (stock and ours in turn) for a few blocks. Iterations of each
-arm are recorded by torch's profiler, GPU activity alone, on rank 0: what kernels of each kind take,
-how long nothing but communication runs, how long nothing at all. Appends rows to the file.
+Megatron-LM's pretrain_gpt.py writes such a trace of one iteration with `--profile
+--use-pytorch-profiler --profile-step-start 13 --profile-step-end 14 --tensorboard-dir FOLDER`, and
+`flux-megatron trace` one of a layer. A row a trace: what kernels of each kind take, how long
+nothing but communication runs, how long nothing at all.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import typer
 
 from flux_megatron.lab.bench.trace import length, union
-from flux_megatron.lab.measure import megatron_jobs
-from flux_megatron.lab.measure.iterations import machine_of
-from flux_megatron.lab.measure.megatron_jobs import BLOCK, EXPERIMENTS, Process
 
-RECORDED = [*range(13, 16), *range(18, 21)]  # of the last two blocks: three iterations of each arm
 NAMES = 25
 KINDS = {
     "collective": r"nccl",
@@ -77,7 +67,7 @@ def most(by_name: dict[str, float]) -> dict[str, int]:
 
 
 def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
-    """Times of an iteration in us. Kinds that run at once both count in `by_kind`; `idle_before`
+    """Times of a step in us. Kinds that run at once both count in `by_kind`; `idle_before`
     is how long nothing ran before activities of a name began; `in_turn` has each product and each
     collective as it came.
     """
@@ -106,73 +96,18 @@ def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[..., Any]:
-    """`train_step` that appends a line a recorded iteration to `out`."""
-    from flux_megatron.integration import arm
-
-    count = 0
-
-    @functools.wraps(train_step)  # the step check looks for its parameters' names
-    def recording(*given: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count not in RECORDED:
-            return train_step(*given, **named)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            result = train_step(*given, **named)
-            torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(f"{folder}/trace.json")
-            recorded = activities(Path(folder, "trace.json"))
-        name = "stock" if arm.stock_now() else "flux"
-        row = {"arm": name, "iteration": count, **shares(recorded)}
+def main(out: Path, traces: list[Path]) -> None:
+    """Append a row a trace, and print what is short."""
+    for trace in traces:
+        found = activities(trace)
+        if not found:
+            raise typer.BadParameter(f"{trace} has nothing that ran on a GPU")
+        row = {"what": "breakdown", "trace": trace.name, **shares(found)}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        return result
-
-    return recording
-
-
-def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    def prepare() -> None:
-        import megatron.training.training as training
-
-        if os.environ["RANK"] == "0":
-            recorded = gate.with_name("recorded.jsonl")
-            training.train_step = record_iterations(training.train_step, recorded)
-
-    megatron_jobs.rank(gate, script, arguments, prepare)
-
-
-def main(
-    checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
-    M: Annotated[str, typer.Option("--M")] = "8192,2048", micro_batches: int = 1,
-    layers: int = 0, limit_s: float = 150,
-) -> None:  # fmt: skip
-    """Break down iterations of every model at every M; `iterations.py` has the other options."""
-    machine = machine_of(checkout, commit)
-    for rows in map(int, M.split(",")):
-        for experiment in EXPERIMENTS:
-            job = next(megatron_jobs.jobs(experiment, rows, tp, (), micro_batches, layers=layers))
-            # four blocks: stock, ours, stock, ours
-            workload = job.workload
-            workload = replace(workload, training=replace(workload.training, steps=4 * BLOCK))
-            with tempfile.TemporaryDirectory() as folder:
-                process = Process(
-                    replace(job, workload=workload), checkout, Path(folder, "0"), __file__
-                )
-                process.begin()
-                process.times_ms(limit_s)
-                lines = Path(folder, "0", "recorded.jsonl").read_text().splitlines()
-            known = {"model": workload.model.name, "M": job.M, "tp": tp}
-            for line in lines:
-                row = {"what": "breakdown", **known, "micro_batches": micro_batches,
-                       **json.loads(line), **machine}  # fmt: skip
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                kept = ("arm", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
-                print(known, {key: row[key] for key in kept}, flush=True)
+        kept = ("trace", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
+        print({key: row[key] for key in kept}, flush=True)
 
 
 if __name__ == "__main__":
-    megatron_jobs.as_rank_or_command(rank, main)
+    typer.run(main)

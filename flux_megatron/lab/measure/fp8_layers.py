@@ -33,7 +33,6 @@ RECIPES = {
     "current": partial(recipes.Float8CurrentScaling, fp8_format=recipes.Format.HYBRID),
     "delayed": partial(recipes.DelayedScaling, fp8_format=recipes.Format.HYBRID),
 }
-NAMES = ("fc1_fprop", "fc1_dgrad", "fc1_wgrad", "fc2_fprop", "fc2_dgrad", "fc2_wgrad")
 # Of the norm: bf16 rounds by 1e-3 of a value in the mean, and FP8 made of such values by more.
 CLOSE = 5e-3
 
@@ -52,11 +51,11 @@ class Mlp:
         else:
             columns, rows = ffn, M // R
             parallel |= {"tp_group": run.group, "tp_size": R, "sequence_parallel": True}
-            own = {"ub_overlap_ag": True} if overlap else {}
-            scatters = {"ub_overlap_rs": True} if overlap else {}
+            on = dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs") if overlap else (), True)
+            both = {"ub_overlap_ag": True, **overlap} if overlap else {}
             modes = (
-                {"parallel_mode": "column", "ub_name": "fc1", **own, **overlap},
-                {"parallel_mode": "row", "ub_name": "fc2", **own, **scatters},
+                {"parallel_mode": "column", "ub_name": "fc1", **both},
+                {"parallel_mode": "row", "ub_name": "fc2", **on},
             )
         self.fc1 = te.LayerNormLinear(hidden, columns, **parallel, **modes[0])
         self.fc2 = te.Linear(columns, hidden, **parallel, **modes[1])

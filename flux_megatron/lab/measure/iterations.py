@@ -55,7 +55,6 @@ from flux_megatron.lab.measure.megatron_jobs import (
     Job,
     Length,
     Process,
-    as_rank_or_command,
     jobs,
     rank,
 )
@@ -173,4 +172,7 @@ def _one_ahead(wanted: Sequence[Job], checkout: Path, folder: Path) -> Generator
 
 
 if __name__ == "__main__":
-    as_rank_or_command(rank, main)
+    if sys.argv[1:2] == ["rank"]:  # as `Process` starts it
+        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        typer.run(main)

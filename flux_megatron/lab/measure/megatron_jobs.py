@@ -1,6 +1,4 @@
-"""Jobs of Megatron-LM's unedited pretrain_gpt.py for `iterations` and `breakdown`: their workloads,
-and the processes of their ranks.
-"""
+"""The processes of `iterations`: Megatron-LM's unedited pretrain_gpt.py, and their ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from flux_megatron.lab.results import logs
 from flux_megatron.lab.results.iterations import ResultsError
@@ -48,14 +44,6 @@ class Length:
     pairs: int = PAIRS
     timed: int = TIMED
 
-    @property
-    def compared(self) -> int:
-        """All iterations of a comparison, those of its first pair too."""
-        return 2 * self.block * (self.pairs + 1)
-
-
-WHOLE = Length()
-
 
 @dataclass(frozen=True)
 class Job:
@@ -64,7 +52,7 @@ class Job:
     name: str
     workload: Workload
     arguments: list[str]
-    length: Length = WHOLE
+    length: Length
 
     @property
     def words(self) -> list[str]:
@@ -77,8 +65,8 @@ class Job:
 
 
 def jobs(
-    experiment: str, M: int, tp: int, more: Sequence[str] = (), micro_batches: int = 1,
-    arms: Sequence[str] = ARMS, layout: str = "tp", length: Length = WHOLE, layers: int = 0,
+    experiment: str, M: int, tp: int, more: Sequence[str], micro_batches: int,
+    arms: Sequence[str], layout: str, length: Length, layers: int,
 ) -> Iterator[Job]:  # fmt: skip
     """The processes of the arms, in their order. Sequences are the model's, or M where that is
     shorter. `layers`: so many in place of the model's, for GPUs of less memory.
@@ -96,10 +84,14 @@ def jobs(
         "model.seq_length": min(M, sequence), **beside,
     }  # fmt: skip
     found = load(experiment, overrides).arms
-    if layers:  # in the model's name, too
-        found = {arm: _with_layers(workload, layers) for arm, workload in found.items()}
+    if layers:
+        model = found["flux"].model
+        name = re.sub(r"\d+-layers", f"{layers}-layers", model.name)
+        model = replace(model, name=name, layers=layers)
+        found = {arm: replace(workload, model=model) for arm, workload in found.items()}
     flux = found["flux"]
-    compared = replace(flux, training=replace(flux.training, steps=length.compared))
+    steps = 2 * length.block * (length.pairs + 1)  # those of the first pair too
+    compared = replace(flux, training=replace(flux.training, steps=steps))
     words = [*more, *UNFUSED]
     in_turn, in_graphs = [*words, "--flux-compare", str(length.block)], [*words, *GRAPHS]
     known = {
@@ -113,11 +105,6 @@ def jobs(
     }  # fmt: skip
     for arm in arms:
         yield from known[arm]
-
-
-def _with_layers(workload: Workload, layers: int) -> Workload:
-    name = re.sub(r"\d+-layers", f"{layers}-layers", workload.model.name)
-    return replace(workload, model=replace(workload.model, name=name, layers=layers))
 
 
 class Process:
@@ -141,7 +128,7 @@ class Process:
     def begin(self) -> None:
         self.gate.touch()
 
-    def times_ms(self, limit_s: float = 150) -> dict[int, float]:
+    def times_ms(self, limit_s: float) -> dict[int, float]:
         """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
         try:
             code: int | str = self.process.wait(timeout=limit_s)
@@ -149,7 +136,9 @@ class Process:
             self.stop()
             code = f"stopped after {limit_s:g} s"
         if code != 0:
-            said = [_end_of(file) for file in sorted(self.logs.rglob("stderr.log"))]
+            logged = [file.read_text() for file in sorted(self.logs.rglob("stderr.log"))]
+            # without the modules that a dump of its threads lists
+            said = [text.partition("\nExtension modules:")[0][-3000:] for text in logged]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
         series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
@@ -159,17 +148,9 @@ class Process:
         self.process.wait(timeout=60)
 
 
-def _end_of(log: Path) -> str:
-    """What a rank said last, without the modules that a dump of its threads lists."""
-    said, _, _ = log.read_text().partition("\nExtension modules:")
-    return said[-3000:]
-
-
-def rank(
-    gate: Path, script: str, arguments: list[str], prepare: Callable[[], None] = lambda: None
-) -> None:
-    """One rank: everything that touches no GPU, and `prepare`, then the script. If it is stopped
-    it says where it was.
+def rank(gate: Path, script: str, arguments: list[str]) -> None:
+    """One rank: everything that touches no GPU, then the script. If it is stopped it says where it
+    was.
     """
     from flux_megatron.integration import bootstrap
 
@@ -180,17 +161,6 @@ def rank(
     from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
     provide_wgrad_kernels()
-    prepare()
     while not gate.exists():
         time.sleep(0.02)
     bootstrap.run()
-
-
-def as_rank_or_command(
-    rank: Callable[[Path, str, list[str]], None], main: Callable[..., None]
-) -> None:
-    """What a script does that `Process` starts as its ranks."""
-    if sys.argv[1:2] == ["rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    else:
-        typer.run(main)

@@ -69,22 +69,19 @@ class Tree:
         raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def start(tree: str, ranks: int, commit: str, calls: int) -> Tree:
     """Of NAME=FOLDER,VARIABLE=VALUE,..."""
     name, _, rest = tree.partition("=")
     folder, *words = rest.split(",")
     variables = dict(word.split("=", 1) for word in words)
     path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks),
         **WITHOUT_MULTICAST, **variables,
     }  # fmt: skip
     worker = str(Path(__file__).with_name("trees_rank.py"))
@@ -121,13 +118,6 @@ def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) ->
         }  # fmt: skip
 
 
-def exact(trees: list[Tree], case: str) -> bool:
-    wrong = [tree.name for tree in trees if not all(a["exact"] for a in tree.ask(f"check {case}"))]
-    if wrong:
-        print(f"{case}: WRONG in {', '.join(wrong)}", flush=True)
-    return not wrong
-
-
 def measure(trees: list[Tree], out: Path, shapes: str, only: str, rounds: int, end_s: float) -> int:
     """How many cases were wrong in some tree."""
     about = {tree.name: tree.ask(" ".join(("about", *tree.variables)))[0] for tree in trees}
@@ -140,11 +130,18 @@ def measure(trees: list[Tree], out: Path, shapes: str, only: str, rounds: int, e
             if all(case in others for others in of_each)
             and any(words in case for words in only.split(","))
         ]  # fmt: skip
-        right = [case for case in cases if exact(trees, case)]
-        wrong += len(cases) - len(right)
+        failed = {
+            case: [tree.name for tree in trees
+                   if not all(answer["exact"] for answer in tree.ask(f"check {case}"))]
+            for case in cases
+        }  # fmt: skip
         for tree in trees:
             tree.ask("renew")
-        for case in right:
+        for case, names in failed.items():
+            if names:
+                print(f"{case}: WRONG in {', '.join(names)}", flush=True)
+                wrong += 1
+                continue
             if time.monotonic() > end_s:
                 print("no time for the others", flush=True)
                 return wrong

@@ -63,8 +63,9 @@ class Rank:
         dist.all_gather_into_tensor(gathered, x, group=self.group)
         self.operands.append(gathered)
         right = w if turned else w.t()
-        product = _product(gathered, right)
-        summed = _product(rows, back if turned else back.t()).float()
+        # in fp32, where whole numbers stay whole
+        product = (gathered.float() @ right.float()).to(x.dtype)
+        summed = rows.float() @ (back if turned else back.t()).float()
         dist.all_reduce(summed, group=self.group)
         summed = summed.to(x.dtype)
         reduced = summed.chunk(R)[self.group.rank()]
@@ -123,11 +124,6 @@ class Rank:
         marks[1].record()
         marks[1].synchronize()
         return {"us": 1e3 * marks[0].elapsed_time(marks[1]) / self.calls}
-
-
-def _product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """In fp32, where whole numbers stay whole."""
-    return (x.float() @ right.float()).to(x.dtype)
 
 
 def main(commit: str, calls: int, folder: str) -> None:

@@ -89,7 +89,7 @@ def wrong(case: Case, run: Run, epochs: int) -> str:
     calls: tuple[Callable, ...] = (work.fused, work.fused_backward)
     for epoch in range(epochs):
         if graphs and epoch == epochs // 2:
-            calls = tuple(captured(call) for call in calls)
+            calls = tuple(replayed(call) for call in calls)  # which have run
         work.fill()
         if graphs and epoch % run.group.size() == run.group.rank():
             torch.cuda._sleep(2_000_000)
@@ -102,14 +102,6 @@ def wrong(case: Case, run: Run, epochs: int) -> str:
     return ""
 
 
-def captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Replays of a graph of the call."""
-    call()
-    replay = replayed(call)
-    replay()
-    return replay
-
-
 def candidates(work: Work, direction: str) -> dict[str, Callable[[], Tensor]]:
     """All of them eager, then on GPUs as graphs."""
     suffix = "" if direction == "forward" else "_backward"
@@ -118,7 +110,9 @@ def candidates(work: Work, direction: str) -> dict[str, Callable[[], Tensor]]:
     for name, call in calls.items() if work.run.device.type == "cuda" else ():
 
         def capture(name: str = f"{name} in a graph", call: Callable = call) -> None:
-            made[name] = captured(call)
+            call()
+            made[name] = replayed(call)
+            made[name]()
 
         if failure := work.run.failure(capture):
             work.run.say(f"{work.case} {direction} {name} cannot be captured: {failure}")

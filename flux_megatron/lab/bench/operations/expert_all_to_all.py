@@ -28,8 +28,8 @@ from torch import Tensor
 from flux_megatron.dispatch import LAYOUTS
 from flux_megatron.expert_parallel import call, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
-from flux_megatron.lab.bench.operations import expert_verification
-from flux_megatron.lab.bench.operations.expert_baseline import Baseline, grouped, routed, wgrad
+from flux_megatron.lab.bench.operations import expert_references
+from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, routed, wgrad
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import workspace
@@ -98,7 +98,7 @@ def verify(run: Run) -> str:
         x = torch.empty(1, K, device=run.device, dtype=dtype)
         for name, plan in plans(run, x, N).items():
             title = f"{name}, {experts} experts of {N} x {K}"
-            if said := run.failure(partial(expert_verification.verify, run, *shape, plan)):
+            if said := run.failure(partial(expert_references.verify, run, *shape, plan)):
                 return f"{title}: {said[:4000]}"
             run.say(f"{title}: exact")
     return ""
