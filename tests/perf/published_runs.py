@@ -5,15 +5,12 @@ Transformer Models" (arXiv 2205.05198): Table 3 has the configurations, Table 5 
 iteration on Selene, 8 x A100 80 GB and 8 HDR cards a node, with and without their techniques. The
 same table is in Megatron-LM's README as MFU (41.5, 51.4, 56.0 and 56.3 %), and in
 github.com/calculon-ai/calculon (`validation/seqsel/tab5`, `calculon/llm/validation.py`).
-
-`python -m flux_megatron.lab.perf.published_runs` prints the table.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from flux_megatron.lab.perf import flops
 from flux_megatron.lab.perf.step import predict
 from flux_megatron.launch.workload import Cluster, Link, Model, Nics, Parallel, Training, Workload
 
@@ -79,27 +76,3 @@ def seconds(run: Published, *, full: bool) -> tuple[float, float]:
     """(published, predicted)."""
     step = predict(workload(run, full=full))
     return run.full_s if full else run.selective_s, step.step_us * 1e-6
-
-
-def table() -> str:
-    """Markdown. MFU by our count, which has half of the scores and no padding."""
-    lines = [
-        "| model | GPUs | recomputation | published s | predicted s | error "
-        "| MFU, published and predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for run in RUNS:
-        for full in (False, True):
-            published, predicted = seconds(run, full=full)
-            one = workload(run, full=full)
-            shares = [flops.mfu(one, s) or 0.0 for s in (published, predicted)]
-            lines.append(
-                f"| {run.name} | {8 * run.pp} | {one.training.recompute} | {published:.2f} "
-                f"| {predicted:.2f} | {predicted / published - 1:+.1%} "
-                f"| {shares[0]:.1%}, {shares[1]:.1%} |"
-            )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())
