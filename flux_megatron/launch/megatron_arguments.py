@@ -23,25 +23,16 @@ RECOMPUTE = {
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-# the values of the workload that an option takes as they are
-SIZES = {
-    "--num-layers": "model.layers",
-    "--hidden-size": "model.hidden",
-    "--num-attention-heads": "model.heads",
-    "--ffn-hidden-size": "model.ffn",
-    "--seq-length": "model.seq_length",
-    "--max-position-embeddings": "model.seq_length",
-    "--normalization": "model.norm",
-    "--micro-batch-size": "training.micro_batch",
-    "--global-batch-size": "training.global_batch",
-    "--train-iters": "training.steps",
-    "--lr": "training.lr",
-    "--min-lr": "training.lr",
-    "--seed": "training.seed",
-    # the data-parallel size follows from the number of ranks
-    "--tensor-model-parallel-size": "parallel.tp",
-    "--pipeline-model-parallel-size": "parallel.pp",
-}
+# The values of the workload that an option takes as they are; the data-parallel size follows from
+# the number of ranks.
+SIZES = """
+--num-layers=model.layers --hidden-size=model.hidden --num-attention-heads=model.heads
+--ffn-hidden-size=model.ffn --seq-length=model.seq_length
+--max-position-embeddings=model.seq_length --normalization=model.norm
+--micro-batch-size=training.micro_batch --global-batch-size=training.global_batch
+--train-iters=training.steps --lr=training.lr --min-lr=training.lr --seed=training.seed
+--tensor-model-parallel-size=parallel.tp --pipeline-model-parallel-size=parallel.pp
+"""
 # Nothing in an experiment depends on these. The optimizer is that of Megatron-LM's GPT-3 175B
 # example. Without dropout, because the arms draw random numbers in different orders. Every step is
 # a line; finer timers would put barriers between the phases of a step.
@@ -51,9 +42,9 @@ SAME = """
 --split 99,1,0 --no-create-attention-mask-in-dataloader
 --log-interval 1 --log-throughput --timing-log-level 0 --eval-iters 0 --eval-interval 1000000
 """
-CPU = "--no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization"
-CPU += " --distributed-backend gloo"
-SAME_IN_TRAIN = ("steps", "micro_batch", "global_batch", "lr", "seed", "dtype")  # of `training`
+CPU = """
+--no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization --distributed-backend gloo
+"""
 
 
 def render(
@@ -88,7 +79,10 @@ def render(
         "--no-gradient-accumulation-fusion": cpu and workload.arm == "megatron",
     }
     options = {
-        **{option: str(attrgetter(name)(workload)) for option, name in SIZES.items()},
+        **{
+            option: str(attrgetter(name)(workload))
+            for option, name in (pair.split("=") for pair in SIZES.split())
+        },
         "--position-embedding-type": POSITION[model.position],
         "--vocab-size": str(model.vocab - 1),  # the tokenizer adds an end of document
         # auto: the fastest of flash attention's implementations that are installed
@@ -147,32 +141,32 @@ def _layers(workload: Workload) -> str:
     return "local" if local else "transformer_engine"
 
 
-def train_config(workload: Workload, *, data: Path | None = None, save_interval: int = 0) -> str:
+def train_config(workload: Workload, data: Path | None, save_interval: int) -> str:
     """The arm as a YAML file of `flux-megatron train`; `rules` have refused what that cannot do.
-
     `data`: a folder of text; by default Python's standard library.
     """
-    model, parallel, training = workload.model, workload.parallel, workload.training
+
+    def same(part: object, names: str) -> dict[str, object]:
+        return {name: getattr(part, name) for name in names.split()}
+
+    model = workload.model
     config = {
         "model": {
             "num_layers": model.layers,
             "normalization": model.norm,
             "bias": model.linear_bias,
             "position_embedding": POSITION[model.position],
-            **{
-                name: getattr(model, name)
-                for name in ("hidden", "heads", "ffn", "seq_length", "swiglu", "tied_embeddings")
-            },
+            **same(model, "hidden heads ffn seq_length swiglu tied_embeddings"),
         },
         "parallel": {
             "device": "cpu" if workload.cluster.gpu == "cpu" else "cuda",
-            **{name: getattr(parallel, name) for name in ("tp", "sequence_parallel", "world_size")},
+            **same(workload.parallel, "tp sequence_parallel world_size"),
         },
         "data": {"path": str(data) if data else None},
         "train": {
-            **{name: getattr(training, name) for name in SAME_IN_TRAIN},
             "save_every": save_interval or None,
             "log_every": 1,
+            **same(workload.training, "steps micro_batch global_batch lr seed dtype"),
         },
         "layers": "flux" if workload.arm == "flux" else "stock",
         "strategy": "auto",

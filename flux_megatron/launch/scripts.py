@@ -60,9 +60,7 @@ def files(experiment: Experiment, arm: Arm, options: RunOptions, folder: Path) -
     doctor = ["--gpus", str(0 if cluster.gpu == "cpu" else cluster.gpus_per_node), "--quiet"]
     if experiment.program == "train":
         data = Path(options.data[0]) if options.data else None
-        texts["train.yaml"] = megatron_arguments.train_config(
-            workload, data=data, save_interval=every
-        )
+        texts["train.yaml"] = megatron_arguments.train_config(workload, data, every)
         program, directory, shown_rank = ["-m", "flux_megatron.cli", "train"], folder, "0"
         arguments = ["--config", str(folder / "train.yaml"), "--out", str(folder / "train")]
         on_resume = ["--resume"]

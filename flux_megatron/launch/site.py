@@ -45,7 +45,7 @@ Image = Annotated[
 
 class Container(BaseModel):
     """`image`: of all arms, or None where `images` has one for each. `mounts`: beside what every
-    run needs. `workdir`: where a container begins; the programs change to their own folder.
+    run needs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,21 +53,17 @@ class Container(BaseModel):
     image: Image | None = None
     images: dict[Arm, Image] = {}
     mounts: tuple[Mount, ...] = ()
-    workdir: Annotated[str, _like("/.*", "an absolute path")] | None = None
 
     def image_of(self, arm: Arm) -> str | None:
         return self.images.get(arm, self.image)
 
     def words(self, arm: Arm, folders: Iterable[Path]) -> str:
         """Further options of srun, for bash. The site's mount of a folder replaces ours."""
-        image, given = (
-            str(self.image_of(arm)),
-            {mount.split(":")[0]: mount for mount in self.mounts},
-        )
+        given = {mount.split(":")[0]: mount for mount in self.mounts}
         mounted = given | {one: one for one in map(str, folders) if one not in given}
         mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in mounted.values())
+        image = str(self.image_of(arm))
         options = [f"--container-image={image}", f"--container-mounts={mounts}"]
-        options += [f"--container-workdir={self.workdir}"] if self.workdir else []
         # a name, the same for arms of one image: doctor, preflight and ranks share the container
         name = hashlib.sha256(image.encode()).hexdigest()[:8]
         return f'{shlex.join(options)} --container-name=flux_megatron-{name}-"$SLURM_JOB_ID"'

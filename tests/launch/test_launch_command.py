@@ -173,7 +173,6 @@ SITES = {
     "container: {image: a b}": "container.image",
     "container: {image: a, mounts: [data:/d]}": "/HOST[:/CONTAINER[:FLAG+FLAG]], such as",
     "container: {image: a, mounts: ['/a,/b']}": "/HOST[:/CONTAINER[:FLAG+FLAG]], such as",
-    "container: {image: a, workdir: w}": "container.workdir: Value error, 'w' given, an absolute",
     "container: {image: a, images: {fluks: b}}": "container.images.fluks",
     "container: {images: {flux: b}}": "none in container.images for ['megatron']",
 }
@@ -244,7 +243,7 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
     (tmp_path / "texts" / "a.idx").touch()
     (tmp_path / "site.yaml").write_text(
         "srun: {network: x, quiet: null}\n"
-        "container: {image: 'a#b:c', images: {te: /te.sqsh}, workdir: /w,\n"
+        "container: {image: 'a#b:c', images: {te: /te.sqsh},\n"
         f"            mounts: ['/x:/y:ro+rprivate', '{tmp_path}/texts:/d']}}"
     )
     output = launch(GPT, "--dry-run", "--run-dir", tmp_path / "run", "--data-path",
@@ -256,7 +255,7 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
         "flux": "'--container-image=a#b:c'",
         "te": "--container-image=/te.sqsh",
     }.items():
-        options = f"--network=x --quiet {image} --container-mounts={mounts} --container-workdir=/w"
+        options = f"--network=x --quiet {image} --container-mounts={mounts}"
         assert reach[arm].startswith(f"{options} --container-name=flux_megatron-")
         assert reach[arm].endswith('-"$SLURM_JOB_ID") ;;')
     assert "\npython=python3\n" in output
