@@ -62,7 +62,7 @@ class Experiment:
 
 def names() -> list[str]:
     """The experiments we ship."""
-    return sorted(name for name in _shipped() if not name.startswith("study/"))
+    return [name for name in _shipped() if not name.startswith("study/")]
 
 
 def _shipped() -> dict[str, Path]:
@@ -71,9 +71,8 @@ def _shipped() -> dict[str, Path]:
     """
     root = configs() / "experiments"
     files = [file for file in root.rglob("*.yaml") if not file.stem.startswith("base")]
-    found = {str(file.relative_to(root).with_suffix("")): file for file in files}
-    studies = (configs() / "studies").glob("*.yaml")
-    return found | {f"study/{file.stem}": file for file in studies}
+    found = {str(file.relative_to(root).with_suffix("")): file for file in sorted(files)}
+    return found | {f"study/{one.stem}": one for one in sorted(configs().glob("studies/*.yaml"))}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -90,7 +89,7 @@ def find(name_or_path: str) -> tuple[str, Path]:
         return Path(name_or_path).stem, Path(name_or_path)
     known = _shipped()
     if name_or_path not in known:
-        raise ExperimentError(name_or_path, [("", nearest(name_or_path, sorted(known)))])
+        raise ExperimentError(name_or_path, [("", nearest(name_or_path, known))])
     return name_or_path, known[name_or_path]
 
 

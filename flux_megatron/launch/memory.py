@@ -50,10 +50,9 @@ def needed(w: Workload) -> int:
 
 def fits(w: Workload) -> bool:
     """Beside what is reserved; a CPU machine's ranks share its memory, and reserve nothing."""
-    available = w.cluster.memory_gib * 2**30
-    if w.cluster.gpu == "cpu":
-        return needed(w) * w.cluster.gpus_per_node <= available
-    return needed(w) + RESERVED_BYTES <= available
+    on_cpu, one = w.cluster.gpu == "cpu", needed(w)
+    used = one * w.cluster.gpus_per_node if on_cpu else one + RESERVED_BYTES
+    return used <= w.cluster.memory_gib * 2**30
 
 
 def of_stage(w: Workload, stage: Stage) -> int:
@@ -112,14 +111,11 @@ def parameters(w: Workload, stage: Stage) -> int:
 
 
 def updated(w: Workload, stage: Stage) -> int:
-    """The parameters that one GPU's optimizer updates: with the distributed optimizer its share of
-    what its replicas have.
-    """
-    count = parameters(w, stage)
-    if not w.training.distributed_optimizer:
-        return count
+    """What one GPU's optimizer updates, the distributed one its share of what its replicas have."""
+    dp = w.parallel.dp if w.training.distributed_optimizer else 1
+    ep = w.parallel.ep if dp > 1 else 1
     experts = stage.layers * expert_parameters(w.model, w.parallel)
-    return (count - experts) // w.parallel.dp + experts * w.parallel.ep // w.parallel.dp
+    return (parameters(w, stage) - experts) // dp + experts * ep // dp
 
 
 def workspace(w: Workload) -> int:
@@ -165,13 +161,11 @@ def layer_activations(w: Workload) -> int:
         one = 2 * model.hidden + model.fc1_width + model.ffn
         split = (w.tokens * qkv + int(w.expert_rows * one)) * element
     # core attention: its softmax [b, heads, s, s], or with flash attention a row's sum
-    scores = w.tokens * model.heads // tp
-    if w.training.flash_attention:
-        scores *= 4
-    else:
-        kept = w.training.recompute != "selective"
-        scores *= model.seq_length * element if kept else 0
-    return split + 4 * _row_bytes(w) + scores  # both norms' inputs and outputs
+    scores = 4 if w.training.flash_attention else model.seq_length * element
+    if w.training.recompute == "selective" and not w.training.flash_attention:
+        scores = 0
+    # both norms' inputs and outputs
+    return split + 4 * _row_bytes(w) + w.tokens * model.heads // tp * scores
 
 
 def _row_bytes(w: Workload) -> int:

@@ -14,14 +14,10 @@ from flux_megatron.launch.workload import Workload
 BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
 # the one value that the loop of `flux-megatron train` can have
 OWN_LOOP = {
-    "model.vocab": BYTE_VOCAB,
-    "model.moe": None,
-    "parallel.pp": 1,
-    "training.recompute": "none",
-    "training.distributed_optimizer": False,
-    "training.overlap_grad_reduce": False,
+    "model.vocab": BYTE_VOCAB, "model.moe": None, "parallel.pp": 1, "training.recompute": "none",
+    "training.distributed_optimizer": False, "training.overlap_grad_reduce": False,
     "training.overlap_param_gather": False,
-}
+}  # fmt: skip
 
 
 def broken(w: Workload, file: File, arguments: list[str]) -> list[Rule]:

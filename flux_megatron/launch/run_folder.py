@@ -39,8 +39,8 @@ def refuse_other(run: Path, experiment: Experiment) -> None:
 
 
 def _values(experiment: Experiment) -> dict[str, Any]:
-    arms = {str(arm): asdict(workload) for arm, workload in experiment.arms.items()}
-    return {"name": experiment.name, "program": experiment.program} | arms
+    whole = asdict(experiment)
+    return {"name": experiment.name, "program": experiment.program, **whole["arms"]}
 
 
 def of_run(run: Path) -> list[Path]:
@@ -67,13 +67,9 @@ def write(run: Path, experiment: Experiment, arms: Mapping[Arm, Mapping[str, str
     """
     run.mkdir(parents=True, exist_ok=True)
     more = (run / "experiment.json").exists() and _values(read(run)) != _values(experiment)
-    record = {
-        "format": 1,
-        "flux_megatron": __version__,
-        "command": sys.argv,
-        "experiment": asdict(experiment),
-    }
-    replace(run / "experiment.json", json.dumps(record, indent=2, default=str) + "\n")
+    record = {"format": 1, "flux_megatron": __version__, "command": sys.argv}
+    record["experiment"] = asdict(experiment)
+    replace(run / "experiment.json", json.dumps(record, indent=2) + "\n")
     for arm, files in arms.items():
         (run / arm).mkdir(exist_ok=True)
         for name in ("failures", "done") if more else ("failures",):

@@ -44,9 +44,7 @@ Image = Annotated[
 
 
 class Container(BaseModel):
-    """`image`: of all arms, or None where `images` has one for each. `mounts`: beside what every
-    run needs.
-    """
+    """`image`: of arms that `images` has not. `mounts`: beside what every run needs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -107,10 +105,9 @@ def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[st
         if raw.get("container"):
             raw = {"python": "python3"} | raw  # ours is outside
         site = Site.model_validate(raw)
-    except ValidationError as error:
-        raise LaunchError(f"{file}: {schema.said(error)}") from None
-    except ValueError as error:
-        raise LaunchError(f"{file}: {error}") from None
+    except ValueError as error:  # pydantic's is one
+        text = schema.said(error) if isinstance(error, ValidationError) else str(error)
+        raise LaunchError(f"{file}: {text}") from None
     options = site.sbatch | dict(_pair("--sbatch", text) for text in sbatch)
     variables = site.environment | dict(_pair("--env", text) for text in environment)
     if None in variables.values():
@@ -120,7 +117,6 @@ def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[st
 
 def _pair(option: str, text: str) -> tuple[str, str | None]:
     key, equals, value = text.partition("=")
-    key = key.strip().removeprefix("--")
-    if not key:
-        raise LaunchError(f"{option} {text!r} given, KEY=VALUE expected")
-    return key, value if equals else None
+    if key := key.strip().removeprefix("--"):
+        return key, value if equals else None
+    raise LaunchError(f"{option} {text!r} given, KEY=VALUE expected")
