@@ -139,9 +139,7 @@ class Process:
             self.stop()
             code = f"stopped after {limit_s:g} s"
         if code != 0:
-            logged = [file.read_text() for file in sorted(self.logs.rglob("stderr.log"))]
-            # without the modules that a dump of its threads lists
-            said = [text.partition("\nExtension modules:")[0][-3000:] for text in logged]
+            said = [_end_of(file) for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
         series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
@@ -149,6 +147,13 @@ class Process:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(timeout=60)
+
+
+def _end_of(log: Path) -> str:
+    """What a rank said last: of a dump of its threads, where its first thread was."""
+    said, _, _ = log.read_text().partition("\nExtension modules:")
+    before, dumped, first_thread = said.rpartition("(most recent call first):")
+    return f"{before[-500:]}{dumped}{first_thread[:2500]}" if dumped else said[-3000:]
 
 
 def rank(gate: Path, script: str, arguments: list[str]) -> None:

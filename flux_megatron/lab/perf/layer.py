@@ -50,12 +50,11 @@ def pieces(workload: Workload) -> list[Piece]:
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
-    fc1 = model.ffn * (2 if model.swiglu else 1)
     if model.moe:
         mlp = [Piece(*times) for times in moe_layer.times(workload)]
     else:
         mlp = [
-            _linear(workload, "fc1", N=fc1, K=model.hidden),
+            _linear(workload, "fc1", N=model.fc1_width, K=model.hidden),
             _linear(workload, "fc2", N=model.hidden, K=model.ffn),
         ]
     return [
@@ -138,7 +137,7 @@ def embedding(workload: Workload) -> Piece:
     """The lookup, of whose rows every rank has those of its tokens: reduce-scattered, and their
     gradient gathered, with sequence parallelism; all-reduced without.
     """
-    rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
+    rows = workload.gathered_bytes
     table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
     one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
     exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
