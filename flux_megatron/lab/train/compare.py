@@ -11,6 +11,7 @@ import json
 import math
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flux_megatron.errors import BadInput
@@ -58,13 +59,9 @@ def conclude(out: Path, folders: list[Path]) -> bool:
 
 def judge_exact(curves: dict[str, Rows]) -> dict[str, Any]:
     """Largest difference of any step's loss, against a fixed tolerance."""
-    differences = _differences(curves["flux"], curves["stock"])
-    largest = max(differences)
-    return {
-        **_facts(curves),
-        "tolerance": FLOAT32_TOLERANCE,
-        "losses_agree": largest <= FLOAT32_TOLERANCE,
-    }
+    facts = _facts(curves)
+    agree = facts["largest_difference"] <= FLOAT32_TOLERANCE
+    return facts | {"tolerance": FLOAT32_TOLERANCE, "losses_agree": agree}
 
 
 def judge_spread(curves: dict[str, Rows]) -> dict[str, Any]:
@@ -73,18 +70,12 @@ def judge_spread(curves: dict[str, Rows]) -> dict[str, Any]:
     A distance is the mean over the steps of |loss difference|.
     """
     stock = [arm for arm in curves if arm != "flux"]
-    ours = {arm: _mean_difference(curves["flux"], curves[arm]) for arm in stock}
-    among = {
-        f"{a} / {b}": _mean_difference(curves[a], curves[b]) for a, b in combinations(stock, 2)
-    }
+    ours = {arm: fmean(_differences(curves["flux"], curves[arm])) for arm in stock}
+    pairs = combinations(stock, 2)
+    among = {f"{a} / {b}": fmean(_differences(curves[a], curves[b])) for a, b in pairs}
     nearest, spread = min(ours.values()), max(among.values())
-    return {
-        **_facts(curves),
-        "mean_difference_to": ours,
-        "stock_spread": among,
-        "tolerance": spread,
-        "losses_agree": nearest <= spread,
-    }
+    judged = {"mean_difference_to": ours, "stock_spread": among, "tolerance": spread}
+    return _facts(curves) | judged | {"losses_agree": nearest <= spread}
 
 
 def _facts(curves: dict[str, Rows]) -> dict[str, Any]:
@@ -103,8 +94,3 @@ def _differences(ours: Rows, stock: Rows) -> list[float]:
     pairs = zip(ours, stock, strict=True)
     differences = [abs(a["loss"] - b["loss"]) for a, b in pairs]
     return [d if math.isfinite(d) else math.inf for d in differences]
-
-
-def _mean_difference(ours: Rows, stock: Rows) -> float:
-    differences = _differences(ours, stock)
-    return sum(differences) / len(differences)
