@@ -72,7 +72,9 @@ def _shipped() -> dict[str, Path]:
     root = configs() / "experiments"
     files = [file for file in root.rglob("*.yaml") if not file.stem.startswith("base")]
     found = {str(file.relative_to(root).with_suffix("")): file for file in files}
-    return dict(sorted(found.items())) | {f"study/{one.stem}": one for one in sorted(configs().glob("studies/*.yaml"))}
+    return dict(sorted(found.items())) | {
+        f"study/{one.stem}": one for one in sorted(configs().glob("studies/*.yaml"))
+    }
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -314,8 +315,14 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
 
 
 def test_local_run_ends_by_ctrl_c(tmp_path, local):
-    """Its ranks get it too, and torchrun ends with 1. Later arms do not run."""
-    waits = "trap 'exit 1' INT; touch $(dirname $0)/ready; while sleep 0.05; do :; done\n"
+    """Its ranks get it too, and torchrun ends with 1: Python handles what bash has it ignore. Later
+    arms do not run.
+    """
+    python = (
+        "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(1)); "
+        f"open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
+    )
+    waits = f"exec {sys.executable} -c {shlex.quote(python)}\n"
     command = [sys.executable, "-m", "flux_megatron", "launch", *map(str, local(waits))]
     process = subprocess.Popen(command, start_new_session=True, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
