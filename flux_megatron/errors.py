@@ -49,12 +49,6 @@ class GroupBroken(RunFailed):
     """
 
 
-class RankLost(RunFailed):
-    """A collective of the run ended without a rank, which the message names. Look at that rank;
-    then restart all.
-    """
-
-
 class FallbackRefused(RunFailed):
     """Strict mode: a call would have run without overlap. Fix the reason or leave strict mode."""
 

@@ -8,7 +8,7 @@
 #   iterations  training iterations, all GPUs tensor parallel: stock, --tp-comm-overlap and ours
 #   launches    losses of Megatron launches with TransformerEngine beside stock's, with context parallelism
 #   megatron    Megatron-LM's own unit tests, with its layers and with ours
-#   operators   every operation with both settings of CUDA_DEVICE_MAX_CONNECTIONS; beside an all-reduce; with SMs held
+#   operators   every operation with both settings of CUDA_DEVICE_MAX_CONNECTIONS; beside an all-reduce
 #   operations  decoding, embeddings and experts, beside their unfused baselines
 #   checks      doctor, 100,000 random calls, training beside stock layers, the whole suite
 #
@@ -71,7 +71,6 @@ operators)
             --out "$out" --time-limit "$limit" --commit "$commit"
     done
     step "$python" -m flux_megatron bench --tp "$gpus" --with-nccl-load --out "$out" --time-limit "$limit" --commit "$commit"
-    ranks -m flux_megatron.lab.measure.hold "$out/hold.jsonl" --seconds "$limit" --commit "$commit"
     ;;
 operations)
     step "$python" -m flux_megatron bench operations --tp "$gpus" --out "$out" --time-limit "$limit" \

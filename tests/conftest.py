@@ -69,7 +69,6 @@ WHOLE = {
     "test_hopper_worlds": ("overlap/", "symm/", "expert_parallel/"),
     "test_slurm_jobs": ("slurm/", "launch/"),
     "test_slurm_faults": ("slurm/", "launch/"),
-    "test_faults": ("faults/", "symm/", "lab/train/"),
     "test_train_runs": ("lab/train/", "symm/"),
     "test_in_small": ("lab/measure/", "lab/bench/"),
     "test_differential": ("differential/",),

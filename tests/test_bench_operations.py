@@ -20,11 +20,10 @@ from flux_megatron.lab.bench.operations import (
     embedding_all_to_all,
     expert_all_to_all,
     gemv_all_reduce,
-    gemv_verification,
     worker,
 )
-from flux_megatron.lab.bench.operations.expert_work import SMALL, Work
-from flux_megatron.lab.bench.operations.worker import OperationOptions
+from flux_megatron.lab.bench.operations.expert_all_to_all import SMALL, Work
+from flux_megatron.lab.bench.options import OperationOptions
 from flux_megatron.lab.bench.table_run import Run
 
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
@@ -74,14 +73,14 @@ def test_rows_of_embeddings(tmp_path):
 def shifted(rank: int) -> int:
     """One result of rank 1 is off by one."""
     results = []
-    call = gemv_verification.ops.gemm_all_reduce
+    call = gemv_all_reduce.ops.gemm_all_reduce
 
     def off_by_one(*given, **options):
         results.append(call(*given, **options))
         return results[-1] + (rank == 1 and len(results) == 3)
 
-    with mock.patch.object(gemv_verification.ops, "gemm_all_reduce", off_by_one):
-        return gemv_verification.wrong_elements(_run(), 6)
+    with mock.patch.object(gemv_all_reduce.ops, "gemm_all_reduce", off_by_one):
+        return gemv_all_reduce.wrong_elements(_run(), 6)
 
 
 def test_a_wrong_result_of_few_rows_is_counted_on_all_ranks():
@@ -147,7 +146,7 @@ def test_the_baseline_computes_the_same(rank):
     known, plan = work.known, work.plans["fused"]
     x, w, z, v = (one.requires_grad_() for one in (work.x, work.w, work.z, work.v))
     hidden = work.there(x, w, work.counts, plan)
-    y = work.back(z, v, work.counts, len(x), plan)
+    y = work.back(z, v, work.counts, plan)
     dx, dw = torch.autograd.grad(hidden, (x, w), work.dh)
     dz, dv = torch.autograd.grad(y, (z, v), work.dy)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from ranks import DEVICE, on_cpu_ranks
 
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.competitors import quack
-from flux_megatron.lab.bench.competitors.quack import TILES, Quack, QuackGemm, Tile
+from flux_megatron.lab.bench.competitors.quack import TILES, Quack, Tile
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import Options
 
@@ -88,27 +88,23 @@ def of_case(pattern="ag_gemm", M=512):
 
 def _rows(case, competitors=None):
     """The rows of a tiny race in which only quack takes part."""
-    options = Options((case.suite,), (case.pattern,), (case.M,), "", ("quack", "quack_gemm"))
+    options = Options((case.suite,), (case.pattern,), (case.M,), "", ("quack",))
     about = provenance.describe(CPU, 2, torch.float32, 512, False, "none")
-    those = competitors or {Quack(): None, QuackGemm(): None}
+    those = competitors or {Quack(): None}
     given = runner.measure(case, options, dist.group.WORLD, CPU, torch.float32, those, about)
     (rows,) = given
     return {row.candidate: row for row in rows}
 
 
 @interpreted
-@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs", "gemm"])
 @on_cpu_ranks(2)
-def test_rows_of_quack(rank, pattern):
+def test_rows_of_quack(rank):
     ran = installed(pytest.MonkeyPatch())
-    rows = _rows(of_case(pattern))
-    named = {"quack", "quack_gemm"} if pattern == "ag_gemm" else {"quack_gemm"}
-    assert {name for name in rows if "quack" in name} == named
-    for name in named:
-        row = rows[name]
-        assert (row.role, row.status, row.reason) == (records.COMPETITOR, records.OK, "")
-        assert len(row.times_us) == 12
+    row = _rows(of_case())["quack"]
+    assert (row.role, row.status, row.reason) == (records.COMPETITOR, records.OK, "")
+    assert len(row.times_us) == 12
     assert {*ran} == {*TILES}
+    assert "quack" not in _rows(of_case("gemm_rs"))
 
 
 @interpreted
@@ -116,7 +112,7 @@ def test_rows_of_quack(rank, pattern):
 def test_tiles_that_span_shards_are_left_out(rank):
     ran = installed(pytest.MonkeyPatch())
     _rows(of_case(M=256))  # shards of 128 rows
-    assert {Tile(128, 192, 1, True), Tile(64, 192, 1, True)} <= {*ran}
+    assert {*ran} == {tile for tile in TILES if 128 % tile.rows == 0} != {*TILES}
 
 
 @interpreted
@@ -126,7 +122,7 @@ def test_shards_that_no_tile_fits(rank):
     rows = _rows(of_case(M=64))
     assert rows["quack"].status == records.FAILED
     assert "shards of 32 rows given, a multiple of 64 expected" in rows["quack"].reason
-    assert rows["quack_gemm"].status == records.OK, "it has no shards"
+    assert rows["serial"].status == records.OK
 
 
 class Refuses(Runner):
@@ -141,7 +137,7 @@ def test_a_runner_that_cannot_be_made(rank):
     rows = _rows(of_case())
     assert rows["quack"].status == records.FAILED
     assert rows["quack"].reason == "RuntimeError: CUDASymmetricMemory needs peer access"
-    assert rows["serial"].status == rows["quack_gemm"].status == records.OK
+    assert rows["serial"].status == records.OK
 
 
 @interpreted
@@ -183,19 +179,17 @@ def test_one_runner_a_shape(rank):
 
 def test_why_it_is_unavailable(monkeypatch):
     monkeypatch.setattr(quack.util, "find_spec", lambda name: None)
-    for peer in (Quack(), QuackGemm()):
-        assert peer.unavailable() == "quack-kernels is not installed"
+    assert Quack().unavailable() == "quack-kernels is not installed"
     monkeypatch.undo()
     installed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "compute capability 9.0" in Quack().unavailable()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "compute capability 9.0" in QuackGemm().unavailable()
+    assert "compute capability 9.0" in Quack().unavailable()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 expected" in Quack().unavailable()
-    assert QuackGemm().unavailable() is None, "it has no symmetric memory"
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     assert Quack().unavailable() is None
     monkeypatch.setitem(sys.modules, "quack.distributed", None)  # as before 0.6
@@ -205,7 +199,6 @@ def test_why_it_is_unavailable(monkeypatch):
 @interpreted
 @on_cpu_ranks(2)
 def test_a_version_that_lacks_it_has_rows_that_say_so(rank):
-    rows = _rows(of_case(), {Quack(): "an older one", QuackGemm(): "an older one"})
-    for name in ("quack", "quack_gemm"):
-        assert (rows[name].status, rows[name].reason) == (records.MISSING, "an older one")
+    rows = _rows(of_case(), {Quack(): "an older one"})
+    assert (rows["quack"].status, rows["quack"].reason) == (records.MISSING, "an older one")
     assert rows["serial"].status == records.OK

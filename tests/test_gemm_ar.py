@@ -18,7 +18,8 @@ from flux_megatron.kernels import launch
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.perf.hardware import H200
-from flux_megatron.lab.perf.operator_cost import gemms_us, predict_us
+from flux_megatron.lab.perf.linear import operator_us
+from flux_megatron.lab.perf.operator_cost import gemms_us
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
@@ -167,21 +168,21 @@ def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
 def test_an_all_reduce_is_predicted_to_take_two_trips():
     def us(pattern: Pattern, strategy: str) -> float:
         problem = Problem(pattern, 8192, 8192, 28672, "bfloat16", 4)
-        return predict_us(problem, Plan(strategy), H200)
+        return operator_us(problem, strategy, H200)
 
-    for strategy in ("sequential", "pipelined", "fused", "hopper"):
+    for strategy in ("megatron", "pipelined", "fused", "hopper"):
         assert us(Pattern.GEMM_AR, strategy) > us(Pattern.GEMM_RS, strategy)
     for strategy in ("pipelined", "hopper"):
-        assert us(Pattern.GEMM_AR, strategy) < us(Pattern.GEMM_AR, "sequential")
+        assert us(Pattern.GEMM_AR, strategy) < us(Pattern.GEMM_AR, "megatron")
 
 
 def test_in_a_backward_wgrad_hides_the_second_trip():
-    """Of `sequential` both, beside what its kernels take from wgrad."""
+    """Of Megatron's both, beside what its kernels take from wgrad."""
     forward = Problem(Pattern.GEMM_AR, 8192, 8192, 28672, "bfloat16", 4)
     backward = dataclasses.replace(forward, layout="nn")
-    for strategy in ("sequential", "pipelined", "hopper"):
-        plan = Plan(strategy)
+    for strategy in ("megatron", "pipelined", "hopper"):
         exposed = [
-            predict_us(one, plan, H200) - sum(gemms_us(one, H200)) for one in (forward, backward)
+            operator_us(one, strategy, H200) - sum(gemms_us(one, H200))
+            for one in (forward, backward)
         ]
         assert 0 < exposed[1] < 0.6 * exposed[0], strategy

@@ -58,7 +58,7 @@ TABLE = {
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
     "launch": room(
-        "config_files errors option_values problem version versions.python "
+        "config_files errors machine option_values problem version versions.python "
         "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
@@ -119,20 +119,20 @@ BELOW = frozenset(TABLE)
 LABORATORY = {
     LAB: room(),
     "lab.train": room(
-        "command_errors config_files errors option_values settings ops nn integration "
-        "overlap.report symm.step versions",
-        "torch megatron matplotlib numpy pydantic rich typer",
+        "command_errors config_files errors option_values settings integration "
+        "overlap.report symm.step",
+        "torch megatron matplotlib numpy pydantic typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "lab.generate": room(
-        "command_errors option_values overlap.report symm.step lab.train",
-        "torch megatron pydantic rich typer",
+        "command_errors errors option_values overlap.report symm.step lab.train",
+        "torch megatron pydantic typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room(
         "errors launch option_values lab.perf", "scipy typer", lazily="matplotlib rich"
     ),
-    "lab.perf": room("errors launch.memory launch.stages launch.workload patterns problem"),
+    "lab.perf": room("errors launch.memory launch.workload patterns problem"),
     "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
     # beside other libraries
     "lab.bench": Room(BELOW, ANY),
@@ -154,7 +154,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = {
     "": Room(BASE),
     "launch": Room(
-        frozenset({"config_files", "version", "errors", "option_values", "problem"}),
+        frozenset({"config_files", "version", "errors", "machine", "option_values", "problem"}),
         frozenset({"jinja2", "pydantic", "typer", "yaml"}),
     ),
     "doctor": Room(BASE | {"command_errors", "option_values", "versions"}),

@@ -1,97 +1,28 @@
-"""What a checkpoint holds besides tensors, in which order it becomes the newest one, and on which
-ranks a run goes on from it.
-"""
+"""When a checkpoint becomes the newest one, and on which ranks a run goes on from it."""
 
 from __future__ import annotations
 
 import multiprocessing
-import random
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ranks import on_cpu_ranks, run_ranks
-from test_bad_train_inputs import DEMO, TINY
+from train_words import load
 
 from flux_megatron.integration.cpu_device import pretend_cuda
-from flux_megatron.lab.train import checkpoint, config, data, loop, run_folder, worker
-from flux_megatron.lab.train.model import Trainee, layer_context
+from flux_megatron.lab.train import checkpoint, data, loop, run_folder
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.model import Trainee
 
-
-class Nothing:
-    """A model, an optimizer or a schedule without a state."""
-
-    def sharded_state_dict(self, *given: object, **named: object) -> dict:
-        return {}
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
-
-
-TRAINEE = SimpleNamespace(module=Nothing(), optimizer=Nothing(), scheduler=Nothing())
-
-
-def draws() -> list[float]:
-    """A number from each generator that training may draw from."""
-    on_device = torch.Generator()
-    on_device.set_state(torch.cuda.get_rng_state())
-    drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
-    drawn.append(torch.rand(1, generator=on_device).item())
-    torch.cuda.set_rng_state(on_device.get_state())
-    with checkpoint.get_cuda_rng_tracker().fork("here"):
-        return [*drawn, torch.cuda.get_rng_state().sum().item()]
-
-
-def start() -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # the writer is a child
-    pretend_cuda()
-    checkpoint.get_cuda_rng_tracker().add("here", 3)
-
-
-@on_cpu_ranks(1)
-def test_random_numbers_go_on_where_they_were(rank, tmp_path):
-    start()
-    draws()
-    checkpoint.save(tmp_path, TRAINEE, 1, 10)
-    first = draws()
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    torch.cuda.manual_seed(1)
-    checkpoint.get_cuda_rng_tracker().reset()
-    checkpoint.get_cuda_rng_tracker().add("here", 4)
-    assert not {*draws()} & {*first}
-    assert checkpoint.load(run_folder.latest(tmp_path), TRAINEE) == (1, 10)
-    assert draws() == first
-
-
-@on_cpu_ranks(1)
-def test_latest_never_names_what_is_not_there(rank, tmp_path):
-    start()
-    checkpoint.save(tmp_path, TRAINEE, 1, 10)
-    newest, rename = run_folder.latest(tmp_path), Path.rename
-
-    def dies(path: Path, target: Path) -> Path:
-        if path.suffix == ".partial":
-            raise OSError("killed")
-        return rename(path, target)
-
-    with mock.patch.object(Path, "rename", dies), pytest.raises(OSError, match="killed"):
-        checkpoint.save(tmp_path, TRAINEE, 2, 20)
-    assert run_folder.latest(tmp_path) == newest
-    assert checkpoint.load(newest, TRAINEE) == (1, 10)
-    checkpoint.save(tmp_path, TRAINEE, 2, 20)
-    assert checkpoint.load(run_folder.latest(tmp_path), TRAINEE) == (2, 20)
+CPU = torch.device("cpu")
 
 
 class Numbers:
@@ -108,38 +39,59 @@ class Numbers:
         }  # fmt: skip
 
 
-def trained(rank: int, out: Path, overrides: dict, steps: int, resume: bool) -> list[float]:
-    """The losses of `steps` steps; a checkpoint of the second one is written, or read before."""
+def started(settings: dict) -> tuple[TrainConfig, Trainee]:
+    multiprocessing.current_process()._config["daemon"] = False  # Megatron's writers are children
     pretend_cuda()
-    wanted = config.load(DEMO, TINY | overrides | {"parallel.tp": dist.get_world_size()})
+    config = load(parallel__tp=dist.get_world_size(), **settings)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    cpu = torch.device("cpu")
-    worker._seed(wanted.train.seed)
-    with layer_context(wanted):
-        training = loop.Loop(wanted, out, Trainee(wanted, cpu), Numbers(), cpu)
-        if resume:
-            found = run_folder.latest(out)
-            training.step, training.consumed = checkpoint.load(found, training.trainee)
-        batches = data.microbatches(Numbers(), wanted, 0, 1, training.consumed, cpu)
-        losses = []
-        for _ in range(steps):
-            losses.append(training._one_step(batches)["loss"])
-            if training.step == 2 and not resume:
-                checkpoint.save(out, training.trainee, 2, training.consumed)
+    model_parallel_cuda_manual_seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    return config, Trainee(config, CPU)
+
+
+def trained(rank: int, out: Path, settings: dict, steps: int, resume: bool) -> list[float]:
+    """The losses of `steps` steps; a checkpoint of the second one is written, or read before."""
+    config, trainee = started(settings)
+    done = checkpoint.load(run_folder.latest(out), trainee) if resume else 0
+    batches = data.microbatches(Numbers(), config, done * 2, CPU)
+    losses = []
+    for step in range(done + 1, done + steps + 1):
+        losses.append(loop.one_step(config, trainee, batches)["loss"])
+        if step == 2:
+            checkpoint.save(out, trainee, 2)
     return losses
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sizes"),
+    ("settings", "sizes"),
     [
         ({}, (1, 4)),
-        ({"model.swiglu": True, "model.bias": True, "model.tied_embeddings": False}, (1,)),
+        ({"model__swiglu": True, "model__bias": True, "model__tied_embeddings": False}, (1,)),
     ],
     ids=["plain", "swiglu"],
 )
-def test_a_checkpoint_of_two_ranks_resumes_on_others(tmp_path, overrides, sizes):
-    straight, _ = run_ranks(trained, 2, tmp_path, overrides, 4, False)
+def test_a_checkpoint_of_two_ranks_resumes_on_others(tmp_path, settings, sizes):
+    straight, _ = run_ranks(trained, 2, tmp_path, settings | {"layers": "stock"}, 4, False)
     assert len({*straight}) == 4
     for ranks in sizes:
-        for losses in run_ranks(trained, ranks, tmp_path, overrides, 2, True):
+        for losses in run_ranks(trained, ranks, tmp_path, settings, 2, True):
             assert losses == pytest.approx(straight[2:], abs=1e-5, rel=0)
+
+
+@on_cpu_ranks(1)
+def test_latest_never_names_what_is_not_whole(rank, tmp_path):
+    """Of a kill in the middle nothing is seen, and the same step can be written again."""
+    config, trainee = started({"layers": "stock"})
+    loop.one_step(config, trainee, data.microbatches(Numbers(), config, 0, CPU))
+    checkpoint.save(tmp_path, trainee, 1)
+    serialization = checkpoint.dist_checkpointing.serialization
+    with (
+        mock.patch.object(serialization, "save_config", side_effect=OSError("killed")),
+        pytest.raises(OSError, match="killed"),
+    ):
+        checkpoint.save(tmp_path, trainee, 2)
+    assert (tmp_path / "checkpoints" / "step_2" / "common.pt").exists()
+    assert checkpoint.load(run_folder.latest(tmp_path), trainee) == 1
+    checkpoint.save(tmp_path, trainee, 2)
+    assert run_folder.latest(tmp_path).name == "step_2"
+    assert checkpoint.load(run_folder.latest(tmp_path), trainee) == 2

@@ -1,15 +1,13 @@
-"""Whole runs of `flux-megatron train`: processes, signals, files, codes.
-
-Some are started as a user starts them, the others forked from this process, which saves each of
-their processes its imports.
+"""Whole runs of `flux-megatron train`: processes, signals, files, codes. One is started as a user
+starts it, the others are forked from this process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -22,68 +20,12 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import torch
 from checkpoint_tensors import tensors
-from forked_processes import ROOT, command_line, import_what_ranks_import, kept
+from forked_command import ROOT, Command, flux_megatron, wait_for
+from train_words import words
 
-TINY = {
-    "model.num_layers": 1, "model.hidden": 32, "model.heads": 4, "model.ffn": 64,
-    "model.seq_length": 32, "train.micro_batch": 1, "train.global_batch": 2,
-    "train.warmup_steps": 1, "train.save_every": "null", "train.log_every": 1,
-    "parallel.device": "cpu",
-}  # fmt: skip
 INTERRUPTED = 130
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "words.txt").write_text(" ".join(f"{i} is {i * i}." for i in range(3000)))
-    return folder
-
-
-def command(out: Path, text: Path, *arguments: str, **settings: object) -> list[str]:
-    line = [sys.executable, "-m", "flux_megatron.cli", "train"]
-    line += ["--config", "configs/train/demo.yaml"]
-    line += ["--out", str(out), "--data", str(text), *arguments]
-    settings = TINY | {key.replace("__", "."): value for key, value in settings.items()}
-    return line + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-
-
-def train(out: Path, text: Path, *arguments: str, expected: int = 0, env=None, **settings) -> str:
-    """Run to the end as a user does; standard output and error."""
-    done = subprocess.run(
-        command(out, text, *arguments, **settings),
-        cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == expected, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert_no_rank_of(out)
-    return done.stdout + done.stderr
-
-
-def train_forked(
-    out: Path, text: Path, *arguments: str, expected: int = 0, plant=lambda rank: None, **settings
-) -> str:
-    """The same, in forked processes: what `command` says, by the same code. `plant(rank)` runs in
-    each rank before that.
-    """
-    import_what_ranks_import()
-    words = command(out, text, *arguments, **settings)[3:]
-    code, output, left = kept(command_line, words, plant, out.with_suffix(".output"))
-    assert (code, left) == (expected, []), (
-        f"exit code {code}, processes left behind: {left}\n{output}"
-    )
-    return output
-
-
-def assert_no_rank_of(out: Path) -> None:
-    left = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            if (
-                f"flux_megatron.lab.train.worker\0{out}\0".encode()
-                in (process / "cmdline").read_bytes()
-            ):
-                left.append(process.name)
-    assert not left, f"processes left behind: {left}"
+AS_A_USER = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
+BOUND = {"FLUX_MEGATRON_TIMEOUT_S": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 
 
 def losses(out: Path) -> list[float]:
@@ -92,71 +34,67 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def test_resuming_changes_no_bit(tmp_path, text):
-    """Six steps at once, and three and three: the same losses, weights and moments."""
-    straight, halves = tmp_path / "straight", tmp_path / "halves"
-    output = train_forked(straight, text, "--steps", "6", train__save_every=4)
+def train(tmp_path: Path, out: Path, *more: object, settings=None, **options) -> str:
+    given = words(out, tmp_path / "text", *more, **(settings or {}))
+    return flux_megatron(tmp_path / "forked", *given, **options)
+
+
+def assert_same_bits(out: Path, other: Path, step: int) -> None:
+    ours, its = (tensors(one / "checkpoints" / f"step_{step}") for one in (out, other))
+    assert ours.keys() == its.keys()
+    assert any("exp_avg" in key for key in ours)
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, its[key]), key
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six steps without a disturbance."""
+    folder = tmp_path_factory.mktemp("straight")
+    output = train(folder, folder / "run", "--steps", 6, settings={"train__save_every": 4})
     assert re.search(r"flux step 6/6 +loss [0-9.]+ .* tokens/s", output)
-    train_forked(halves, text, "--steps", "3")
-    train_forked(halves, text, "--steps", "6", "--resume")
-
-    assert losses(halves) == losses(straight)
-    assert losses(straight)[-1] < losses(straight)[0]
-    whole, resumed = (tensors(out / "checkpoints" / "step_6") for out in (straight, halves))
-    assert whole.keys() == resumed.keys()
-    assert any("exp_avg" in key for key in whole)
-    for key, tensor in whole.items():
-        assert torch.equal(tensor, resumed[key]), key
-    earlier = tensors(straight / "checkpoints" / "step_4")
-    assert not all(torch.equal(tensor, earlier[key]) for key, tensor in whole.items())
-    assert (straight / "checkpoints" / "latest").read_text() == "step_6\n"
-    assert (straight / "loss.png").stat().st_size > 1000
+    return folder / "run"
 
 
-def test_our_layers_train_and_overlap_every_call(tmp_path, text):
-    out = tmp_path / "run"
-    output = train(out, text, "--steps", "2")
-    summary = json.loads((out / "summary.json").read_text())
-    ranks, microbatches, steps = 2, 2, 2
+def test_our_layers_train_and_overlap_every_call(straight):
+    summary = json.loads((straight / "summary.json").read_text())
+    ranks, microbatches, steps = 2, 2, 6
     assert summary["eligible"] == (8 * 1 + 2) * ranks * microbatches * steps
     assert summary["overlapped"] == summary["eligible"], summary
-    assert summary["silent"] == 0
-    assert not summary["fallbacks"]
-    assert "silent fallbacks" in output
-    assert "is not empty" in train(out, text, expected=2)
+    assert (summary["silent"], summary["fallbacks"]) == (0, {})
+    assert losses(straight)[-1] < losses(straight)[0]
+    assert (straight / "loss.png").stat().st_size > 1000
+    assert (straight / "checkpoints" / "latest").read_text() == "step_6\n"
+    earlier, last = (tensors(straight / "checkpoints" / f"step_{step}") for step in (4, 6))
+    assert not all(torch.equal(tensor, earlier[key]) for key, tensor in last.items())
+
+
+def test_resuming_changes_no_bit(tmp_path, straight):
+    """Six steps at once, and three and three: the same losses, weights and moments."""
+    out = tmp_path / "run"
+    train(tmp_path, out, "--steps", 3)
+    assert "is not empty" in train(tmp_path, out, expected=2)
+    train(tmp_path, out, "--steps", 6, "--resume")
+    assert losses(out) == losses(straight)
+    assert_same_bits(out, straight, 6)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, text, number):
+def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
     out = tmp_path / "run"
-    process = start(out, text, "--steps", "100000", layers="stock")
-    process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == INTERRUPTED, output
-    assert f"to go on: flux-megatron train --config configs/train/demo.yaml --out {out} " in output
-    assert_no_rank_of(out)
+    given = words(out, tmp_path / "text", "--steps", 100000, layers="stock")
+    command = Command(given, tmp_path / "forked")
+    wait_for((out / "metrics.jsonl").exists, command)
+    os.kill(command.pid, number)
+    assert command.ends() == INTERRUPTED, command.output
+    assert f"to go on: flux-megatron train --config {given[2]} --out {out} " in command.output
     done = len(losses(out))
     assert (out / "checkpoints" / "latest").read_text() == f"step_{done}\n"
-    assert tensors(out / "checkpoints" / f"step_{done}")
-    if number is signal.SIGINT:
-        train_forked(out, text, "--steps", str(done + 1), "--resume", layers="stock")
-        assert len(losses(out)) == done + 1
+    train(tmp_path, out, "--steps", done + 1, "--resume", settings={"layers": "stock"})
+    assert len(losses(out)) == done + 1
 
 
-def test_compare_agrees_and_can_disagree(tmp_path, text):
-    arguments = ("--steps", "2", "--compare")
-    output = train(tmp_path / "same", text, *arguments)  # as a user starts it
-    assert re.search(r"verdict +│ same", output)
-    result = json.loads((tmp_path / "same" / "compare.json").read_text())
-    assert result["overlapped"] == result["eligible"] > 0
-    assert (tmp_path / "same" / "compare.png").stat().st_size > 1000
-
-    other = tmp_path / "other"
-    output = train_forked(other, text, *arguments, expected=1, plant=_one_percent_more)
-    assert re.search(r"verdict +│ DIFFERENT", output)
-
-
-def _one_percent_more(rank: int) -> None:
+def one_percent_more(rank: int) -> None:
     from flux_megatron.integration.layers import FluxRowParallelLinear
 
     forward = FluxRowParallelLinear.forward
@@ -168,15 +106,123 @@ def _one_percent_more(rank: int) -> None:
     FluxRowParallelLinear.forward = wrong
 
 
-def start(out: Path, text: Path, *arguments: str, **settings) -> subprocess.Popen[str]:
-    """A run that has done its first steps."""
-    process = subprocess.Popen(
-        command(out, text, *arguments, **settings),
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def test_compare_agrees_and_can_disagree(tmp_path):
+    """Also under torchrun, with its own words."""
+    same, other = tmp_path / "same", tmp_path / "other"
+    given = words(same, tmp_path / "text", "--steps", 2, "--compare")
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    done = subprocess.run(
+        [sys.executable, *line, "flux_megatron", *given],
+        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    deadline = time.monotonic() + 100
-    while not (out / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no step in 100 s"
-        time.sleep(0.1)
-    return process
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: same" in done.stdout
+    result = json.loads((same / "compare.json").read_text())
+    assert result["overlapped"] == result["eligible"] > 0
+    assert (same / "compare.png").stat().st_size > 1000
+    more = ("--steps", 2, "--compare")
+    assert "verdict: DIFFERENT" in train(tmp_path, other, *more, expected=1, plant=one_percent_more)
+    assert losses(other / "stock") == losses(same / "stock")
+
+
+def test_a_user_starts_it_and_a_spoiled_run_ends_in_one_line(tmp_path):
+    settings = {
+        "train__lr": 1e30,
+        "train__warmup_steps": 0,
+        "train__clip": 0,
+        "train__save_every": 1,
+    }
+    given = words(tmp_path / "run", tmp_path / "text", "--steps", 8, **settings)
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron", *given],
+        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "NaN in local grad norm" in line) == (1, True), done.stderr
+    assert f"(more in {tmp_path / 'run' / 'logs'})" in line
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_1\n"
+
+
+# a rank, or the launcher, that ends early
+
+
+def at_third_call(rank: int, action) -> None:
+    """On rank 1, `action` comes in place of its third forward of a row layer."""
+    from flux_megatron.integration import layers
+
+    forward, calls = layers.FluxRowParallelLinear.forward, []
+
+    def planted(self, x):
+        calls.append(x)
+        return action(self, x) if rank == 1 and len(calls) == 3 else forward(self, x)
+
+    layers.FluxRowParallelLinear.forward = planted
+
+
+def raises(self, x):
+    raise OSError("planted")
+
+
+def skips(self, x):
+    return x.new_zeros(x.shape[0] // 2, x.shape[1], self.output_size), None
+
+
+def poor(rank: int) -> None:
+    """On rank 1, shared memory is full."""
+    allocate = os.posix_fallocate
+
+    def refused(descriptor: int, offset: int, size: int) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
+        allocate(descriptor, offset, size)
+
+    if rank == 1:
+        os.posix_fallocate = refused
+
+
+FAULTS = {
+    "an exception": (lambda rank: at_third_call(rank, raises), "rank 1 failed: OSError: planted"),
+    "a skipped call": (lambda rank: at_third_call(rank, skips), "SignalTimeout|ProblemMismatch"),
+    "late": (lambda rank: at_third_call(rank, lambda *_: time.sleep(12)), "rank 0 failed: SignalT"),
+    "full memory": (
+        poor,
+        r"rank \d failed: WorkspaceError: .*rank 1: \d+ bytes of shared memory: .*too large",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_ends_the_run_by_name(tmp_path, fault):
+    plant, said = FAULTS[fault]
+    started = time.monotonic()
+    settings = {"strategy": "pipelined"}
+    output = train(
+        tmp_path, tmp_path / "run", settings=settings, plant=plant, environment=BOUND, expected=1
+    )
+    assert re.search(said, output.splitlines()[-1]), output
+    assert time.monotonic() - started < 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_rank_that_is_gone_ends_the_run(tmp_path, number):
+    out = tmp_path / "run"
+    given = words(out, tmp_path / "text", "--steps", 100000)
+    command = Command(given, tmp_path / "forked", environment=BOUND)
+    wait_for((out / "metrics.jsonl").exists, command)
+    os.kill(command.rank(1), number)
+    assert command.ends(60) == 1
+    said = r"rank 1 failed: Signal 9 \(SIGKILL\)" if number == signal.SIGKILL else "rank 0 failed: "
+    assert re.match(said, command.output.splitlines()[-1]), command.output
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_a_kill_while_a_checkpoint_is_written_loses_no_bit(tmp_path, straight, victim):
+    out = tmp_path / "run"
+    given = words(out, tmp_path / "text", "--steps", 6, train__save_every=1)
+    command = Command(given, tmp_path / "forked", environment=BOUND)
+    wait_for((out / "checkpoints" / "step_3").exists, command)
+    os.kill(command.pid if victim == "launcher" else command.rank(0), signal.SIGKILL)
+    assert command.ends() == (-signal.SIGKILL if victim == "launcher" else 1), command.output
+    train(tmp_path, out, "--steps", 6, "--resume", settings={"train__save_every": 1})
+    assert losses(out) == losses(straight)
+    assert_same_bits(out, straight, 6)

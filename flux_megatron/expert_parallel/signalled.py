@@ -26,7 +26,7 @@ from flux_megatron.symm.workspace import Workspace
 
 BANDS = 4
 # SMs that the GEMM leaves to NCCL: with 8 fine-grained experts took 16 to 49 % longer, Mixtral-like
-# ones at most 4 % (2 x H200, 2026-11-23, docs/results/h200x2/signalled_experts.jsonl).
+# ones at most 4 % (2 x H200, 2026-11-23, h200x2/signalled_experts.jsonl).
 COMM_SMS = 16
 
 

@@ -109,7 +109,7 @@ class GatheredRows:
     def _await_others(self, work, arrived, deadline):
         """Wait until the other tiles of the column can begin: L2 loses what a local tile read of w
         long before. With 8 k-tiles read ahead 256 x 12288 x 12288 took 154 us instead of 136, with
-        no such wait 222 (2 x H100, 2026-11-25, docs/results/h100x2/k_parts.jsonl).
+        no such wait 222 (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
         """
         sizes = self.sizes
         k_tiles = gl.cdiv(sizes.K, sizes.BLOCK_K)

@@ -18,7 +18,7 @@ K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or sto
 # H200, 2026-11-21, torch 2.11, triton 3.6), with 16 two rounds still win (1024 x 10240 x 8192).
 PART_K_TILES = 16
 # Of tiles of 64 rows, whose k-tiles are shorter: 80 of 64 x 128, cut into thirds, took 39 us, whole
-# ones 30 (128 x 5120 x 8192, H200, 2026-11-23, docs/results/h200/split_k.jsonl).
+# ones 30 (128 x 5120 x 8192, H200, 2026-11-23, h200/split_k.jsonl).
 LOW_PART_K_TILES = 24
 PARTS_MAX = 4  # of a tile: each more costs 128 KiB written and read
 

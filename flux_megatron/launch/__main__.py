@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flux_megatron.errors import BadInput
-from flux_megatron.launch.environment import CPU, ONE_QUEUE
+from flux_megatron.launch import CPU, ONE_QUEUE
 
 
 def main(argv: list[str]) -> None:

@@ -40,21 +40,10 @@ def launch(
         raise typer.BadParameter("one of --dry-run, --submit and --local expected")
     from flux_megatron.launch import launching
 
-    request = launching.Request(
-        experiment=experiment,
-        run=run_dir,
-        arms=tuple(arm or ()),
-        overrides=tuple(set_ or ()),
-        checkout=megatron_lm,
-        data=tuple(data_path or ()),
-        save_interval=save_interval,
-        site=site,
-        sbatch=tuple(sbatch or ()),
-        environment=tuple(env or ()),
-        resume=resume,
-        rounds=alternate,
-    )
-    prepared = launching.prepare(request)
+    prepared = launching.prepare(
+        experiment, run_dir, arm or (), set_ or (), megatron_lm, data_path or (), save_interval,
+        site, sbatch or (), env or (), alternate, resume,
+    )  # fmt: skip
     if dry_run:
         typer.echo(prepared.shown())
     elif submit:
@@ -62,7 +51,7 @@ def launch(
     elif not here:
         typer.echo(f"wrote {prepared.write()}: start it with sbatch")
     elif code := prepared.run_here(typer.echo):
-        again = "--resume --local" + "".join(f" --set {text}" for text in request.overrides)
+        again = "--resume --local" + "".join(f" --set {text}" for text in set_ or ())
         run = prepared.options.run
         typer.echo(
             f"go on with: flux-megatron launch {experiment} --run-dir {run} {again}", err=True

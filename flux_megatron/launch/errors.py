@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from flux_megatron.errors import BadInput
 
-
-class ErrorDetail(NamedTuple):
-    """`file` is the one that set `key`, or "--set" for an override."""
-
-    file: str
-    key: str
-    rule: str
-
-    def __str__(self) -> str:
-        return ": ".join(filter(None, self))
+Rule = tuple[str, str]  # a dotted key, and what is wrong with it
 
 
 class ExperimentError(BadInput):
-    """An experiment that cannot be run, with all that is wrong with it, a line each.
+    """An experiment that cannot be run, with all that is wrong with it, a line each."""
 
-    `file`, `key` and `rule` are those of the first error.
-    """
-
-    def __init__(self, errors: Iterable[ErrorDetail]) -> None:
-        self.errors = tuple(dict.fromkeys(errors))
-        super().__init__("\n".join(map(str, self.errors)))
-        self.file, self.key, self.rule = self.errors[0]
+    def __init__(self, name: str, rules: Iterable[Rule]) -> None:
+        self.rules = tuple(dict.fromkeys(rules))
+        super().__init__("\n".join(": ".join(filter(None, (name, *one))) for one in self.rules))
 
 
 class LaunchError(BadInput):

@@ -1,158 +1,142 @@
-"""YAML files and their bases, merged into flat values of which each knows who set it and why.
+"""YAML files and their bases, merged into one tree, and why each of its values is what it is.
 
 A mapping is merged key by key; a list or a scalar replaces what was there. `model: NAME` and
-`cluster: NAME` take the whole of configs/models/NAME.yaml or configs/clusters/NAME.yaml.
+`cluster: NAME` take the whole of configs/models/NAME.yaml or configs/clusters/NAME.yaml. A file
+explains, by `stated` and `assumed`, what it sets and what nothing has explained before; of keys
+that cover a value the longest counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flux_megatron import config_files
 from flux_megatron.config_files import configs, flat
-from flux_megatron.launch.errors import ErrorDetail, ExperimentError
+from flux_megatron.launch.errors import ExperimentError, Rule
 
 # sections that a file may take whole by name, and the folders of those that we ship
 SHIPPED = {"model": "models", "cluster": "clusters"}
+NAMES = ("model.name", "cluster.name")  # which are those of the files
 BY_CALLER = "set by the caller"
-
-
-@dataclass(frozen=True)
-class Value:
-    """The value of `key` in `file`. Later files of a chain have a higher `order`."""
-
-    key: str
-    value: Any
-    file: str
-    order: int = 0
-
-
-@dataclass(frozen=True)
-class Source:
-    """Why `key` and all below it have their values."""
-
-    key: str
-    kind: Literal["stated", "assumed"]
-    text: str
-    file: str
-    order: int
+NO_VALUE = "there is no such value"
+Tree = dict[str, Any]
 
 
 def covers(prefix: str, key: str) -> bool:
     return f"{key}.".startswith(f"{prefix}.")
 
 
-def put(values: dict[str, Value], name: str, value: Value) -> None:
-    """Add `value` in place of what stood under `name` or, where a mapping is new, above it."""
-    for old in [*values]:
-        below = covers(name, old) and value.value != {}
-        above = covers(old, name) and values[old].value != {}
-        if old != name and (below or above):
-            del values[old]
-    values[name] = value
-
-
-def shown(file: Path) -> str:
-    """How messages name a file: those we ship from `configs/` on."""
-    root = configs().parent
-    return str(file.relative_to(root) if file.is_relative_to(root) else file)
+def merge(tree: Tree, other: Mapping[str, Any]) -> Tree:
+    """`other` upon `tree`; dotted keys are those of mappings."""
+    for name, value in other.items():
+        first, _, rest = str(name).partition(".")
+        value = {rest: value} if rest else value
+        old = tree.get(first)
+        new = isinstance(value, dict)
+        tree[first] = merge(dict(old) if isinstance(old, dict) else {}, value) if new else value
+    return tree
 
 
 class Merged:
-    """One experiment: `values`, `sources` and `sweep` by dotted key; an empty mapping is a value
-    too. `errors` collects what need not stop the reading.
+    """A file upon its bases, with dotted `overrides` upon all. `why` has (kind, text) for each
+    scalar that is explained, by its dotted key. `wrong` collects what need not stop the reading.
+
+    `ExperimentError` where a file is absent, no YAML, or in a cycle.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
-        self.sources: dict[str, Source] = {}
-        self.sweep: dict[str, Value] = {}
-        self.paper: dict[str, Any] = {}
-        self.errors: list[ErrorDetail] = []
-        self._order = 0
+    def __init__(self, file: Path, overrides: Mapping[str, Any] | None = None) -> None:
+        self.tree: Tree = {}
+        self.why: dict[str, tuple[str, str]] = {}
+        self.sweep: Tree = {}
+        self.paper: Tree = {}
+        self.wrong: list[Rule] = []
+        self._read(file)
+        if overrides:
+            self._apply({**overrides, "assumed": dict.fromkeys(overrides, BY_CALLER)}, Path())
 
-    def read(self, file: Path, section: str = "", above: tuple[Path, ...] = ()) -> None:
-        """Put `file` upon its bases, as one `section` or as the whole. `ExperimentError` where one
-        is absent, no YAML, or in a cycle.
-        """
+    def reasons(self) -> Tree:
+        """`stated`, `assumed`, `sweep` and `paper` of an experiment."""
+        of: Tree = {"stated": {}, "assumed": {}}
+        for key, (kind, text) in self.why.items():
+            of[kind][key] = text
+        return {**of, "sweep": self.sweep, "paper": self.paper}
+
+    def unexplained(self) -> list[Rule]:
+        """Values without a reason, and what may not be swept: only what is assumed may."""
+        keys = [key for key, value in flat(self.tree).items() if value != {} and key not in NAMES]
+        found = [(key, "neither stated nor assumed here") for key in keys if key not in self.why]
+        for key, values in self.sweep.items():
+            if key not in keys:
+                found.append((f"sweep.{key}", NO_VALUE))
+            elif self.why.get(key, ("",))[0] == "stated":
+                found.append((f"sweep.{key}", "stated: only what is assumed is swept"))
+            if not isinstance(values, list) or not values:
+                found.append((f"sweep.{key}", f"a list expected, {values!r} given"))
+        return found
+
+    def _read(self, file: Path, section: str = "", above: tuple[Path, ...] = ()) -> None:
+        """Apply the file's bases and then the file, as one `section` or as the whole."""
         file = file.resolve()
         if file in above:
-            chain = " -> ".join(shown(f) for f in (*above, file))
-            raise _stop(above[-1], "base", f"inherits from itself: {chain}")
+            chain = " -> ".join(map(str, (*above, file)))
+            raise ExperimentError(str(file), [("base", f"inherits from itself: {chain}")])
         try:
             raw = config_files.read(file)
         except ValueError as error:
-            raise _stop(file, "", str(error)) from None
+            raise ExperimentError(str(file), [("", str(error))]) from None
         base = raw.pop("base", None)
         if isinstance(base, str):
-            self.read(file.parent / base, section, (*above, file))
+            self._read(file.parent / base, section, (*above, file))
         elif base is not None:
-            self._error(shown(file), "base", f"{base!r} given, the path of a file expected")
-        self._apply(raw, shown(file), file.parent, section)
+            self.wrong.append(("base", f"{base!r} given, the path of a file expected"))
+        self._apply(raw, file.parent, section)
 
-    def override(self, overrides: Mapping[str, Any]) -> None:
-        """Put dotted `overrides` upon all, as the caller's assumptions."""
-        self._apply(dict(overrides), "--set", Path())
-        for value in [*self.values.values()]:
-            if value.order == self._order:
-                self._explain(value.key, "assumed", BY_CALLER, "--set")
-
-    def _apply(self, raw: dict[str, Any], file: str, folder: Path, section: str = "") -> None:
-        if not section:
-            for part in SHIPPED:
-                if isinstance(raw.get(part), str):
-                    self._take(part, raw.pop(part), file, folder)
-        self._order += 1
+    def _apply(self, raw: Tree, folder: Path, section: str = "") -> None:
+        for part in () if section else SHIPPED:
+            if isinstance(raw.get(part), str):
+                self._take(part, raw.pop(part), folder)
         prefix = f"{section}." if section else ""
+        reasons: dict[str, tuple[str, str]] = {}
         for kind in ("stated", "assumed"):
-            for keys, text in self._mapping(raw, kind, file).items():
-                for key in str(keys).split():
-                    self._explain(prefix + key, kind, text, file)
-        for key, alternatives in self._mapping(raw, "sweep", file).items():
-            self.sweep[prefix + key] = Value(prefix + key, alternatives, file)
-        self.paper |= self._mapping(raw, "paper", file)
-        for key, value in flat(raw, prefix).items():
-            put(self.values, key, Value(key, value, file, self._order))
+            for keys, text in self._mapping(raw, kind).items():
+                for key in (prefix + one for one in str(keys).split()):
+                    if not isinstance(text, str) or not text.strip():
+                        rule = "expected where the value is from, or why it is"
+                        self.wrong.append((f"{kind}.{key}", rule))
+                    elif key in reasons:
+                        self.wrong.append((key, "both stated and assumed"))
+                    reasons[key] = kind, str(text).strip()
+        self.sweep |= {prefix + key: one for key, one in self._mapping(raw, "sweep").items()}
+        self.paper |= self._mapping(raw, "paper")
+        merge(self.tree, {section: raw} if section else raw)
+        own, values = flat(raw, prefix), flat(self.tree)
+        self.why = {key: why for key, why in self.why.items() if key in values.keys() - own.keys()}
+        for key in values.keys() - self.why.keys():
+            if covering := [reason for reason in reasons if covers(reason, key)]:
+                self.why[key] = reasons[max(covering, key=len)]
+        for reason, (kind, _) in reasons.items():
+            if not any(covers(reason, key) for key in values):
+                self.wrong.append((f"{kind}.{reason}", NO_VALUE))
 
-    def _take(self, section: str, name: str, file: str, folder: Path) -> None:
+    def _take(self, section: str, name: str, folder: Path) -> None:
         """The section becomes that of another file, and nothing of it remains."""
-        found = folder / name
+        file = folder / name
         if not name.endswith(".yaml"):
-            found = configs() / SHIPPED[section] / f"{name}.yaml"
-            known = sorted(one.stem for one in found.parent.glob("*.yaml"))
+            file = configs() / SHIPPED[section] / f"{name}.yaml"
+            known = sorted(one.stem for one in file.parent.glob("*.yaml"))
             if name not in known:
                 rule = f"{name!r} given, one of {known} or a file expected"
-                self._error(file, section, rule)
+                self.wrong.append((section, rule))
                 return
-        self.values = {k: v for k, v in self.values.items() if not covers(section, k)}
-        self.sources = {k: s for k, s in self.sources.items() if not covers(section, k)}
-        self.read(found, section)
-        key = f"{section}.name"
-        self.values[key] = Value(key, found.stem, file, self._order)
+        self.tree.pop(section, None)
+        self._read(file, section)
+        self.tree[section]["name"] = file.stem
 
-    def _mapping(self, raw: dict[str, Any], key: str, file: str) -> dict[str, Any]:
+    def _mapping(self, raw: Tree, key: str) -> Tree:
         found = raw.pop(key, {})
         if isinstance(found, dict):
             return found
-        self._error(file, key, f"a mapping expected, {found!r} given")
+        self.wrong.append((key, f"a mapping expected, {found!r} given"))
         return {}
-
-    def _explain(self, key: str, kind: Any, text: Any, file: str) -> None:
-        if not isinstance(text, str) or not text.strip():
-            rule = "expected where the value is from, or why it is"
-            self._error(file, f"{kind}.{key}", rule)
-            return
-        known = self.sources.get(key)
-        if known and known.order == self._order and known.kind != kind:
-            self._error(file, key, "both stated and assumed")
-        self.sources[key] = Source(key, kind, text.strip(), file, self._order)
-
-    def _error(self, file: str, key: str, rule: str) -> None:
-        self.errors.append(ErrorDetail(file, key, rule))
-
-
-def _stop(file: Path, key: str, rule: str) -> ExperimentError:
-    return ExperimentError([ErrorDetail(shown(file), key, rule)])

@@ -1,79 +1,54 @@
-"""From a request to a run that is written, submitted or running on this machine."""
+"""From the options of `flux-megatron launch` to a run that is written, submitted or running."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from flux_megatron import option_values
-from flux_megatron.launch import (
-    command_line,
-    experiment,
-    local,
-    parser_signature,
-    run_folder,
-    sbatch,
-    site,
-)
-from flux_megatron.launch.command_line import Command, RunOptions
+from flux_megatron import machine, option_values
+from flux_megatron.launch import experiment, parser_signature, run_folder, scripts, site
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.scripts import RunOptions
+from flux_megatron.launch.workload import Arm
 
+INTERRUPTED = 130
 ROUNDS = 2  # of several arms: A B A B, so that what drifts during a job does not fall on one arm
-
-
-@dataclass(frozen=True)
-class Request:
-    """The options of `flux-megatron launch`, as given.
-
-    `rounds` None: those of the run that is resumed, or ROUNDS where there are several arms.
-    """
-
-    experiment: str
-    run: Path | None = None
-    arms: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    checkout: Path | None = None
-    data: tuple[str, ...] = ()
-    save_interval: int | None = None
-    site: Path | None = None
-    sbatch: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-    resume: bool = False
-    rounds: int | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A launch of which nothing is written yet.
 
-    `commands` are all arms of the run, or of each of its rounds in turn; `started` are those of
-    them that this launch starts.
+    `files` are the texts of all arms, by round and arm; `started` the names of those that this
+    launch starts, such as round-1/flux, or flux where there are no rounds.
     """
 
-    request: Request
     experiment: Experiment
     options: RunOptions
-    commands: list[Command]
-    started: list[Command]
+    resume: bool
+    files: dict[str, dict[Arm, dict[str, str]]]
+    started: list[str]
 
     @property
     def job(self) -> str:
         """The text of job.sbatch."""
-        mode = "resume" if self.request.resume else "start"
-        name, run = self.experiment.name, self.options.run
-        return sbatch.script(name, run, self.started, mode)
+        return scripts.job(self.experiment, self.options, self.started, self.resume)
 
     def shown(self) -> str:
         """All of it in print."""
-        whole = self.experiment
+        whole, run = self.experiment, self.options.run
         parts = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
-        for command in self.started:
-            texts = command.files | {"command.sh": command.script()}
-            parts.append(f"## arm {command.name}")
-            parts += [f"# {command.folder / name}\n{text}" for name, text in texts.items()]
+        for one, arms in self.files.items():
+            for arm, files in arms.items():
+                if (name := str(Path(one, arm))) in self.started:
+                    parts.append(f"## arm {name}")
+                    parts += [f"# {run / name / file}\n{text}" for file, text in files.items()]
         return "\n".join([*parts, "## job.sbatch", self.job])
 
     def write(self) -> Path:
@@ -81,68 +56,127 @@ class Prepared:
         run = self.options.run
         if self.experiment.program != "train":
             _check_checkout(self.experiment.megatron_lm, self.options.checkout)
-        if not self.request.resume:
-            run_folder.refuse_used(run)
+        if not self.resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
+            raise LaunchError(
+                f"{run} exists and is not empty: --resume continues it, --run-dir names another"
+            )
         option_values.folder("--run-dir", run)
-        how = {"command": sys.argv, "request": asdict(self.request)}
         with option_values.writing("--run-dir", run):
-            for folder in dict.fromkeys(command.folder.parent for command in self.commands):
-                commands = [one for one in self.commands if one.folder.parent == folder]
-                run_folder.write(folder, self.experiment, commands, how)
-            return run_folder.write_job(run, self.job)
+            for one, arms in self.files.items():
+                run_folder.write(run / one, self.experiment, arms)
+            run_folder.replace(run / "job.sbatch", self.job)
+        return run / "job.sbatch"
 
     def submit(self) -> str:
         """Write it and hand it to Slurm; the job's id."""
-        sbatch.check_there()
-        return sbatch.submit(self.write())
+        if shutil.which("sbatch") is None:
+            raise LaunchError("no sbatch on PATH: is this a node of a Slurm cluster?")
+        command = ["sbatch", "--parsable", str(self.write())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise LaunchError(
+                f"sbatch refused {command[-1]}:\n{done.stderr.strip()}\n"
+                "Correct the script and hand it to sbatch, or launch again with --resume."
+            )
+        return done.stdout.strip().split(";")[0]
 
     def run_here(self, log: Callable[[str], None]) -> int:
-        """Write it and run the arms one after the other; the first exit code that is not 0."""
-        local.check_gpus(self.started[0].workload)
+        """Write it and run the arms one after the other; the first exit code that is not 0, of the
+        doctor or of an arm: later arms do not run. A CPU has any number of ranks.
+
+        An allocation of Slurm around us is not looked at: its nodes are not started here.
+        """
+        cluster, found = self.experiment.cluster, machine.gpu_count()
+        if cluster.gpu != "cpu" and found < cluster.gpus:
+            nodes = f"an experiment of {cluster.nodes} nodes is for --submit"
+            more = f": {nodes}" if cluster.nodes > 1 else ""
+            raise LaunchError(f"{cluster.gpus} GPUs needed on this machine, {found} found{more}")
         self.write()
-        return local.run(self.started, self.request.resume, log)
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        start = "resume" if self.resume else "start"
+        for name in self.started:
+            log(f"arm {name}: {start}")
+            for mode in ("doctor", start):
+                script = ["bash", str(self.options.run / name / "command.sh"), mode]
+                if code := _wait(subprocess.Popen(script, env=environment)):
+                    log(f"arm {name}: {mode} ended with code {code}")
+                    return code
+        return 0
 
 
-def prepare(request: Request) -> Prepared:
-    """`ExperimentError` or `LaunchError` names what cannot be launched."""
-    overrides = dict(map(experiment.parse_override, request.overrides))
-    loaded = experiment.load(request.experiment, overrides)
-    run = option_values.absolute(request.run or Path("runs") / loaded.name)
-    if request.resume:
-        first, request = _resumed(request, run)
-        kept = _with_arms(loaded, tuple(run_folder.read(first).arms))
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit code, 130 after Ctrl-C, which reaches the ranks too: torchrun ends them, and they
+    are waited for.
+    """
+    interrupted = False
+    while True:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # noqa: PERF203, it is no hot loop
+            interrupted = True
+        else:
+            return INTERRUPTED if interrupted and code else code
+
+
+def prepare(
+    name: str,
+    run: Path | None = None,
+    arms: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    checkout: Path | None = None,
+    data: Sequence[str] = (),
+    save_interval: int | None = None,
+    site_file: Path | None = None,
+    sbatch_options: Sequence[str] = (),
+    variables: Sequence[str] = (),
+    rounds: int | None = None,
+    resume: bool = False,
+) -> Prepared:
+    """`ExperimentError` or `LaunchError` names what cannot be launched.
+
+    `rounds` None: those of the run that is resumed, or ROUNDS where there are several arms.
+    """
+    loaded = experiment.load(name, dict(map(experiment.parse_override, overrides)))
+    run = option_values.absolute(run or Path("runs") / loaded.name)
+    if resume:
+        first, rounds = _resumed(run, rounds)
+        kept = loaded.only(tuple(run_folder.read(first).arms))
         run_folder.refuse_other(first, kept)
     else:
-        kept = _with_arms(loaded, request.arms or tuple(loaded.arms))
-        if request.rounds is None:
-            request = replace(request, rounds=ROUNDS if len(kept.arms) > 1 else 0)
+        kept = loaded.only(arms)
+        rounds = (ROUNDS if len(kept.arms) > 1 else 0) if rounds is None else rounds
+    if save_interval is None:  # none of Megatron's, which may be terabytes
+        steps = next(iter(loaded.arms.values())).training.steps
+        save_interval = max(1, steps // 10) if loaded.program == "train" else 0
     options = RunOptions(
         run=run,
-        site=site.load(request.site, request.sbatch, request.environment),
-        checkout=option_values.absolute(request.checkout) if request.checkout else None,
-        data=tuple(map(_absolute, request.data)),
-        save_interval=_save_interval(loaded, request.save_interval),
+        site=site.load(site_file, sbatch_options, variables),
+        checkout=option_values.absolute(checkout) if checkout else None,
+        data=tuple(map(_absolute, data)),
+        save_interval=save_interval,
     )
-    site.check_images(options.site, kept.arms)
-    _check_data(kept.program, options)
-    sbatch.check_options(options.site, next(iter(kept.arms.values())))
-    rounds = [f"round-{number}" for number in range(1, (request.rounds or 0) + 1)] or [""]
-    commands = [command_line.of(kept, arm, options, one) for one in rounds for arm in kept.arms]
-    _check_arguments(kept, commands)
-    wanted = _with_arms(kept, request.arms or tuple(kept.arms)).arms
-    started = [command for command in commands if command.arm in wanted]
-    return Prepared(request, kept, options, commands, started)
+    _check_options(kept, options)
+    files = {
+        one: {arm: scripts.files(kept, arm, options, run / one / arm) for arm in kept.arms}
+        for one in [f"round-{number}" for number in range(1, rounds + 1)] or [""]
+    }
+    started = [str(Path(one, arm)) for one in files for arm in kept.only(arms).arms]
+    return Prepared(kept, options, resume, files, started)
 
 
-def _check_arguments(experiment: Experiment, commands: Sequence[Command]) -> None:
-    """`LaunchError` unless the parser of the release that the experiment names takes them all."""
-    errors: dict[str, None] = {}
-    for command in commands if experiment.program != "train" else ():
-        words = [*command.arguments, *command.on_resume]
-        for error in parser_signature.check(words, experiment.megatron_lm):
-            errors[f"arm {command.arm}: {error}"] = None
-    if errors:
-        raise LaunchError("\n".join(errors))
+def _check_options(kept: Experiment, options: RunOptions) -> None:
+    """`LaunchError` for a site without an image of an arm, whose options do not fit the experiment,
+    and for a folder of text that is not there; a container may have another one.
+    """
+    container = options.site.container
+    if missing := [arm for arm in kept.arms if container and not container.image_of(arm)]:
+        raise LaunchError(
+            f"container.image: none given, and none in container.images for {missing}"
+        )
+    absent = [path for path in options.data if not Path(path).is_dir()]
+    if kept.program == "train" and absent and container is None:
+        raise LaunchError(f"--data-path {absent[0]} given, a folder of text files expected")
+    scripts.check_options(options.site, kept.cluster)
 
 
 def _check_checkout(release: str, checkout: Path | None) -> None:
@@ -155,42 +189,16 @@ def _check_checkout(release: str, checkout: Path | None) -> None:
         print(f"{checkout} is {found}, the experiment was written for {release}", file=sys.stderr)
 
 
-def _resumed(request: Request, run: Path) -> tuple[Path, Request]:
-    """The folder of the run, or of its first round, and the request with as many rounds."""
+def _resumed(run: Path, rounds: int | None) -> tuple[Path, int]:
+    """The folder of the run, or of its first round, and how many rounds it has."""
     folders = run_folder.of_run(run)
     found = 0 if folders == [run] else len(folders)
-    if request.rounds not in (None, found):
-        raise LaunchError(f"--alternate {request.rounds} given, {run} has {found or 'no'} rounds")
-    return folders[0], replace(request, rounds=found)
-
-
-def _with_arms(whole: Experiment, arms: tuple[str, ...]) -> Experiment:
-    """The experiment with these of its arms alone."""
-    if unknown := [arm for arm in arms if arm not in whole.arms]:
-        raise LaunchError(f"arms {unknown} given, some of {[*whole.arms]} expected")
-    return replace(
-        whole,
-        arms={arm: workload for arm, workload in whole.arms.items() if arm in arms},
-        extra_arguments={arm: more for arm, more in whole.extra_arguments.items() if arm in arms},
-    )
+    if rounds not in (None, found):
+        raise LaunchError(f"--alternate {rounds} given, {run} has {found or 'no'} rounds")
+    return folders[0], found
 
 
 def _absolute(argument: str) -> str:
     """Ranks run in another folder. Among the prefixes of data sets may stand their weights."""
     there = Path(argument).exists() or Path(f"{argument}.idx").exists()
     return str(Path(argument).resolve()) if there else argument
-
-
-def _check_data(program: str, options: RunOptions) -> None:
-    """`LaunchError` for a folder of text that is not there; a container may have another one."""
-    missing = [path for path in options.data if not Path(path).is_dir()]
-    if program == "train" and missing and options.site.container is None:
-        raise LaunchError(f"--data-path {missing[0]} given, a folder of text files expected")
-
-
-def _save_interval(loaded: Experiment, given: int | None) -> int:
-    """Ten checkpoints in a run of our own; none of Megatron's, which may be terabytes."""
-    if given is not None:
-        return given
-    steps = next(iter(loaded.arms.values())).training.steps
-    return max(1, steps // 10) if loaded.program == "train" else 0

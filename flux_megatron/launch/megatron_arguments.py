@@ -1,6 +1,8 @@
-"""An arm of an experiment as arguments of Megatron-LM's `pretrain_gpt.py`.
+"""An arm of an experiment as arguments of Megatron-LM's `pretrain_gpt.py`, or as the file of
+`flux-megatron train`.
 
-They are the same for all releases from core_v0.14.0 on; `parser_signature` holds them against each.
+The arguments are the same for all releases from core_v0.14.0 on; `parser_signature` holds them
+against each.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
+
+import yaml
 
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.workload import Workload
@@ -19,25 +23,16 @@ RECOMPUTE = {
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-# the values of the workload that an option takes as they are
-SIZES = {
-    "--num-layers": "model.layers",
-    "--hidden-size": "model.hidden",
-    "--num-attention-heads": "model.heads",
-    "--ffn-hidden-size": "model.ffn",
-    "--seq-length": "model.seq_length",
-    "--max-position-embeddings": "model.seq_length",
-    "--normalization": "model.norm",
-    "--micro-batch-size": "training.micro_batch",
-    "--global-batch-size": "training.global_batch",
-    "--train-iters": "training.steps",
-    "--lr": "training.lr",
-    "--min-lr": "training.lr",
-    "--seed": "training.seed",
-    # the data-parallel size follows from the number of ranks
-    "--tensor-model-parallel-size": "parallel.tp",
-    "--pipeline-model-parallel-size": "parallel.pp",
-}
+# The values of the workload that an option takes as they are; the data-parallel size follows from
+# the number of ranks.
+SIZES = """
+--num-layers=model.layers --hidden-size=model.hidden --num-attention-heads=model.heads
+--ffn-hidden-size=model.ffn --seq-length=model.seq_length
+--max-position-embeddings=model.seq_length --normalization=model.norm
+--micro-batch-size=training.micro_batch --global-batch-size=training.global_batch
+--train-iters=training.steps --lr=training.lr --min-lr=training.lr --seed=training.seed
+--tensor-model-parallel-size=parallel.tp --pipeline-model-parallel-size=parallel.pp
+"""
 # Nothing in an experiment depends on these. The optimizer is that of Megatron-LM's GPT-3 175B
 # example. Without dropout, because the arms draw random numbers in different orders. Every step is
 # a line; finer timers would put barriers between the phases of a step.
@@ -47,8 +42,9 @@ SAME = """
 --split 99,1,0 --no-create-attention-mask-in-dataloader
 --log-interval 1 --log-throughput --timing-log-level 0 --eval-iters 0 --eval-interval 1000000
 """
-CPU = "--no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization"
-CPU += " --distributed-backend gloo"
+CPU = """
+--no-masked-softmax-fusion --no-rope-fusion --use-cpu-initialization --distributed-backend gloo
+"""
 
 
 def render(
@@ -67,36 +63,47 @@ def render(
     model, training, parallel = workload.model, workload.training, workload.parallel
     if model.moe:
         raise LaunchError("model.moe: experts are simulated; no launch has their arguments")
+    grouped, cpu = model.kv_heads != model.heads, workload.cluster.gpu == "cpu"
     flags = {
         "--swiglu": model.swiglu,
         "--disable-bias-linear": not model.linear_bias,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
-        "--group-query-attention": model.kv_heads != model.heads,
+        "--group-query-attention": grouped,
         "--sequence-parallel": parallel.sequence_parallel and parallel.tp > 1,
         "--use-distributed-optimizer": training.distributed_optimizer,
         "--overlap-grad-reduce": training.overlap_grad_reduce,
         "--overlap-param-gather": training.overlap_param_gather,
+        "--flux-overlap": workload.arm == "flux",
+        "--tp-comm-overlap": workload.arm == "te",
+        # without apex stock would run on a kernel of ours
+        "--no-gradient-accumulation-fusion": cpu and workload.arm == "megatron",
     }
-    arguments: list[str] = []
-    for option, name in SIZES.items():
-        arguments += [option, str(attrgetter(name)(workload))]
-    arguments += ["--position-embedding-type", POSITION[model.position]]
-    arguments += ["--vocab-size", str(model.vocab - 1)]  # the tokenizer adds an end of document
-    arguments += [flag for flag, given in flags.items() if given]
-    if model.kv_heads != model.heads:
-        arguments += ["--num-query-groups", str(model.kv_heads)]
+    options = {
+        **{
+            option: str(attrgetter(name)(workload))
+            for option, name in (pair.split("=") for pair in SIZES.split())
+        },
+        "--position-embedding-type": POSITION[model.position],
+        "--vocab-size": str(model.vocab - 1),  # the tokenizer adds an end of document
+        # auto: the fastest of flash attention's implementations that are installed
+        "--attention-backend": "auto" if training.flash_attention else "unfused",
+        "--transformer-impl": _layers(workload),
+    }
+    if grouped:
+        options["--num-query-groups"] = str(model.kv_heads)
     if parallel.virtual_stages > 1:
-        arguments += ["--num-virtual-stages-per-pipeline-rank", str(parallel.virtual_stages)]
-    arguments += [*DTYPE[training.dtype], *RECOMPUTE[training.recompute].split(), *SAME.split()]
-    # auto: the fastest of flash attention's implementations that are installed
-    arguments += ["--attention-backend", "auto" if training.flash_attention else "unfused"]
-    arguments += _layers(workload)
-    arguments += ["--data-path", *data] if data else ["--mock-data"]
-    arguments += ["--data-cache-path", str(cache)] if cache else []
+        options["--num-virtual-stages-per-pipeline-rank"] = str(parallel.virtual_stages)
+    if cache:
+        options["--data-cache-path"] = str(cache)
     if save and save_interval:
-        arguments += ["--save", str(save), "--save-interval", str(save_interval)]
-        arguments += ["--ckpt-format", "torch_dist", "--exit-signal-handler"]
-    return arguments
+        options |= {"--save": str(save), "--save-interval": str(save_interval)}
+        options |= {"--ckpt-format": "torch_dist"}
+        flags["--exit-signal-handler"] = True
+    arguments = [word for option in options.items() for word in option]
+    arguments += [flag for flag, given in flags.items() if given]
+    arguments += [*DTYPE[training.dtype], *RECOMPUTE[training.recompute].split(), *SAME.split()]
+    arguments += CPU.split() if cpu else []
+    return [*arguments, *(["--data-path", *data] if data else ["--mock-data"])]
 
 
 def resume(save: Path) -> list[str]:
@@ -107,29 +114,61 @@ def resume(save: Path) -> list[str]:
     return ["--load", str(save), "--override-opt_param-scheduler"]  # spelt so in every release
 
 
-def needs_bootstrap(workload: Workload) -> bool:
-    """Whether ranks run `-m flux_megatron.launch pretrain_gpt.py`, not the script itself."""
-    return workload.arm == "flux" or workload.cluster.gpu == "cpu"
+def program(
+    workload: Workload, checkout: Path, arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """What stands before the `arguments`, and what `flux-megatron doctor` must find for them."""
+    script, cpu = str(checkout / "pretrain_gpt.py"), workload.cluster.gpu == "cpu"
+    if workload.arm == "flux" or cpu:
+        return ["-m", "flux_megatron.launch", *(["--device", "cpu"] if cpu else []), script], []
+    # Megatron's own layers cannot be built without these
+    there = {
+        "transformer_engine": "transformer_engine" in arguments,
+        "apex": "--no-gradient-accumulation-fusion" not in arguments,
+    }
+    return [script], [word for name in there if there[name] for word in ("--need", name)]
 
 
-def _layers(workload: Workload) -> list[str]:
-    """Whose linear layers run, and how. Stock and ours are of one specification."""
-    cpu = workload.cluster.gpu == "cpu"
-    local = workload.arm != "te" and (cpu or _stock_local_can_run(workload))
-    arguments = ["--transformer-impl", "local" if local else "transformer_engine"]
-    if workload.arm == "flux":
-        arguments += ["--flux-overlap"]
-    elif workload.arm == "te":
-        arguments += ["--tp-comm-overlap"]
-    elif cpu:  # without apex it would run on a kernel of ours
-        arguments += ["--no-gradient-accumulation-fusion"]
-    return [*arguments, *(CPU.split() if cpu else [])]
+def _layers(workload: Workload) -> str:
+    """Whose linear layers run. Stock and ours are of one specification.
 
-
-def _stock_local_can_run(workload: Workload) -> bool:
-    """Megatron's local layers have no flash attention, and no RMSNorm for sequence parallelism.
-
+    Megatron's local layers have no flash attention, and no RMSNorm for sequence parallelism.
     TransformerEngine's without `--tp-comm-overlap` have both, and communicate one after the other
     with their GEMMs just so.
     """
-    return not workload.training.flash_attention and workload.model.norm == "LayerNorm"
+    can = not workload.training.flash_attention and workload.model.norm == "LayerNorm"
+    local = workload.arm != "te" and (workload.cluster.gpu == "cpu" or can)
+    return "local" if local else "transformer_engine"
+
+
+def train_config(workload: Workload, data: Path | None, save_interval: int) -> str:
+    """The arm as a YAML file of `flux-megatron train`; `rules` have refused what that cannot do.
+    `data`: a folder of text; by default Python's standard library.
+    """
+
+    def same(part: object, names: str) -> dict[str, object]:
+        return {name: getattr(part, name) for name in names.split()}
+
+    model = workload.model
+    config = {
+        "model": {
+            "num_layers": model.layers,
+            "normalization": model.norm,
+            "bias": model.linear_bias,
+            "position_embedding": POSITION[model.position],
+            **same(model, "hidden heads ffn seq_length swiglu tied_embeddings"),
+        },
+        "parallel": {
+            "device": "cpu" if workload.cluster.gpu == "cpu" else "cuda",
+            **same(workload.parallel, "tp sequence_parallel world_size"),
+        },
+        "data": {"path": str(data) if data else None},
+        "train": {
+            "save_every": save_interval or None,
+            "log_every": 1,
+            **same(workload.training, "steps micro_batch global_batch lr seed dtype"),
+        },
+        "layers": "flux" if workload.arm == "flux" else "stock",
+        "strategy": "auto",
+    }
+    return yaml.safe_dump(config, sort_keys=False)

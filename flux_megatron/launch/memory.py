@@ -1,153 +1,177 @@
-"""The memory of the fullest GPU during a step.
+"""What each pipeline stage holds: parameters, and the memory of its GPUs during a step.
 
+Stages are Megatron's: equal numbers of layers; the first has the embeddings, the last the final
+norm and the LM head, with a copy of the table where it is tied and there are two stages.
 Activations are counted as Korthikanti et al. do (Reducing Activation Recomputation in Large
 Transformer Models, 2022, sections 4 and 5), without dropout and its masks: each input that a
-backward needs, once. What an allocator wastes, and transient gradients, are in `RESERVED_BYTES`.
+backward needs, once. `RESERVED_BYTES` has what an allocator wastes, and transient gradients. All is
+of one GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.launch import stages
-from flux_megatron.launch.stages import Stage
-from flux_megatron.launch.workload import ELEMENT_BYTES, Cluster, Workload
+from flux_megatron.launch.workload import ELEMENT_BYTES, Model, Parallel, Workload
 
 RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, fragmentation
-
 # Buffers of one gathered matrix [M, hidden] that each arm keeps for its tensor parallelism.
 # megatron: one that all gathers share. te: the fprop and dgrad buffers of four layers and the wgrad
 # buffers of qkv and fc1, by Transformer Engine's default methods. flux: the channels for gather and
 # scatter, with three regions each.
 GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 6}
-
-
-# Of capacity x hidden: a2a_gemm and gemm_a2a have two regions each.
-EXPERT_BUFFERS = 4
+EXPERT_BUFFERS = 4  # of capacity x hidden: a2a_gemm and gemm_a2a have two regions each
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU of pipeline stage `stage`; `workspace` is the arm's own."""
+class Stage:
+    """The stage of one pipeline rank; with virtual stages `layers` are split into equal chunks."""
 
-    stage: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
-
-    def fits(self, cluster: Cluster) -> bool:
-        """Beside what is reserved; a CPU machine's ranks share its memory, and reserve nothing."""
-        available = cluster.memory_gib * 2**30
-        if cluster.gpu == "cpu":
-            return self.total * cluster.gpus_per_node <= available
-        return self.total + RESERVED_BYTES <= available
+    index: int
+    layers: int
+    has_embedding: bool
+    has_head: bool
 
 
-def estimate(workload: Workload) -> Memory:
-    """Of the fullest GPU. `ValueError` if the layers cannot be shared out equally."""
-    return max((of_stage(workload, s) for s in stages.stages(workload)), key=lambda m: m.total)
+def stages(w: Workload) -> list[Stage]:
+    """By pipeline rank. `ValueError` if the layers cannot be shared out equally."""
+    pp, chunks, layers = w.parallel.pp, w.parallel.virtual_stages, w.model.layers
+    if layers % (pp * chunks):
+        raise ValueError(
+            f"{layers} layers cannot be shared out to {pp} pipeline stages of {chunks} chunks"
+        )
+    return [Stage(i, layers // pp, i == 0, i == pp - 1) for i in range(pp)]
 
 
-def of_stage(workload: Workload, stage: Stage) -> Memory:
-    """Bytes on each GPU of one stage."""
-    training = workload.training
-    count = stages.parameters(workload, stage)
-    # Adam's two moments in fp32, and the fp32 parameter where the model's is another
-    state = 8 if training.dtype == "float32" else 12
-    return Memory(
-        stage=stage.index,
-        parameters=count * ELEMENT_BYTES[training.dtype],
-        gradients=count * 4,
-        optimizer=state * stages.updated(workload, stage),
-        activations=activations(workload, stage),
-        workspace=workspace(workload),
-    )
+def needed(w: Workload) -> int:
+    """Bytes of the fullest GPU. `ValueError` if the layers cannot be shared out equally."""
+    return max(of_stage(w, stage) for stage in stages(w))
 
 
-def workspace(workload: Workload) -> int:
-    """The buffers between which the ranks move [M, hidden]: tensor-parallel ones, and those of
-    fused experts.
+def fits(w: Workload) -> bool:
+    """Beside what is reserved; a CPU machine's ranks share its memory, and reserve nothing."""
+    on_cpu, one = w.cluster.gpu == "cpu", needed(w)
+    used = one * w.cluster.gpus_per_node if on_cpu else one + RESERVED_BYTES
+    return used <= w.cluster.memory_gib * 2**30
+
+
+def of_stage(w: Workload, stage: Stage) -> int:
+    """Parameters and fp32 gradients; Adam's two moments in fp32, and the fp32 parameter where the
+    model's is another; activations; the arm's workspace.
     """
-    if workload.model.moe and workload.arm == "flux" and workload.parallel.ep > 1:
-        return EXPERT_BUFFERS * _capacity(workload) * _gathered_bytes(workload)
-    if workload.parallel.tp == 1:
+    dtype = w.training.dtype
+    state = (8 if dtype == "float32" else 12) * updated(w, stage)
+    weights = parameters(w, stage) * (ELEMENT_BYTES[dtype] + 4)
+    return weights + state + activations(w, stage) + workspace(w)
+
+
+def layer_parameters(model: Model, parallel: Parallel) -> int:
+    """Of one transformer layer. Norms and biases after a reduction are on every GPU."""
+    qkv, bias = model.hidden + 2 * model.kv_width, int(model.linear_bias)
+    shared = model.hidden * (qkv + model.hidden) + bias * qkv
+    whole = 2 * _norm_parameters(model) + bias * model.hidden
+    if model.moe:
+        whole += model.hidden * model.moe.experts + expert_parameters(model, parallel)
+    else:
+        shared += model.hidden * (model.fc1_width + model.ffn) + bias * model.fc1_width
+        whole += bias * model.hidden
+    return shared // parallel.tp + whole
+
+
+def expert_parameters(model: Model, parallel: Parallel) -> int:
+    """Of one layer's experts: other replicas have others."""
+    if model.moe is None:
         return 0
-    return GATHERED_BUFFERS[workload.arm] * _gathered_bytes(workload)
+    bias = model.fc1_width + model.hidden if model.linear_bias else 0
+    one = model.hidden * (model.fc1_width + model.ffn) + bias
+    return model.moe.experts // parallel.ep * one
 
 
-def activations(workload: Workload, stage: Stage) -> int:
-    """Kept for backward by the micro-batches in flight, with the head's logits of one."""
-    kept = layer_activations(workload)
-    recomputed = 0
-    if workload.training.recompute == "full":
-        kept, recomputed = _row_bytes(workload), kept  # each layer's input, and one layer in work
-    per_chunk = stage.layers // workload.parallel.virtual_stages * kept
-    total = in_flight(workload, stage.index) * per_chunk + recomputed
-    return total + (_head_bytes(workload) if stage.has_head else 0)
+def table_parameters(w: Workload) -> int:
+    """Of the embedding table, or of the LM head."""
+    return w.padded_vocab // w.parallel.tp * w.model.hidden
 
 
-def in_flight(workload: Workload, rank: int) -> int:
+def parameters_by_chunk(w: Workload, stage: Stage) -> list[int]:
+    """Of one stage, by chunk of layers."""
+    model, chunks = w.model, w.parallel.virtual_stages
+    counts = [stage.layers // chunks * layer_parameters(model, w.parallel)] * chunks
+    if stage.has_embedding:
+        counts[0] += table_parameters(w)
+        counts[0] += model.seq_length * model.hidden if model.position == "learned" else 0
+    if stage.has_head:
+        counts[-1] += _norm_parameters(model)
+        if not (model.tied_embeddings and stage.has_embedding):
+            counts[-1] += table_parameters(w)
+    return counts
+
+
+def parameters(w: Workload, stage: Stage) -> int:
+    return sum(parameters_by_chunk(w, stage))
+
+
+def updated(w: Workload, stage: Stage) -> int:
+    """What one GPU's optimizer updates, the distributed one its share of what its replicas have."""
+    dp = w.parallel.dp if w.training.distributed_optimizer else 1
+    ep = w.parallel.ep if dp > 1 else 1
+    experts = stage.layers * expert_parameters(w.model, w.parallel)
+    return (parameters(w, stage) - experts) // dp + experts * ep // dp
+
+
+def workspace(w: Workload) -> int:
+    """The buffers between which the ranks move [M, hidden]: tensor-parallel ones, and those of
+    fused experts, as many rows as a rank may get at most.
+    """
+    moe, ep = w.model.moe, w.parallel.ep
+    if moe and w.arm == "flux" and ep > 1:
+        return EXPERT_BUFFERS * min(moe.topk, moe.experts // ep) * ep * w.gathered_bytes
+    return 0 if w.parallel.tp == 1 else GATHERED_BUFFERS[w.arm] * w.gathered_bytes
+
+
+def activations(w: Workload, stage: Stage) -> int:
+    """Kept for backward by the micro-batches in flight. The head has of one the final norm's input
+    and output, the logits, and their fp32 copy, which turns into the softmax and the gradient.
+    """
+    kept, recomputed, head = layer_activations(w), 0, 0
+    if w.training.recompute == "full":
+        kept, recomputed = _row_bytes(w), kept  # each layer's input, and one layer in work
+    if stage.has_head:
+        logits = w.tokens * w.padded_vocab // w.parallel.tp
+        head = 2 * _row_bytes(w) + logits * (ELEMENT_BYTES[w.training.dtype] + 4)
+    per_chunk = stage.layers // w.parallel.virtual_stages * kept
+    return in_flight(w, stage.index) * per_chunk + recomputed + head
+
+
+def in_flight(w: Workload, rank: int) -> int:
     """Forwards without their backward that pipeline rank `rank` holds at most: micro-batches, or
     with virtual stages chunks of them.
     """
-    chunks = workload.parallel.virtual_stages
-    ahead = stages.warmup(workload.parallel.pp, rank, chunks)
-    return min(ahead + 1, workload.micro_batches * chunks)
+    pp, chunks = w.parallel.pp, w.parallel.virtual_stages
+    ahead = (pp - rank - 1) if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp
+    return min(ahead + 1, w.micro_batches * chunks)
 
 
-def layer_activations(workload: Workload) -> int:
-    """What one layer keeps of one micro-batch, on one GPU."""
-    model, training, tp = workload.model, workload.training, workload.parallel.tp
-    element = ELEMENT_BYTES[training.dtype]
-    kv = model.kv_heads * (model.hidden // model.heads)
-    fc1 = model.ffn * (2 if model.swiglu else 1)
-    # q, k, v, attention's output, the activation's input and output
-    split = workload.tokens * (2 * model.hidden + 2 * kv + fc1 + model.ffn) * element // tp
+def layer_activations(w: Workload) -> int:
+    """What one layer keeps of one micro-batch."""
+    model, tp, element = w.model, w.parallel.tp, ELEMENT_BYTES[w.training.dtype]
+    qkv = 2 * model.hidden + 2 * model.kv_width  # and attention's output
+    # beside them the activation's input and output
+    split = w.tokens * (qkv + model.fc1_width + model.ffn) * element // tp
     if model.moe:  # rows of each token's experts as they come, the activation, and what goes back
-        one = 2 * model.hidden + fc1 + model.ffn
-        split = workload.tokens * (2 * model.hidden + 2 * kv) * element
-        split += int(workload.expert_rows * one) * element
+        one = 2 * model.hidden + model.fc1_width + model.ffn
+        split = (w.tokens * qkv + int(w.expert_rows * one)) * element
+    # core attention: its softmax [b, heads, s, s], or with flash attention a row's sum
+    scores = 4 if w.training.flash_attention else model.seq_length * element
+    if w.training.recompute == "selective" and not w.training.flash_attention:
+        scores = 0
     # both norms' inputs and outputs
-    return split + 4 * _row_bytes(workload) + _scores_bytes(workload)
+    return split + 4 * _row_bytes(w) + w.tokens * model.heads // tp * scores
 
 
-def _scores_bytes(workload: Workload) -> int:
-    """Of core attention: its softmax [b, heads, s, s], or with flash attention a row's sum."""
-    model, training = workload.model, workload.training
-    rows = workload.tokens * model.heads // workload.parallel.tp
-    if training.flash_attention:
-        return 4 * rows
-    if training.recompute == "selective":
-        return 0
-    return rows * model.seq_length * ELEMENT_BYTES[training.dtype]
-
-
-def _head_bytes(workload: Workload) -> int:
-    """The final norm's input and output, the logits, and their fp32 copy, which turns into the
-    softmax and then the gradient.
-    """
-    element = ELEMENT_BYTES[workload.training.dtype]
-    logits = workload.tokens * workload.padded_vocab // workload.parallel.tp
-    return 2 * _row_bytes(workload) + logits * (element + 4)
-
-
-def _gathered_bytes(workload: Workload) -> int:
-    return workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
-
-
-def _capacity(workload: Workload) -> int:
-    """The rows that a rank may get at most, over the tokens of a micro-batch."""
-    moe, ep = workload.moe, workload.parallel.ep
-    return min(moe.topk, moe.experts // ep) * ep
-
-
-def _row_bytes(workload: Workload) -> int:
+def _row_bytes(w: Workload) -> int:
     """[M, hidden] between the linear layers, which sequence parallelism shares out."""
-    shared = workload.parallel.tp if workload.parallel.sequence_parallel else 1
-    return _gathered_bytes(workload) // shared
+    return w.gathered_bytes // (w.parallel.tp if w.parallel.sequence_parallel else 1)
+
+
+def _norm_parameters(model: Model) -> int:
+    return model.hidden * (2 if model.norm == "LayerNorm" else 1)

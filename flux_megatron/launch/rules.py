@@ -6,49 +6,41 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from flux_megatron.launch import parser_signature
+from flux_megatron.launch import memory, parser_signature
+from flux_megatron.launch.errors import Rule
 from flux_megatron.launch.schema import File
 from flux_megatron.launch.workload import Workload
 
-Rule = tuple[str, str]  # dotted key, what is wrong
-
 BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
+# the one value that the loop of `flux-megatron train` can have
+OWN_LOOP = {
+    "model.vocab": BYTE_VOCAB, "model.moe": None, "parallel.pp": 1, "training.recompute": "none",
+    "training.distributed_optimizer": False, "training.overlap_grad_reduce": False,
+    "training.overlap_param_gather": False,
+}  # fmt: skip
 
 
-def broken(workload: Workload, file: File, arguments: list[str]) -> Iterator[Rule]:
-    """Every rule that the arm breaks, `too_large` aside. `arguments`: those of Megatron's that the
-    file gives for it.
+def broken(w: Workload, file: File, arguments: list[str]) -> list[Rule]:
+    """Every rule that the arm breaks; its memory is only looked at where it keeps all others.
+
+    `arguments`: those of Megatron's that the file gives for it.
     """
-    yield from _release(file, arguments)
-    yield from _divisions(workload)
-    yield from _experts(workload)
-    yield from _cluster(workload, file)
-    yield from _training(workload)
-    if workload.arm == "te":
-        yield from _te(workload)
+    found = [*_release(file, arguments), *_divisions(w)]
+    found += [(key, rule) for wrong, key, rule in [*_parallel(w), *_training(w)] if wrong]
     if file.program == "train":
-        yield from _own_loop(workload)
-
-
-def too_large(workload: Workload) -> Iterator[Rule]:
-    """Whether the arm, which breaks no rule, needs more memory than its GPUs have."""
-    from flux_megatron.launch import memory
-
-    needed = memory.estimate(workload)
-    if not needed.fits(workload.cluster):
-        rule = f"arm {workload.arm} needs {needed.total / 2**30:.1f} GiB on its fullest GPU"
-        given = f"cluster.memory_gib, {workload.cluster.memory_gib:g}"
-        yield "training", f"{rule}, too much for {given}, less what the system reserves"
+        found += _own_loop(w)
+    if not found and not memory.fits(w):
+        rule = f"arm {w.arm} needs {memory.needed(w) / 2**30:.1f} GiB on its fullest GPU"
+        given = f"cluster.memory_gib, {w.cluster.memory_gib:g}"
+        return [("training", f"{rule}, too much for {given}, less what the system reserves")]
+    return found
 
 
 def _release(file: File, arguments: list[str]) -> Iterator[Rule]:
     """It must be one whose parser is recorded, and must know the arguments."""
     if file.megatron_lm not in (known := parser_signature.releases()):
-        rule = (
-            f"{file.megatron_lm!r} given, one of {known} expected: "
-            "the arguments of no other are known"
-        )
-        yield "megatron_lm", rule
+        rule = f"one of {known} expected: the arguments of no other are known"
+        yield "megatron_lm", f"{file.megatron_lm!r} given, {rule}"
     elif file.program == "pretrain_gpt":
         for error in parser_signature.check(arguments, file.megatron_lm):
             yield "arguments", error
@@ -64,6 +56,9 @@ def _divisions(w: Workload) -> Iterator[Rule]:
         ("model.layers", "parallel.pp x parallel.virtual_stages"),
         ("training.global_batch", "training.micro_batch x parallel.dp"),
     ]
+    if w.parallel.virtual_stages > 1:  # interleaved micro-batches
+        whole = "training.micro_batch x parallel.dp x parallel.pp"
+        pairs.append(("training.global_batch", whole))
     if w.parallel.sequence_parallel:
         pairs.append(("model.seq_length", "parallel.tp"))
     if w.model.moe:
@@ -73,85 +68,49 @@ def _divisions(w: Workload) -> Iterator[Rule]:
         divisor = math.prod(attrgetter(name)(w) for name in by.split(" x "))
         if value % divisor:
             yield key, f"{value} is not divisible by {by}, {divisor}"
-    chunks = "parallel.pp (interleaved micro-batches)"
-    if w.parallel.virtual_stages > 1 and w.micro_batches % w.parallel.pp:
-        rule = f"{w.micro_batches} is not divisible by {chunks}, {w.parallel.pp}"
-        yield "training.global_batch", rule
 
 
-def _experts(w: Workload) -> Iterator[Rule]:
-    """Expert parallelism is predicted within a node and without tensor parallelism."""
-    ep, tp, moe = w.parallel.ep, w.parallel.tp, w.model.moe
+def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
+    """Overlap needs ranks that reach each other's memory: those of one node. Expert parallelism is
+    predicted within a node and without tensor parallelism.
+    """
+    parallel, cluster, moe, te = w.parallel, w.cluster, w.model.moe, w.arm == "te"
+    tp, ep, per_node = parallel.tp, parallel.ep, cluster.gpus_per_node
+    degrees = f"tp {tp} x pp {parallel.pp} x dp {parallel.dp} = {parallel.world_size} GPUs"
+    there = f"the cluster has {cluster.nodes} x {per_node} = {cluster.gpus}"
+    yield parallel.world_size != cluster.gpus, "parallel", f"{degrees}, {there}"
+    rule = f"none given, {cluster.nodes} nodes need them"
+    yield cluster.nodes > 1 and cluster.nics is None, "cluster.nics", rule
+    rule = f"{tp} and cluster.gpus_per_node, {per_node}: one must divide the other"
+    yield bool(per_node % tp and tp % per_node), "parallel.tp", rule
+    rule = f"{tp} ranks span nodes of {per_node}: arm {w.arm} overlaps only within one"
+    yield w.arm != "megatron" and tp > per_node, "parallel.tp", rule
+    yield te and cluster.gpu == "cpu", "arm", "TransformerEngine needs GPUs"
+    rule = "false given, true expected: arm te has nothing to overlap without it"
+    yield te and not parallel.sequence_parallel, "parallel.sequence_parallel", rule
+    rule = "interleaving needs parallel.pp above 1"
+    yield parallel.virtual_stages > 1 and parallel.pp == 1, "parallel.virtual_stages", rule
     if moe is None:
-        if ep > 1:
-            yield "parallel.ep", f"{ep} given, model.moe expected with it"
+        yield ep > 1, "parallel.ep", f"{ep} given, model.moe expected with it"
         return
-    if moe.topk > moe.experts:
-        yield "model.moe.topk", f"{moe.topk} given, at most model.moe.experts, {moe.experts}"
-    if tp > 1:
-        yield "parallel.tp", f"{tp} given, 1 expected with model.moe"
-    if ep > w.cluster.gpus_per_node:
-        yield "parallel.ep", f"{ep} given, at most a node's GPUs, {w.cluster.gpus_per_node}"
+    most = f"at most model.moe.experts, {moe.experts}"
+    yield moe.topk > moe.experts, "model.moe.topk", f"{moe.topk} given, {most}"
+    yield tp > 1, "parallel.tp", f"{tp} given, 1 expected with model.moe"
+    yield ep > per_node, "parallel.ep", f"{ep} given, at most a node's GPUs, {per_node}"
 
 
-def _cluster(w: Workload, file: File) -> Iterator[Rule]:
-    """Overlap needs ranks that reach each other's memory: those of one node."""
-    parallel, cluster = w.parallel, w.cluster
-    tp, per_node = parallel.tp, cluster.gpus_per_node
-    spans = f"{tp} ranks span nodes of {per_node}: arm {w.arm}"
-    if parallel.world_size != cluster.gpus:
-        degrees = f"tp {tp} x pp {parallel.pp} x dp {parallel.dp} = {parallel.world_size} GPUs"
-        there = f"{cluster.nodes} x {per_node} = {cluster.gpus}"
-        yield "parallel", f"{degrees}, the cluster has {there}"
-    if cluster.nodes > 1 and cluster.nics is None:
-        yield "cluster.nics", f"none given, {cluster.nodes} nodes need them"
-    if per_node % tp and tp % per_node:
-        rule = f"{tp} and cluster.gpus_per_node, {per_node}: one must divide the other"
-        yield "parallel.tp", rule
-    elif tp > per_node and w.arm == "te":
-        yield "parallel.tp", f"{spans} overlaps only within one"
-    elif tp > per_node and w.arm == "flux" and not file.tp_across_nodes:
-        rule = "would run without overlap; say tp_across_nodes: true where that is meant"
-        yield "parallel.tp", f"{spans} {rule}"
-
-
-def _training(w: Workload) -> Iterator[Rule]:
+def _training(w: Workload) -> Iterator[tuple[bool, str, str]]:
     training = w.training
-    if training.warmup_steps >= training.steps:
-        dropped = f"{training.warmup_steps} dropped of training.steps, {training.steps}"
-        yield "training.warmup_steps", f"{dropped}: none is left"
-    if w.parallel.virtual_stages > 1 and w.parallel.pp == 1:
-        yield "parallel.virtual_stages", "interleaving needs parallel.pp above 1"
-    if training.overlap_param_gather:
-        needed = ("distributed_optimizer", "overlap_grad_reduce")
-        if not all(getattr(training, name) for name in needed):
-            rule = " and ".join(f"training.{name}" for name in needed)
-            yield "training.overlap_param_gather", f"needs {rule}"
-
-
-def _te(w: Workload) -> Iterator[Rule]:
-    if not w.parallel.sequence_parallel:
-        rule = "false: arm te has nothing to overlap without sequence parallelism"
-        yield "parallel.sequence_parallel", rule
-    if w.cluster.gpu == "cpu":
-        yield "arms.te", "TransformerEngine needs GPUs"
+    rule = f"{training.warmup_steps} dropped of training.steps, {training.steps}: none is left"
+    yield training.warmup_steps >= training.steps, "training.warmup_steps", rule
+    needed = training.distributed_optimizer and training.overlap_grad_reduce
+    rule = "needs training.distributed_optimizer and training.overlap_grad_reduce"
+    yield training.overlap_param_gather and not needed, "training.overlap_param_gather", rule
 
 
 def _own_loop(w: Workload) -> Iterator[Rule]:
-    """What the loop of `flux-megatron train` does not do."""
-    model, training = w.model, w.training
     if w.arm == "te":
-        yield "arms.te", "program train has no such arm"
-    if model.kv_heads != model.heads:
-        yield "model.kv_heads", f"{model.kv_heads} given, program train needs model.heads"
-    if model.vocab != BYTE_VOCAB:
-        yield "model.vocab", f"{model.vocab} given, program train reads bytes: {BYTE_VOCAB}"
-    if model.moe:
-        yield "model.moe", "program train has no experts"
-    if w.parallel.pp > 1:
-        yield "parallel.pp", f"{w.parallel.pp} given, program train has no pipeline"
-    if training.recompute != "none":
-        yield "training.recompute", f"{training.recompute} given, program train recomputes none"
-    for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-        if getattr(training, name):
-            yield f"training.{name}", "true given, program train has none"
+        yield "arm", "program train has no such arm"
+    for key, only in {**OWN_LOOP, "model.kv_heads": w.model.heads}.items():
+        if (given := attrgetter(key)(w)) != only:
+            yield key, f"{given} given, program train has nothing but {only}"

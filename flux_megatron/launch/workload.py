@@ -52,6 +52,15 @@ class Model:
     tied_embeddings: bool = True
     moe: Moe | None = None
 
+    @property
+    def kv_width(self) -> int:
+        """Of keys, or of values."""
+        return self.kv_heads * (self.hidden // self.heads)
+
+    @property
+    def fc1_width(self) -> int:
+        return self.ffn * (2 if self.swiglu else 1)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -152,6 +161,11 @@ class Workload:
     def tokens(self) -> int:
         """M of every linear layer: rows of one micro-batch."""
         return self.model.seq_length * self.training.micro_batch
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of one matrix [M, hidden]."""
+        return self.tokens * self.model.hidden * ELEMENT_BYTES[self.training.dtype]
 
     @property
     def padded_vocab(self) -> int:

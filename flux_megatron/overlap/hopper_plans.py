@@ -20,7 +20,7 @@ FP8_BY_SM_BYTES = 2 << 20
 # not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
 # late in any case, and stores of the SMs beat copy engines beside others: 205 us, not 244, at
 # 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25,
-# docs/results/h200x2/held_out.jsonl and short_k.jsonl.)
+# h200x2/held_out.jsonl and short_k.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128

@@ -43,7 +43,7 @@ _SUM = dist.ReduceScatterOptions()
 
 GROUPS = 4
 # 4 groups, M = 8192, 2 x H200, with 8 and 16 SMs: GEMM+RS, K 49152, 5926 and 6324 us, K 12288 1825
-# and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (docs/results/h200x2/signalled.jsonl).
+# and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (h200x2/signalled.jsonl).
 COMM_SMS = 8
 
 start_gather = sequential.start_gather
@@ -307,7 +307,7 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     options.config.max_ctas = comm_sms
     # NCCL's clusters of 4 CTAs find no 4 free SMs together beside a GEMM, so nothing overlapped:
     # GEMM+RS 8192 x 12288 x 12288 in 8 bands 2321 us, without clusters 1847 (2 x H200, NCCL 2.28.9,
-    # docs/results/h200x2/signalled.jsonl).
+    # h200x2/signalled.jsonl).
     options.config.cga_cluster_size = 1
     options._timeout = timedelta(seconds=timeout_s(workspace.group))
     # both for the watchdog's messages

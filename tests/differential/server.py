@@ -88,7 +88,7 @@ class Server:
 
 def environment(checkout: Path, site: Path | None) -> dict[str, str]:
     """Of a process that imports this checkout, and has no GPU."""
-    from flux_megatron.launch.environment import CPU, ONE_QUEUE
+    from flux_megatron.launch import CPU, ONE_QUEUE
 
     return {
         **os.environ, **CPU, **ONE_QUEUE, "PYTHONPATH": path_of(checkout, site),

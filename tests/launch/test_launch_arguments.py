@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from flux_megatron import settings
-from flux_megatron.launch import (
-    command_line,
-    environment,
-    experiment,
-    megatron_arguments,
-    parser_signature,
-    train_arguments,
-)
-from flux_megatron.launch.command_line import RunOptions
-from flux_megatron.launch.site import Site
+from launched import GPT, LLAMA, arms, given, launch
 
-RUN = Path("/runs/one")
+from flux_megatron import settings
+from flux_megatron.launch import experiment, megatron_arguments, parser_signature
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import record_parser
+
 RELEASES = parser_signature.releases()
 EXPERIMENTS = {name: experiment.load(name) for name in experiment.names()}
-OF_MEGATRON = [name for name, one in EXPERIMENTS.items() if one.program == "pretrain_gpt"]
-OF_OURS = [name for name, one in EXPERIMENTS.items() if one.program == "train"]
-GPT = EXPERIMENTS["paper/gpt3-175b_a100-pcie"].arms
-LLAMA = EXPERIMENTS["paper/llama2-70b_h800-nvlink"].arms
-
-
-def options(arguments: list[str]) -> dict[str, list[str]]:
-    """The values of each option, read back."""
-    found: dict[str, list[str]] = {}
-    for argument in arguments:
-        if argument.startswith("--"):
-            assert argument not in found, f"{argument} is given twice"
-            values = found[argument] = []
-        else:
-            values.append(argument)
-    return found
-
-
-@pytest.mark.parametrize("name", OF_MEGATRON)
-def test_release_takes_every_experiment(name):
-    loaded = EXPERIMENTS[name]
-    options = RunOptions(run=Path("/a run"), site=Site(), save_interval=10)
-    for arm in loaded.arms:
-        arguments = command_line.of(loaded, arm, options).arguments
-        assert parser_signature.check(arguments, loaded.megatron_lm) == []
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("arms", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_every_recorded_release_takes_the_same_arguments(release, arms):
-    for workload in arms.values():
-        arguments = megatron_arguments.render(workload, data=["a", "b"], save=Path("/c"),
-                                              save_interval=1)  # fmt: skip
-        assert parser_signature.check(arguments, release) == []
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if "paper" in name])
+def test_every_recorded_release_takes_the_arguments_of_every_arm(name, release):
+    """The launch itself refuses what the experiment's own release does not take."""
+    for arm, script in arms(name, "--set", f"megatron_lm={release}", "--save-interval", 9).items():
+        assert given(script)["--save-interval"] == ["9"], arm
+    assert parser_signature.check(megatron_arguments.resume(Path("/c")), release) == []
 
 
 WRONG = {
@@ -82,27 +53,25 @@ WRONG = {
 def test_wrong_argument_is_caught(case):
     wrong, error = WRONG[case]
     good = [*wrong, "--swiglu"] if case.startswith("a word") else ["--swiglu", *wrong, "--bf16"]
-    (message,) = parser_signature.check(good, "core_v0.16.1")
-    assert error in message
-    assert message.startswith(f"core_v0.16.1: {wrong[0]}")
+    words = ", ".join(f'"{word}"' for word in good)
+    refused = launch(GPT, "--dry-run", "--set", f"arguments=[{words}]", code=2)
+    assert f"{GPT}: arguments: core_v0.16.1: {wrong[0]}" in refused
+    assert error in refused
 
 
-def test_release_that_was_not_recorded_is_named():
-    with pytest.raises(ValueError, match=r"'core_v0.1' given, one of \['core_v0.14.0', "):
-        parser_signature.check([], "core_v0.1")
-
-
-def test_recorded_options_are_those_of_a_parser():
+def test_a_recorded_table_keeps_every_option_of_every_release():
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--layers", "--num-layers", type=int)
     parser.add_argument("--fast", action="store_false")
     parser.add_argument("--names", nargs="+", choices=["a", "b"])
-    assert parser_signature.signature_of(parser) == {
+    assert record_parser.signature_of(parser) == {
         "--layers": "int",
         "--num-layers": "int",
         "--fast": "flag",
         "--names": {"type": "str", "choices": ["a", "b"], "nargs": "+"},
     }
+    table = record_parser.table(parser_signature.recorded())
+    assert table == parser_signature.FILE.read_text()
 
 
 def test_our_own_options_are_recorded_as_they_are():
@@ -111,161 +80,140 @@ def test_our_own_options_are_recorded_as_they_are():
 
     parser = add_flux_arguments(argparse.ArgumentParser(add_help=False))
     ours = parser_signature.recorded()[parser_signature.OURS]
-    assert ours == parser_signature.signature_of(parser)
+    assert ours == record_parser.signature_of(parser)
 
 
-def test_a_table_of_signatures_keeps_every_option_of_every_release():
-    ours = {"--flux": "flag"}
-    one = {"--a": "int", "--b": {"type": "str", "choices": ["x"]}, "--flux": "flag"}
-    two = {"--a": "int", "--b": "str", "--c": "flag"}
-    signatures = {"one": one, "two": two, parser_signature.OURS: ours}
-    assert parser_signature.read(parser_signature.table(signatures)) == signatures
-    text = parser_signature.FILE.read_text()
-    assert parser_signature.table(parser_signature.read(text)) == text
+SIZES = {
+    GPT: "--num-layers 96 --hidden-size 12288 --ffn-hidden-size 49152 --num-attention-heads 96 "
+    "--seq-length 2048 --micro-batch-size 2 --global-batch-size 1536 "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 "
+    "--position-embedding-type learned_absolute --normalization LayerNorm --train-iters 30 "
+    "--seed 1234 --lr 6e-05 --vocab-size 50256 --bf16 --sequence-parallel "
+    "--use-distributed-optimizer --mock-data",
+    LLAMA: "--num-query-groups 8 --group-query-attention --normalization RMSNorm "
+    "--position-embedding-type rope --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights",
+}
 
 
-def test_gpt3_is_rendered_with_its_sizes():
-    given = options(megatron_arguments.render(GPT["flux"]))
-    sizes = {
-        "--num-layers": "96", "--hidden-size": "12288", "--ffn-hidden-size": "49152",
-        "--num-attention-heads": "96", "--seq-length": "2048", "--micro-batch-size": "2",
-        "--global-batch-size": "1536", "--tensor-model-parallel-size": "8",
-        "--pipeline-model-parallel-size": "8", "--position-embedding-type": "learned_absolute",
-        "--normalization": "LayerNorm", "--train-iters": "30", "--seed": "1234", "--lr": "6e-05",
-        "--vocab-size": "50256",
-    }  # fmt: skip
-    assert {name: " ".join(given[name]) for name in sizes} == sizes
-    assert {"--bf16", "--sequence-parallel", "--use-distributed-optimizer"} <= given.keys()
-    llama_alone = {"--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"}
-    assert not given.keys() & {*llama_alone, "--num-query-groups"}
-
-
-def test_llama_is_rendered_with_what_it_has_beyond_gpt():
-    given = options(megatron_arguments.render(LLAMA["flux"]))
-    assert given["--num-query-groups"] == ["8"]
-    assert given["--normalization"] == ["RMSNorm"]
-    assert given["--position-embedding-type"] == ["rope"]
-    flags = ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights")
-    assert all(given[flag] == [] for flag in (*flags, "--group-query-attention"))
+@pytest.mark.parametrize("name", SIZES)
+def test_models_are_rendered_with_their_sizes(name):
+    found = given(arms(name)["flux"])
+    for option in SIZES[name].split("--")[1:]:
+        option, *values = f"--{option}".split()
+        assert found[option] == values
+    llama_alone = {"--swiglu", "--disable-bias-linear", "--num-query-groups"}
+    assert name == LLAMA or not found.keys() & llama_alone
+    assert "--save" not in found
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_overlapped_arm_runs_under_sequence_parallelism(name):
     for arm, workload in EXPERIMENTS[name].arms.items():
-        given = options(megatron_arguments.render(workload))
-        assert arm == "megatron" or "--sequence-parallel" in given
+        found = megatron_arguments.render(workload)
+        assert arm == "megatron" or "--sequence-parallel" in found
 
 
 def test_arms_differ_in_their_layers_alone():
-    of_layers = ("--transformer-impl", "--tp-comm-overlap", "--flux-overlap")
-    rendered = {arm: options(megatron_arguments.render(GPT[arm])) for arm in GPT}
-    layers = {
-        a: {k: given.pop(k) for k in of_layers if k in given} for a, given in rendered.items()
+    found = {arm: given(script) for arm, script in arms(GPT).items()}
+    of_layers = {
+        arm: {key: one.pop(key) for key in [*one] if "overlap" in key or key in ("", "--need")}
+        for arm, one in found.items()
     }
-    assert layers == {
-        "megatron": {"--transformer-impl": ["transformer_engine"]},
-        "te": {"--transformer-impl": ["transformer_engine"], "--tp-comm-overlap": []},
-        "flux": {"--transformer-impl": ["transformer_engine"], "--flux-overlap": []},
+    for one in found.values():
+        one["--data-cache-path"] = []  # in the arm's folder
+    assert found["megatron"] == found["te"] == found["flux"]
+    assert found["te"]["--transformer-impl"] == ["transformer_engine"]
+    script = "Megatron-LM/pretrain_gpt.py"
+    assert of_layers == {
+        "megatron": {"": [script]},
+        "te": {"": [script], "--tp-comm-overlap": []},
+        "flux": {"": ["flux_megatron.launch", script], "--flux-overlap": []},
     }
-    assert rendered["megatron"] == rendered["te"] == rendered["flux"]
 
 
-@pytest.mark.parametrize("arm", ["megatron", "flux"])
-def test_stock_local_layers_run_what_they_can(arm):
+@pytest.mark.parametrize(("name", "flash", "impl"), [
+    (GPT, False, "local"), (GPT, True, "transformer_engine"),
+    (LLAMA, False, "transformer_engine"), (LLAMA, True, "transformer_engine"),
+])  # fmt: skip
+def test_stock_local_layers_run_what_they_can(name, flash, impl):
     """They have neither flash attention nor RMSNorm under sequence parallelism. Ours are of the
     same specification.
     """
-    for arms, flash, impl in (
-        (GPT, False, "local"), (GPT, True, "transformer_engine"),
-        (LLAMA, False, "transformer_engine"), (LLAMA, True, "transformer_engine"),
-    ):  # fmt: skip
-        workload = arms[arm]
-        workload = replace(workload, training=replace(workload.training, flash_attention=flash))
-        given = options(megatron_arguments.render(workload))
-        assert given["--transformer-impl"] == [impl]
-        assert given["--attention-backend"] == ["auto" if flash else "unfused"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("recompute", "selective", {"--recompute-granularity": ["selective"]}),
-        ("recompute", "full", {"--recompute-granularity": ["full"], "--recompute-num-layers": ["1"],
-                               "--recompute-method": ["uniform"]}),
-        ("overlap_grad_reduce", True, {"--overlap-grad-reduce": []}),
-        ("overlap_param_gather", True, {"--overlap-param-gather": []}),
-        ("dtype", "float16", {"--fp16": []}),
-    ],
-)  # fmt: skip
-def test_training_becomes_options(field, value, expected):
-    before = options(megatron_arguments.render(GPT["flux"]))
-    workload = replace(GPT["flux"], training=replace(GPT["flux"].training, **{field: value}))
-    given = options(megatron_arguments.render(workload))
-    assert {k: v for k, v in given.items() if before.get(k) != v} == expected
-
-
-def test_stages_are_interleaved():
-    workload = replace(GPT["te"], parallel=replace(GPT["te"].parallel, virtual_stages=3))
-    given = options(megatron_arguments.render(workload))
-    assert given["--num-virtual-stages-per-pipeline-rank"] == ["3"]
-
-
-def test_checkpoints_and_data_are_only_where_they_are_asked_for():
-    without = options(megatron_arguments.render(GPT["flux"], save=Path("/c")))
-    assert "--save" not in without
-    assert without["--mock-data"] == []
-    given = options(
-        megatron_arguments.render(GPT["flux"], data=["x", "y"], save=Path("/c"), save_interval=7)
+    options = (
+        "--set",
+        f"training.flash_attention={flash}",
+        "--set",
+        "training.recompute=selective",
     )
-    assert "--mock-data" not in given
-    assert given["--data-path"] == ["x", "y"]
-    assert (given["--save"], given["--save-interval"]) == (["/c"], ["7"])
-    assert "--exit-signal-handler" in given
-    resumed = megatron_arguments.resume(Path("/c"))
-    assert options(resumed)["--load"] == ["/c"]
-    assert not [c for release in RELEASES for c in parser_signature.check(resumed, release)]
+    scripts = arms(name, *options)
+    for arm in ("megatron", "flux"):
+        found = given(scripts[arm])
+        assert found["--transformer-impl"] == [impl]
+        assert found["--attention-backend"] == ["auto" if flash else "unfused"]
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ("training.recompute=selective", "--recompute-granularity selective"),
+    ("training.recompute=full",
+     "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
+    ("training.overlap_grad_reduce=true", "--overlap-grad-reduce"),
+    ("training.overlap_grad_reduce=true training.overlap_param_gather=true",
+     "--overlap-grad-reduce --overlap-param-gather"),
+    ("training.dtype=float16", "--fp16"),
+    ("parallel.virtual_stages=3", "--num-virtual-stages-per-pipeline-rank 3"),
+])  # fmt: skip
+def test_values_become_options(values, expected):
+    before = given(arms(GPT)["te"])
+    options = [text for value in values.split() for text in ("--set", value)]
+    found = given(arms(GPT, *options)["te"])
+    changed = {key: one for key, one in found.items() if before.get(key) != one}
+    assert {f"{key} {' '.join(one)}".strip() for key, one in changed.items()} == {
+        f"--{text.strip()}" for text in expected.split("--")[1:]
+    }
 
 
 def test_cpu_needs_neither_apex_nor_nccl():
-    cpu = replace(GPT["megatron"].cluster, gpu="cpu")
-    for arm in ("megatron", "flux"):
-        workload = replace(GPT[arm], cluster=cpu)
-        given = options(megatron_arguments.render(workload))
-        assert given["--distributed-backend"] == ["gloo"]
-        assert given["--transformer-impl"] == ["local"]
+    for arm, script in arms("cpu/tiny-pretrain_gpt").items():
+        found = given(script)
+        assert found["--distributed-backend"] == ["gloo"]
+        assert found["--transformer-impl"] == ["local"]
         # with it stock layers would run on our kernel
-        assert ("--no-gradient-accumulation-fusion" in given) == (arm == "megatron")
-        assert megatron_arguments.needs_bootstrap(workload)
-        assert environment.variables(workload, RUN)["TRITON_INTERPRET"] == "1"
-    assert not megatron_arguments.needs_bootstrap(GPT["megatron"])
-    on_gpus = environment.variables(GPT["flux"], RUN)
-    assert on_gpus["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert "TRITON_INTERPRET" not in on_gpus
+        assert ("--no-gradient-accumulation-fusion" in found) == (arm == "megatron")
+        assert found[""] == ["flux_megatron.launch"]
+        assert found["--device"] == ["cpu", "Megatron-LM/pretrain_gpt.py"]
+        assert "export TRITON_INTERPRET=1" in script
+        assert "--need" not in script
+    for arm, script in arms(GPT).items():
+        assert "TRITON_INTERPRET" not in script
+        assert "export NCCL_DEBUG=WARN" in script
+        assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in script
+        assert ("--need transformer_engine --need apex" in script) == (arm != "flux")
 
 
-def test_plans_are_measured_at_the_start_and_kept_in_the_run():
+def test_plans_are_measured_at_the_start_and_kept_in_the_run(tmp_path):
     """No home folder is needed, and a run's later rounds find them."""
-    variables = environment.variables(GPT["flux"], RUN)
+    (script,) = arms(GPT, "--arm", "flux", "--run-dir", tmp_path).values()
+    lines = [line.removeprefix("export ") for line in script.splitlines() if "export " in line]
+    variables = dict(line.split("=", 1) for line in lines)
     found = settings.read(variables)
-    assert (found.tune, found.cache) == ("auto", RUN / "cache" / "plans")
+    assert (found.tune, found.cache) == ("auto", tmp_path / "cache" / "plans")
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert Path(variables[name]).is_relative_to(RUN / "cache")
-    assert variables["NCCL_DEBUG"] == "WARN"
+        assert Path(variables[name]).is_relative_to(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", OF_OURS)
+@pytest.mark.parametrize("name", [n for n, one in EXPERIMENTS.items() if one.program == "train"])
 def test_our_own_program_takes_its_configuration(name, tmp_path):
     from flux_megatron.lab.train import config
 
-    file = tmp_path / "train.yaml"
+    launch(name, "--run-dir", tmp_path / "run", "--data-path", tmp_path, "--save-interval", 3,
+           "--alternate", 0)  # fmt: skip
     for arm, workload in EXPERIMENTS[name].arms.items():
-        file.write_text(train_arguments.render(workload, data=tmp_path, save_interval=3))
-        run = config.load(file, {})
+        run = config.load(tmp_path / "run" / arm / "train.yaml", {})
         assert run.layers == {"megatron": "stock", "flux": "flux"}[arm]
         assert run.model.ffn == workload.model.ffn
         assert run.model.bias == workload.model.linear_bias
         assert run.parallel.world_size == workload.parallel.world_size
-        assert run.microbatches(workload.parallel.dp) == workload.micro_batches
-        assert run.train.save_every == 3
-        assert run.train.dtype == workload.training.dtype
+        assert run.microbatches(workload.parallel.world_size) == workload.micro_batches
+        assert (run.train.save_every, run.train.dtype) == (3, workload.training.dtype)
         assert run.data.path == tmp_path

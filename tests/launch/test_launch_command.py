@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from typer.testing import CliRunner
+from launched import GPT, arms, checkout, directives, given, launch
 
-from flux_megatron.cli import app
-from flux_megatron.launch import experiment, local, run_folder, sbatch
-from flux_megatron.launch.errors import LaunchError
+from flux_megatron import machine
+from flux_megatron.launch import experiment, run_folder
 
-GPT = "paper/gpt3-175b_a100-pcie"
+ROOT = Path(__file__).parents[2]
 WITHOUT = ("torch", "triton", "numpy", "megatron", "matplotlib")
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    """The output of a launch that ends with `code`."""
-    done = CliRunner().invoke(app, ["launch", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done.output
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """As much of Megatron-LM as a launch looks at."""
-    folder = tmp_path / "Megatron-LM"
-    (folder / "megatron" / "core").mkdir(parents=True)
-    (folder / "pretrain_gpt.py").touch()
-    info = folder / "megatron" / "core" / "package_info.py"
-    info.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
-    return folder
 
 
 @pytest.mark.parametrize("name", [GPT, "cpu/tiny"])
@@ -46,225 +31,311 @@ def test_dry_run_needs_no_torch_and_writes_nothing(name, tmp_path):
     code = f"import sys; {blocked}from flux_megatron.cli import app; app()"
     done = subprocess.run(
         [sys.executable, "-c", code, "launch", name, "--dry-run"], cwd=tmp_path,
-        capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=60,
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = [line for line in done.stdout.splitlines() if line.startswith("## arm ")]
-    arms = experiment.load(name).arms
-    assert shown == [f"## arm round-{one}/{arm}" for one in (1, 2) for arm in arms]
-    for shown in ("CUDA_DEVICE_MAX_CONNECTIONS=1", "-m torch.distributed.run --nnodes=",
-                  "#SBATCH --open-mode=append", "after a requeue"):  # fmt: skip
-        assert shown in done.stdout
-    if name == GPT:
-        assert "\n    --tensor-model-parallel-size 8\n" in done.stdout
+    known = experiment.load(name).arms
+    assert shown == [f"## arm round-{one}/{arm}" for one in (1, 2) for arm in known]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_folder_holds_the_experiment_as_it_was_resolved(tmp_path, checkout):
-    folder = tmp_path / "a run"
-    given = ("--set", "training.micro_batch=1", "--arm", "flux", "--arm", "te")
-    assert str(folder / "job.sbatch") in run(
-        GPT, "--run-dir", folder, "--megatron-lm", checkout, *given
-    )
+@pytest.mark.parametrize("name", experiment.names())
+def test_scripts_are_bash(name, tmp_path):
+    launch(name, "--run-dir", tmp_path / "a run", "--megatron-lm", checkout(tmp_path / "it's"))
+    scripts = [*(tmp_path / "a run").rglob("*.sh"), tmp_path / "a run" / "job.sbatch"]
+    assert len(scripts) > 4
+    check = ["bash", "-n"]
+    if shutil.which("shellcheck"):
+        check = ["shellcheck", "--severity=warning", "--shell=bash"]
+    for script in scripts:
+        done = subprocess.run([*check, str(script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_run_folder_holds_the_experiment_as_it_was_resolved(tmp_path):
+    folder, values = tmp_path / "a run", ("--set", "training.micro_batch=1")
+    options = ("--run-dir", folder, "--megatron-lm", checkout(tmp_path), *values)
+    assert str(folder / "job.sbatch") in launch(GPT, *options, "--arm", "flux", "--arm", "te")
     whole = experiment.load(GPT, {"training.micro_batch": 1})
-    first, second = folder / "round-1", folder / "round-2"
-    kept = run_folder.read(first)
-    assert run_folder.read(second) == kept
-    assert kept.arms == {arm: whole.arms[arm] for arm in ("te", "flux")}
-    assert [*kept.arms] == ["te", "flux"]
-    assert (kept.name, kept.program, kept.stated) == (whole.name, whole.program, whole.stated)
-    assert kept.assumed["training.micro_batch"] == "set by the caller"
-    record = json.loads((first / "experiment.json").read_text())
-    assert record["request"]["rounds"] == 2
-    assert record["request"]["overrides"] == ["training.micro_batch=1"]
-    assert record["request"]["checkout"] == str(checkout)
-    assert "--flux-overlap" in record["arguments"]["flux"]
-    assert {file.name for file in folder.iterdir()} == {"job.sbatch", "round-1", "round-2"}
-    for one in (first, second):
+    for one in (folder / "round-1", folder / "round-2"):
+        kept = run_folder.read(one)
+        assert kept.arms == {arm: whole.arms[arm] for arm in ("te", "flux")}
+        assert (kept.name, kept.program, kept.stated) == (whole.name, whole.program, whole.stated)
+        assert kept.assumed["training.micro_batch"] == "set by the caller"
         assert {file.name for file in one.iterdir()} == {"experiment.json", "flux", "te"}
-    assert (folder / "job.sbatch").read_text().startswith("#!/usr/bin/env bash\n#SBATCH ")
+    assert {file.name for file in folder.iterdir()} == {"job.sbatch", "round-1", "round-2"}
 
 
-def test_data_is_found_from_another_folder(tmp_path, checkout, monkeypatch):
+def test_data_and_runs_are_found_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.idx").touch()
-    data = ("--data-path", "0.3", "--data-path", "text")
-    run(GPT, *data, "--run-dir", "run", "--megatron-lm", checkout)
-    record = json.loads((tmp_path / "run" / "round-1" / "experiment.json").read_text())
-    given = record["arguments"]["te"]
-    assert given[given.index("--data-path") + 1 :][:2] == ["0.3", str(tmp_path / "text")]
-    run("cpu/tiny", "--data-path", "run", "--run-dir", "other")
-    config = tmp_path / "other" / "round-2" / "flux" / "train.yaml"
-    assert f"path: {tmp_path}/run\n" in config.read_text()
-
-
-def test_runs_are_in_runs_by_default(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run("cpu/tiny")
-    assert (tmp_path / "runs" / "cpu" / "tiny" / "round-1" / "flux" / "train.yaml").is_file()
+    for script in arms(GPT, "--data-path", "0.3", "--data-path", "text").values():
+        assert given(script)["--data-path"] == ["0.3", str(tmp_path / "text")]
+    launch("cpu/tiny", "--data-path", ".")
+    config = tmp_path / "runs" / "cpu" / "tiny" / "round-2" / "flux" / "train.yaml"
+    assert f"path: {tmp_path}\n" in config.read_text()
 
 
 def test_run_is_never_overwritten(tmp_path):
     folder = tmp_path / "run"
-    run("cpu/tiny", "--run-dir", folder)
+    launch("cpu/tiny", "--run-dir", folder)
     before = (folder / "job.sbatch").read_text()
-    refused = run("cpu/tiny", "--run-dir", folder, "--arm", "flux", code=2)
+    refused = launch("cpu/tiny", "--run-dir", folder, "--arm", "flux", code=2)
     assert f"{folder} exists and is not empty: --resume continues it" in refused
     assert (folder / "job.sbatch").read_text() == before
     (tmp_path / "file").touch()
-    assert "is not empty" in run("cpu/tiny", "--run-dir", tmp_path / "file", code=2)
+    assert "is not empty" in launch("cpu/tiny", "--run-dir", tmp_path / "file", code=2)
 
 
 def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
-    folder = tmp_path / "run"
-    assert "has no experiment.json" in run("cpu/tiny", "--run-dir", folder, "--resume", code=2)
-    run("cpu/tiny", "--run-dir", folder)
-    assert "mode=start " in (folder / "job.sbatch").read_text()
-    other = run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.lr=2", code=2)
-    assert "flux.training.lr: 0.001 -> 2.0" in other
-    run("cpu/tiny", "--run-dir", folder, "--resume", "--set", "training.steps=40", "--arm", "flux")
-    job = (folder / "job.sbatch").read_text()
-    assert "mode=resume " in job
+    resume = ("cpu/tiny", "--run-dir", tmp_path / "run", "--resume", "--set")
+    assert "has no experiment.json" in launch(*resume, "training.steps=20", code=2)
+    launch(*resume[:-2])
+    assert "mode=start\n" in (tmp_path / "run" / "job.sbatch").read_text()
+    assert "flux.training.lr: 0.001 -> 2.0" in launch(*resume, "training.lr=2", code=2)
+    launch(*resume, "training.steps=40", "--arm", "flux")
+    job = (tmp_path / "run" / "job.sbatch").read_text()
+    assert "mode=resume\n" in job
     assert "arms=(round-1/flux round-2/flux) " in job
-    for one in ("round-1", "round-2"):
-        kept = run_folder.read(folder / one).arms
-        assert {arm: workload.training.steps for arm, workload in kept.items()} == {
-            "megatron": 40,
-            "flux": 40,
-        }
+    for one in run_folder.of_run(tmp_path / "run"):
+        kept = run_folder.read(one).arms
+        assert {arm: w.training.steps for arm, w in kept.items()} == {"megatron": 40, "flux": 40}
 
 
 # the options that begin a run, and the rounds that it has
-BEGUN = {
-    "several arms": ((), 2),
-    "one arm": (("--arm", "flux"), 0),
-    "one arm in turn with itself": (("--arm", "flux", "--alternate", "3"), 3),
-    "no rounds": (("--alternate", "0"), 0),
-    "one round": (("--alternate", "1"), 1),
-}
+BEGUN = [
+    ((), 2),
+    (("--arm", "flux"), 0),
+    (("--arm", "flux", "--alternate", "3"), 3),
+    (("--alternate", "0"), 0),
+    (("--alternate", "1"), 1),
+]
 
 
-@pytest.mark.parametrize("case", BEGUN)
-def test_several_arms_alternate_and_a_resumed_run_keeps_its_rounds(case, tmp_path):
-    options, rounds = BEGUN[case]
+@pytest.mark.parametrize(("options", "rounds"), BEGUN)
+def test_several_arms_alternate_and_a_resumed_run_keeps_its_rounds(options, rounds, tmp_path):
     folder = tmp_path / "run"
     names = [f"round-{number}" for number in range(1, rounds + 1)]
-    arms = ["flux"] if "--arm" in options else ["megatron", "flux"]
-    trained = " ".join(str(Path(one, arm)) for one in names or [""] for arm in arms)
-    resume = ("--resume",)
-    for given in (options, resume, (*resume, "--alternate", rounds)):
-        run("cpu/tiny", "--run-dir", folder, *given)
+    known = ["flux"] if "--arm" in options else ["megatron", "flux"]
+    trained = " ".join(str(Path(one, arm)) for one in names or [""] for arm in known)
+    for more in (options, ("--resume",), ("--resume", "--alternate", rounds)):
+        launch("cpu/tiny", "--run-dir", folder, *more)
         assert f"arms=({trained}) " in (folder / "job.sbatch").read_text()
         assert sorted(one.name for one in folder.glob("round-*")) == names
     for other in {0, rounds + 1} - {rounds}:
-        refused = run("cpu/tiny", "--run-dir", folder, *resume, "--alternate", other, code=2)
+        options = ("--run-dir", folder, "--resume", "--alternate", other)
+        refused = launch("cpu/tiny", *options, code=2)
         assert f"--alternate {other} given, {folder} has {rounds or 'no'} rounds" in refused
 
 
-REFUSED = {
-    "an unknown arm": (("cpu/tiny", "--arm", "te"), "arms ['te'] given, some of ['megatron'"),
-    "an unknown experiment": (("cpu/tyni",), "cpu/tiny"),
-    "a wrong value": (("cpu/tiny", "--set", "parallel.tp=3"), "parallel"),
-    "no value": (("cpu/tiny", "--set", "parallel.tp"), "key=value expected"),
-    "no checkout": ((GPT,), "--megatron-lm: none given, a checkout of core_v0.16.1 needed"),
-    "another folder": ((GPT, "--megatron-lm", "/usr"), "/usr has no pretrain_gpt.py"),
-    "a variable without a value": (("cpu/tiny", "--env", "A"), "--env ['A'] given, KEY=VALUE"),
-    "an option without a name": (("cpu/tiny", "--sbatch", "=1"), "--sbatch '=1' given"),
-    "two things at once": (("cpu/tiny", "--submit", "--local"), "one of --dry-run, --submit"),
-}
+REFUSED = [
+    (("cpu/tiny", "--arm", "te"), "arms ['te'] given, some of ['megatron'"),
+    (("cpu/tini",), "cpu/tini: cpu/tiny? one of cpu/tiny, "),
+    (("cpu/tiny", "--set", "parallel.tp=3"), "cpu/tiny: parallel: tp 3 x pp 1 x dp 2"),
+    (("cpu/tiny", "--set", "parallel.tp"), "key=value expected"),
+    (("cpu/tiny", "--data-path", "/nowhere"), "--data-path /nowhere given, a folder of text"),
+    ((GPT,), "--megatron-lm: none given, a checkout of core_v0.16.1 needed"),
+    ((GPT, "--megatron-lm", "/usr"), "/usr has no pretrain_gpt.py"),
+    ((GPT, "--local", "--megatron-lm", "/usr"),
+     "128 GPUs needed on this machine, 3 found: an experiment of 16 nodes is for --submit"),
+    (("node/small_h200", "--local"), "4 GPUs needed on this machine, 3 found"),
+    (("study/mixtral-8x7b_h200",), "model.moe: experts are simulated"),
+    (("cpu/tiny", "--env", "A"), "--env ['A'] given, KEY=VALUE"),
+    (("cpu/tiny", "--sbatch", "=1"), "--sbatch '=1' given"),
+    (("cpu/tiny", "--sbatch", "p=1"), "--sbatch p given, the long name of an option expected"),
+    (("cpu/tiny", "--sbatch", "array=0-1"), "--sbatch array given: one job trains all arms"),
+    (("cpu/tiny", "--sbatch", "nodes=3"), "--sbatch nodes=3 given, nodes=2 expected"),
+    ((GPT, "--sbatch", "gpus-per-node=a100:4"), "gpus-per-node=8 expected"),
+    (("cpu/tiny", "--submit", "--local"), "one of --dry-run, --submit"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_launched_is_refused_before_anything_is_written(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_cannot_be_launched_is_refused_before_anything_is_written(
+    arguments, message, tmp_path, monkeypatch
+):
     monkeypatch.delenv("FLUX_MEGATRON_LM", raising=False)
-    arguments, message = REFUSED[case]
-    refused = run(*arguments, "--run-dir", tmp_path / "run", code=2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 3)
+    refused = launch(*arguments, "--run-dir", tmp_path / "run", code=2)
     assert message in " ".join(refused.replace("│", " ").split())
     assert not (tmp_path / "run").exists()
 
 
-def test_another_release_than_the_experiment_names_is_reported(tmp_path, checkout):
-    info = checkout / "megatron" / "core" / "package_info.py"
-    given = ("--megatron-lm", checkout, "--run-dir")
-    assert "was written for" not in run(GPT, *given, tmp_path / "same")
-    info.write_text(info.read_text().replace("16", "19"))
-    output = run(GPT, *given, tmp_path / "other")
-    assert f"{checkout} is 0.19.1, the experiment was written for core_v0.16.1" in output
+SITES = {
+    "pyhton: x": "pyhton: Extra inputs",
+    "sbatch: [a]": "sbatch: Input should be a valid dict",
+    "- a": "a mapping expected, list given",
+    ": :": "while parsing",
+    "silent_s: 0": "silent_s: Input should be greater than or equal to 1, 0 given",
+    "retries: -1": "retries",
+    "container: {image: a, imge: b}": "container.imge: Extra inputs",
+    "container: {image: images/a.sqsh}": "'images/a.sqsh' given, an absolute path expected",
+    "container: {image: a b}": "container.image",
+    "container: {image: a, mounts: [data:/d]}": "/HOST[:/CONTAINER[:FLAG+FLAG]], such as",
+    "container: {image: a, mounts: ['/a,/b']}": "/HOST[:/CONTAINER[:FLAG+FLAG]], such as",
+    "container: {image: a, images: {fluks: b}}": "container.images.fluks",
+    "container: {images: {flux: b}}": "none in container.images for ['megatron']",
+}
+
+
+@pytest.mark.parametrize("text", SITES)
+def test_wrong_site_is_refused(text, tmp_path):
+    file = tmp_path / "site.yaml"
+    file.write_text(text)
+    assert SITES[text] in launch("cpu/tiny", "--dry-run", "--site", file, code=2)
+
+
+def test_another_release_than_the_experiment_names_is_reported(tmp_path):
+    for version, reported in (("0.16.1", False), ("0.19.1", True)):
+        there = checkout(tmp_path / version, version)
+        output = launch(GPT, "--megatron-lm", there, "--run-dir", tmp_path / f"run {version}")
+        text = f"{there} is {version}, the experiment was written for core_v0.16.1"
+        assert (text in output) is reported
+
+
+# --- what the scripts ask for
+
+
+def test_one_job_trains_all_arms(tmp_path):
+    job = launch(GPT, "--dry-run", "--run-dir", tmp_path).split("## job.sbatch")[1]
+    once = "round-{0}/megatron round-{0}/te round-{0}/flux"
+    assert f"arms=({once.format(1)} {once.format(2)}) " in job
+    expected = {
+        "time": "04:00:00", "nodes": "16", "gpus-per-node": "8", "ntasks-per-node": "1",
+        "exclusive": None, "requeue": None, "mem": "0", "open-mode": "append",
+        "signal": "B:USR1@300", "output": f"{tmp_path}/slurm-%j.out",
+        "job-name": "paper-gpt3-175b_a100-pcie",
+    }  # fmt: skip
+    assert directives(job) == expected
+    assert " --mpi=none " in job
+    one = directives(launch(GPT, "--dry-run", "--arm", "flux"))
+    assert "signal" not in one  # nothing could be saved before the time limit
+    assert "signal" in directives(launch(GPT, "--dry-run", "--arm", "flux", "--save-interval", 9))
+    on_cpu = directives(launch("cpu/tiny", "--dry-run"))
+    assert not on_cpu.keys() & {"gpus-per-node", "exclusive", "mem"}
+
+
+def test_site_options_stand_instead_of_ours(tmp_path):
+    (tmp_path / "site.yaml").write_text(
+        "python: /env/bin/python\n"
+        "setup: [module load cuda]\n"
+        "environment: {NCCL_SOCKET_IFNAME: ib0, OMP_NUM_THREADS: '7'}\n"
+        "sbatch: {partition: a100, exclusive: null, nodes: 16, gres: 'gpu:8'}\n"
+    )
+    options = ("account=me", "partition=b", "comment=hello there", "reservation")
+    given = ["--site", tmp_path / "site.yaml", "--env", "A=b c", "--env", "NCCL_DEBUG=TRACE"]
+    given += ["--set", "cluster.environment.NCCL_DEBUG=INFO", "--arm", "te"]
+    given += [text for option in options for text in ("--sbatch", option)]
+    output = launch(GPT, "--dry-run", *given)
+    found = directives(output)
+    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8",
+                "comment": '"hello there"', "reservation": None}  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert "gpus-per-node" not in found
+    for line in ("module load cuda", "python=/env/bin/python", "export NCCL_SOCKET_IFNAME=ib0",
+                 "export OMP_NUM_THREADS=7", "export NCCL_DEBUG=TRACE", "export A='b c'",
+                 "export PYTHONUNBUFFERED=1"):  # fmt: skip
+        assert f"\n{line}\n" in output
+
+
+def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.idx").touch()
+    (tmp_path / "site.yaml").write_text(
+        "srun: {network: x, quiet: null}\n"
+        "container: {image: 'a#b:c', images: {te: /te.sqsh},\n"
+        f"            mounts: ['/x:/y:ro+rprivate', '{tmp_path}/texts:/d']}}"
+    )
+    output = launch(GPT, "--dry-run", "--run-dir", tmp_path / "run", "--data-path",
+                    tmp_path / "texts" / "a", "--site", tmp_path / "site.yaml")  # fmt: skip
+    lines = [line.strip() for line in output.splitlines() if ") on_each_node+=(" in line]
+    reach = dict(line.split(") on_each_node+=(") for line in lines)
+    mounts = f"/x:/y:ro+rprivate,{tmp_path}/texts:/d,{tmp_path}/run:{tmp_path}/run"
+    for arm, image in {
+        "flux": "'--container-image=a#b:c'",
+        "te": "--container-image=/te.sqsh",
+    }.items():
+        options = f"--network=x --quiet {image} --container-mounts={mounts}"
+        assert reach[arm].startswith(f"{options} --container-name=flux_megatron-")
+        assert reach[arm].endswith('-"$SLURM_JOB_ID") ;;')
+    assert "\npython=python3\n" in output
+    assert reach["flux"].split("name=")[1] == reach["megatron"].split("name=")[1]
+    assert reach["flux"].split("name=")[1] != reach["te"].split("name=")[1]
+
+
+# --- submitted, and on this machine
 
 
 def test_submit_tells_the_job(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(sbatch.shutil, "which", lambda name: program if program.exists() else None)
+    monkeypatch.setattr(shutil, "which", lambda name: program if program.exists() else None)
     folder = tmp_path / "a run"
-    assert "no sbatch on PATH" in run("cpu/tiny", "--run-dir", folder, "--submit", code=2)
+    assert "no sbatch on PATH" in launch("cpu/tiny", "--run-dir", folder, "--submit", code=2)
     assert not folder.exists()
     program.write_text('#!/bin/sh\n[ -f "$2" ] && echo "17;cluster $1" | cut -d" " -f1\n')
     program.chmod(0o755)
-    assert run("cpu/tiny", "--run-dir", folder, "--submit") == "17\n"
+    assert launch("cpu/tiny", "--run-dir", folder, "--submit") == "17\n"
     program.write_text("#!/bin/sh\necho invalid partition >&2; exit 1\n")
-    refused = run("cpu/tiny", "--run-dir", tmp_path / "other", "--submit", code=2)
+    refused = launch("cpu/tiny", "--run-dir", tmp_path / "other", "--submit", code=2)
     assert "invalid partition" in refused
 
 
-def test_local_run_needs_the_gpus(tmp_path, checkout, monkeypatch):
-    monkeypatch.setattr(local, "_gpus", lambda: 4)
-    output = run(GPT, "--local", "--megatron-lm", checkout, "--run-dir", tmp_path / "run", code=2)
-    assert "128 GPUs needed on this machine, 4 found: an experiment of 16 nodes" in output
-    assert not (tmp_path / "run").exists()
-    arms = experiment.load("node/gpt3-175b-4-layers_h200").arms
-    local.check_gpus(arms["flux"])
-    monkeypatch.setattr(local, "_gpus", lambda: 2)
-    with pytest.raises(LaunchError, match=r"4 GPUs needed on this machine, 2 found$"):
-        local.check_gpus(arms["flux"])
+@pytest.fixture
+def local(tmp_path):
+    """Options of a local run whose Python, this text of bash, runs no training."""
+
+    def options(python: str) -> tuple[object, ...]:
+        program, site = tmp_path / "python", tmp_path / "site.yaml"
+        program.write_text(f'#!/bin/bash\ncase "$*" in *doctor*) exit 0 ;; esac\n{python}')
+        program.chmod(0o755)
+        site.write_text(f"python: {program}\n")
+        return "cpu/tiny", "--local", "--run-dir", tmp_path / "run", "--site", site
+
+    return options
 
 
-def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch):
-    """Its Python runs no training: the doctor passes, and the second arm fails in each round."""
+def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
+    """The second arm fails in each round."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")  # salloc's
-    python = tmp_path / "python"
-    python.write_text(
-        "#!/bin/sh\n"
-        f'echo "$*" >>{tmp_path}/calls\n'
-        'case "$*" in *doctor*) exit 0 ;; *"/flux/train.yaml"*) exit 5 ;; esac\n'
+    fails = 'case "$*" in *"/flux/train.yaml"*) exit 5 ;; esac'
+    options = local(f'echo "$*" >>{tmp_path}/calls\n{fails}\n')
+    assert "arm round-1/flux: start ended with code 5" in launch(*options, code=5)
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    assert "--nnodes=1 --nproc-per-node=4 " in first
+    assert "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 " in first
+    assert second.endswith("/run/round-1/flux/train")
+    launch(*options, "--resume", "--arm", "megatron")
+    calls = (tmp_path / "calls").read_text().splitlines()[2:]
+    assert [call.partition("--out ")[2].removeprefix(str(tmp_path)) for call in calls] == [
+        f"/run/round-{one}/megatron/train --resume" for one in (1, 2)
+    ]
+
+
+def test_local_run_ends_by_ctrl_c(tmp_path, local):
+    """Its ranks get it too, and torchrun ends with 1: Python handles what bash has it ignore. Later
+    arms do not run.
+    """
+    python = (
+        "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(1)); "
+        f"open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
     )
-    python.chmod(0o755)
-    (tmp_path / "site.yaml").write_text(f"python: {python}\n")
-    given = ("cpu/tiny", "--local", "--run-dir", tmp_path / "run", "--site", tmp_path / "site.yaml")
-    assert "arm round-1/flux: start ended with code 5" in run(*given, code=5)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert ["doctor" in call for call in calls] == [True, False, True, False]
-    assert "--nnodes=1 --nproc-per-node=4" in calls[1]
-    assert not calls[1].endswith("--resume")
-    run(*given, "--resume", "--arm", "megatron")
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert ["doctor" in call for call in calls[4:]] == [True, False, True, False]
-    assert calls[5].endswith("/run/round-1/megatron/train --resume")
-    assert calls[7].endswith("/run/round-2/megatron/train --resume")
-
-
-def test_local_run_ends_by_ctrl_c():
-    """Its ranks get it too, and torchrun ends with 1."""
-    program = """
-import os, signal, subprocess, sys, threading, time
-from flux_megatron.launch import local
-job = [sys.executable, "-c", "import signal, sys, time; "
-       "signal.signal(signal.SIGINT, lambda *_: sys.exit(1)); print(1, flush=True); time.sleep(60)"]
-process = subprocess.Popen(job, stdout=subprocess.PIPE)
-def interrupt():
-    process.stdout.readline()
-    os.killpg(0, signal.SIGINT)
-threading.Thread(target=interrupt).start()
-assert local._wait(process) == 130
-assert local._wait(subprocess.Popen([sys.executable, "-c", "exit(3)"])) == 3
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], start_new_session=True, capture_output=True, text=True,
-        timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    waits = f"exec {sys.executable} -c {shlex.quote(python)}\n"
+    command = [sys.executable, "-m", "flux_megatron", "launch", *map(str, local(waits))]
+    process = subprocess.Popen(command, start_new_session=True, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "arm round-1/megatron: start ended with code 130" in output
+    assert "go on with: flux-megatron launch cpu/tiny" in output
+    assert "round-1/flux" not in output
 
 
 def test_local_run_trains(tmp_path):
@@ -273,19 +344,18 @@ def test_local_run_trains(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     (text / "words.txt").write_text(" ".join(f"{i} is {i * i}." for i in range(3000)))
-    folder = tmp_path / "a run"
-    run("cpu/tiny", "--local", "--arm", "megatron", "--data-path", text, "--run-dir", folder,
-        "--set", "model.layers=1", "--set", "training.steps=3")  # fmt: skip
-    train = folder / "megatron" / "train"
-    rows = [json.loads(line) for line in (train / "metrics.jsonl").read_text().splitlines()]
+    launch("cpu/tiny", "--local", "--arm", "megatron", "--data-path", text, "--run-dir",
+           tmp_path / "a run", "--set", "model.layers=1", "--set", "training.steps=3")  # fmt: skip
+    arm = tmp_path / "a run" / "megatron"
+    rows = [json.loads(line) for line in (arm / "train" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    logs = (folder / "megatron" / "logs").glob("node-0/local-0_*/attempt_0/*/stdout.log")
+    logs = (arm / "logs").glob("node-0/local-0_*/attempt_0/*/stdout.log")
     assert sorted(log.parent.name for log in logs) == ["0", "1", "2", "3"]
 
 
-def test_entry_points_submit_one_after_the_other(tmp_path, checkout):
+def test_entry_points_submit_one_after_the_other(tmp_path):
     """A pretended sbatch numbers the jobs, and remembers what each has to wait for."""
-    scripts = Path(__file__).parents[2] / "scripts" / "slurm"
+    scripts = ROOT / "scripts" / "slurm"
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
     program.write_text(
@@ -295,8 +365,8 @@ def test_entry_points_submit_one_after_the_other(tmp_path, checkout):
     program.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{program.parent}:{os.environ['PATH']}", "JOBS": str(tmp_path / "jobs"),
-        "PYTHON": sys.executable, "PYTHONPATH": str(scripts.parents[1]),
-        "FLUX_MEGATRON_LM": str(checkout),
+        "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "FLUX_MEGATRON_LM": str(checkout(tmp_path)),
     }  # fmt: skip
 
     def call(*command: str) -> subprocess.CompletedProcess[str]:
@@ -305,19 +375,14 @@ def test_entry_points_submit_one_after_the_other(tmp_path, checkout):
         )
 
     done = call(str(scripts / "paper.sh"), "h800-nvlink", "--site", str(scripts / "site.yaml"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "paper/gpt3-175b_h800-nvlink: job 1",
-        "paper/llama2-70b_h800-nvlink: job 2",
-    ]
+    names = ("paper/gpt3-175b_h800-nvlink", "paper/llama2-70b_h800-nvlink")
+    assert done.stdout.splitlines() == [f"{names[0]}: job 1", f"{names[1]}: job 2"], done.stderr
     done = call(str(scripts / "one.sh"), "cpu/tiny", "--arm", "flux")
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
     jobs = [line.split(" ") for line in (tmp_path / "jobs").read_text().splitlines()]
     assert [waits for _, waits in jobs] == ["", "dependency=afterany:1", ""]
     assert [str(Path(file).relative_to(tmp_path)) for file, _ in jobs] == [
-        "runs/paper/gpt3-175b_h800-nvlink/job.sbatch",
-        "runs/paper/llama2-70b_h800-nvlink/job.sbatch",
-        "runs/cpu/tiny/job.sbatch",
+        f"runs/{name}/job.sbatch" for name in (*names, "cpu/tiny")
     ]
     assert call(str(scripts / "paper.sh"), "a100").returncode == 2
     assert call(str(scripts / "one.sh")).returncode == 2

@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.lab.perf import accuracy, flops, published_runs, step
-from flux_megatron.lab.perf.published_runs import RUNS, workload
+import published_runs
+from published_runs import RUNS, workload
+
+from flux_megatron.lab.perf import accuracy, flops, step
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.experiment import load, names
 

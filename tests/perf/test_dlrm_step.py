@@ -137,7 +137,7 @@ def test_a_wrong_value_is_one_line(values, words):
     with pytest.raises(ExperimentError) as caught:
         study.load(NAME, values)
     (line,) = [line for line in str(caught.value).splitlines() if words in line]
-    assert line.startswith("--set: ")
+    assert line.startswith(f"{NAME}: ")
 
 
 def test_every_value_has_its_source(tmp_path):

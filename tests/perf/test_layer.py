@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_costs import GPT3, LLAMA
 
-from flux_megatron.lab.perf import layer, userbuffers
-from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf import layer
+from flux_megatron.lab.perf.collectives import all_reduce_us
 from flux_megatron.lab.perf.hardware import A100, A100_PCIE, H100, H200, H800, of
 from flux_megatron.launch.workload import Cluster, Link, Parallel, Training, Workload
 
@@ -72,7 +72,7 @@ def test_gemms_of_a_loaded_hopper_gpu_are_slower_than_bursts(arm, monkeypatch):
 def test_arms_differ_in_their_linear_layers_and_userbuffers_alone(cluster, model):
     arms = [layer.pieces(workload(arm, model, cluster)) for arm in ("megatron", "te", "flux")]
     names = ["qkv", "attention", "proj", "fc1", "activation", "fc2", "norms"]
-    assert arms[1].pop().name == userbuffers.NAME
+    assert arms[1].pop().name == layer.USERBUFFERS
     assert [[piece.name for piece in arm] for arm in arms] == [names] * 3
     for megatron, te, flux in zip(*arms, strict=True):
         if megatron.name in LINEAR:

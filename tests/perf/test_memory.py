@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from step_costs import A100, GPT3, LLAMA, WORKLOAD, with_
 
-from flux_megatron.launch import memory, stages
+from flux_megatron.launch import memory
 from flux_megatron.launch.workload import Parallel
 
 SBH = 2048 * 2 * 12288  # elements of [s, b, h]
@@ -18,30 +18,27 @@ def test_gpt3_has_175_billion_parameters_and_llama_69():
     gpt3 = replace(WORKLOAD, parallel=alone)
     h = 12288  # 12 h^2 weights, 9 h biases, 4 h norms; vocabulary padded to 393 x 128
     expected = 96 * (12 * h * h + 13 * h) + (50304 + 2048 + 2) * h
-    assert sum(stages.parameters(gpt3, s) for s in stages.stages(gpt3)) == expected
+    assert sum(memory.parameters(gpt3, s) for s in memory.stages(gpt3)) == expected
     assert 174.5e9 < expected < 175e9
     llama = replace(gpt3, model=LLAMA)
-    assert sum(stages.parameters(llama, s) for s in stages.stages(llama)) == 68_976_648_192
+    assert sum(memory.parameters(llama, s) for s in memory.stages(llama)) == 68_976_648_192
 
 
 def test_the_first_stage_of_gpt3():
     """12 layers, the table, positions: 12 of 96 layers and 8 micro-batches in flight."""
-    used = memory.estimate(WORKLOAD)
+    first = memory.stages(WORKLOAD)[0]
     layer = 12288 * (3 + 1 + 4 + 4) * 12288 // 8 + (3 + 4) * 12288 // 8 + (4 + 2) * 12288
     count = 12 * layer + 51200 // 8 * 12288 + 2048 * 12288
-    assert used.stage == 0
-    assert used.parameters == 2 * count
-    assert used.gradients == 4 * count
-    assert used.optimizer == 12 * count // 2  # shared by two replicas
+    assert memory.parameters(WORKLOAD, first) == count
+    assert memory.updated(WORKLOAD, first) == count // 2  # shared by two replicas
     # 34 sbh in Korthikanti et al., less 2 sbh of masks; flash attention keeps 4 bytes a row
-    assert used.activations == 8 * 12 * (32 * SBH // 8 + 4 * 2048 * 2 * 96 // 8)
-    assert used.workspace == 2 * SBH
-    assert used.total == sum(
-        (used.parameters, used.gradients, used.optimizer, used.activations, used.workspace)
-    )
-    assert 50e9 < used.total < 60e9
-    assert used.fits(A100)
-    assert not used.fits(replace(A100, memory_gib=40.0))
+    kept = 8 * 12 * (32 * SBH // 8 + 4 * 2048 * 2 * 96 // 8)
+    assert memory.activations(WORKLOAD, first) == kept
+    # bf16 parameters and fp32 gradients, 12 bytes of the optimizer, stock's gathered buffer
+    assert memory.needed(WORKLOAD) == (2 + 4) * count + 12 * count // 2 + kept + 2 * SBH
+    assert 50e9 < memory.needed(WORKLOAD) < 60e9
+    assert memory.fits(WORKLOAD)
+    assert not memory.fits(replace(WORKLOAD, cluster=replace(A100, memory_gib=40.0)))
 
 
 def test_scores_are_kept_without_flash_attention_unless_they_are_recomputed():
@@ -54,7 +51,7 @@ def test_scores_are_kept_without_flash_attention_unless_they_are_recomputed():
 
 
 def test_full_recompute_keeps_inputs_and_one_layer():
-    first = stages.stages(WORKLOAD)[0]
+    first = memory.stages(WORKLOAD)[0]
     full = with_(WORKLOAD, "training", recompute="full")
     one = memory.layer_activations(WORKLOAD)
     assert memory.activations(full, first) == 8 * 12 * 2 * SBH // 8 + one
@@ -82,7 +79,7 @@ def test_never_more_in_flight_than_there_are():
 
 
 def test_the_last_stage_has_the_logits():
-    last = stages.stages(WORKLOAD)[-1]
+    last = memory.stages(WORKLOAD)[-1]
     without = replace(last, has_head=False)
     head = memory.activations(WORKLOAD, last) - memory.activations(WORKLOAD, without)
     assert head == 2 * 2 * SBH // 8 + 6 * 2048 * 2 * 51200 // 8
@@ -93,12 +90,12 @@ def test_a_tied_table_lies_on_both_ends_of_a_pipeline():
         replace(WORKLOAD, model=replace(GPT3, tied_embeddings=tied)) for tied in (True, False)
     )
     for workload in (tied, untied):
-        last = stages.stages(workload)[-1]
-        plain = 12 * stages.layer_parameters(GPT3, workload.parallel) + 2 * 12288
-        assert stages.parameters(workload, last) == plain + 51200 // 8 * 12288
+        last = memory.stages(workload)[-1]
+        plain = 12 * memory.layer_parameters(GPT3, workload.parallel) + 2 * 12288
+        assert memory.parameters(workload, last) == plain + 51200 // 8 * 12288
     one = Parallel(tp=8)
     counts = [
-        stages.parameters(w, stages.stages(w)[0])
+        memory.parameters(w, memory.stages(w)[0])
         for w in (replace(tied, parallel=one), replace(untied, parallel=one))
     ]
     assert counts[1] - counts[0] == 51200 // 8 * 12288
@@ -111,21 +108,21 @@ def test_what_the_arms_keep_for_themselves(arm, buffers):
 
 
 def test_float32_has_no_second_parameter():
-    used = memory.of_stage(
-        with_(WORKLOAD, "training", dtype="float32", distributed_optimizer=False),
-        stages.stages(WORKLOAD)[3],
-    )
-    assert used.parameters == used.gradients == used.optimizer // 2
+    """4 bytes of it, 4 of its gradient, 8 of Adam's moments."""
+    alone = with_(WORKLOAD, "training", dtype="float32", distributed_optimizer=False)
+    stage = memory.stages(alone)[3]
+    rest = memory.activations(alone, stage) + memory.workspace(alone)
+    assert memory.of_stage(alone, stage) - rest == 16 * memory.parameters(alone, stage)
 
 
 def test_ranks_of_a_cpu_machine_share_its_memory():
-    used = memory.Memory(0, *[2**28] * 5)
-    machine = replace(A100, gpu="cpu", memory_gib=10.0)
-    assert used.fits(machine)
-    assert not used.fits(replace(machine, memory_gib=9.9))
+    gib = memory.needed(WORKLOAD) * A100.gpus_per_node / 2**30
+    machine = replace(A100, gpu="cpu", memory_gib=gib)
+    assert memory.fits(replace(WORKLOAD, cluster=machine))
+    assert not memory.fits(replace(WORKLOAD, cluster=replace(machine, memory_gib=0.999 * gib)))
 
 
 def test_layers_that_cannot_be_shared_out():
     uneven = with_(WORKLOAD, "parallel", virtual_stages=5)
     with pytest.raises(ValueError, match="96 layers cannot be shared out to 8 pipeline stages of"):
-        memory.estimate(uneven)
+        memory.needed(uneven)

@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="needs the extra `launch`")
 from flux_megatron.lab.perf import flops, layer, moe_layer, network, step
 from flux_megatron.lab.perf.expert_cost import part_us
 from flux_megatron.lab.perf.hardware import in_training
-from flux_megatron.launch import megatron_arguments, memory, stages
+from flux_megatron.launch import megatron_arguments, memory
 from flux_megatron.launch.errors import ExperimentError, LaunchError
 from flux_megatron.launch.experiment import load
 from flux_megatron.launch.workload import Moe, Parallel
@@ -23,12 +23,12 @@ STOCK, OURS = (load(STUDY).arms[arm] for arm in ("megatron", "flux"))
 def test_parameters_of_the_whole_model():
     """Mixtral 8x7B has 46.7e9 parameters, of which a token takes 12.9e9."""
     model = replace(STOCK.model, layers=32)
-    each = stages.layer_parameters(model, Parallel(tp=1))
+    each = memory.layer_parameters(model, Parallel(tp=1))
     whole = 32 * each + 2 * model.vocab * model.hidden + model.hidden
     assert whole == pytest.approx(46.7e9, rel=2e-3)
-    experts = stages.expert_parameters(model, Parallel(tp=1))
+    experts = memory.expert_parameters(model, Parallel(tp=1))
     assert whole - 32 * experts * 6 // 8 == pytest.approx(12.9e9, rel=2e-3)
-    quarter = stages.layer_parameters(model, Parallel(tp=1, dp=4, ep=4))
+    quarter = memory.layer_parameters(model, Parallel(tp=1, dp=4, ep=4))
     assert each - quarter == experts * 3 // 4
 
 
@@ -76,8 +76,8 @@ def test_gradients_of_experts_are_summed_over_those_that_have_them():
     """With ep = dp nobody else has them; their share of the replicas' sum is gone."""
     cost = step.costs(STOCK)
     model, parallel = STOCK.model, STOCK.parallel
-    whole = stages.parameters(STOCK, stages.stages(STOCK)[0])
-    experts = model.layers * stages.expert_parameters(model, parallel)
+    whole = memory.parameters(STOCK, memory.stages(STOCK)[0])
+    experts = model.layers * memory.expert_parameters(model, parallel)
     ((buckets,),) = cost.reduce_us
     assert sum(buckets) == pytest.approx(network.reduce_us(STOCK, whole - experts))
 
@@ -85,11 +85,12 @@ def test_gradients_of_experts_are_summed_over_those_that_have_them():
 def test_memory_of_the_distributed_optimizer():
     """It shares what replicas have in common: with ep = dp no expert."""
     shared = replace(STOCK, training=replace(STOCK.training, distributed_optimizer=True))
-    whole = stages.parameters(STOCK, stages.stages(STOCK)[0])
-    experts = STOCK.model.layers * stages.expert_parameters(STOCK.model, STOCK.parallel)
-    assert memory.estimate(STOCK).optimizer == 12 * whole
-    assert memory.estimate(shared).optimizer == 12 * ((whole - experts) // 4 + experts)
-    assert memory.estimate(OURS).workspace > memory.estimate(STOCK).workspace == 0
+    (stage,) = memory.stages(STOCK)
+    whole = memory.parameters(STOCK, stage)
+    experts = STOCK.model.layers * memory.expert_parameters(STOCK.model, STOCK.parallel)
+    assert memory.updated(STOCK, stage) == whole
+    assert memory.updated(shared, stage) == (whole - experts) // 4 + experts
+    assert memory.workspace(OURS) > memory.workspace(STOCK) == 0
 
 
 @pytest.mark.parametrize(

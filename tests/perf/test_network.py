@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from step_costs import A100, WORKLOAD, with_
 
 from flux_megatron.lab.perf import hardware, network
-from flux_megatron.lab.perf.operator_cost import collective_us
+from flux_megatron.lab.perf.collectives import collective_us
 from flux_megatron.launch.workload import Nics, Parallel
 
 CARD = 0.9 * 25.0  # GB/s that NCCL gets of one of 4 cards of 200 Gb/s

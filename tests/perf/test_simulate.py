@@ -17,7 +17,6 @@ from flux_megatron.cli import app
 from flux_megatron.lab.perf import flops
 from flux_megatron.lab.perf.step import Step
 from flux_megatron.lab.simulate import given, predictions, tables
-from flux_megatron.launch.memory import Memory
 
 PCIE = "paper/gpt3-175b_a100-pcie"
 BLOCKED = """
@@ -116,8 +115,7 @@ def test_a_column_has_one_unit():
 def step(milliseconds: float, tokens_per_second: float, mfu: float, gib: int) -> Step:
     """Its optimizer takes 50 of them, qkv the others."""
     us = {"qkv": (milliseconds - 50) * 1e3, "optimizer": 5e4}
-    memory = Memory(0, (gib - 5) * 2**30, 2 * 2**30, 2**30, 2**30, 2**30)
-    return Step(milliseconds * 1e3, us, {}, tokens_per_second, mfu, memory)
+    return Step(milliseconds * 1e3, us, {}, tokens_per_second, mfu, gib * 2**30)
 
 
 def rows(found: predictions.Predictions) -> list[list[str]]:

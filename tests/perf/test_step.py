@@ -12,7 +12,7 @@ from step_costs import A100, LLAMA, WORKLOAD, uniform, with_
 from flux_megatron.lab.perf import flops, layer, step
 from flux_megatron.lab.perf.layer import Piece
 from flux_megatron.lab.perf.schedule import closed_form
-from flux_megatron.launch import stages
+from flux_megatron.launch import memory
 from flux_megatron.launch.workload import Cluster, Link, Nics, Parallel, Workload
 
 PCIE = Cluster(
@@ -103,7 +103,7 @@ def test_overlap_hides_data_parallel_communication():
 def test_buckets_are_those_of_megatron():
     """40 million parameters each on the first stage; the others are not the last to end."""
     overlapped = with_(WORKLOAD, "training", overlap_grad_reduce=True)
-    first = stages.parameters(WORKLOAD, stages.stages(WORKLOAD)[0])
+    first = memory.parameters(WORKLOAD, memory.stages(WORKLOAD)[0])
     counts = [len(rank[0]) for rank in step.costs(overlapped).reduce_us]
     assert counts == [math.ceil(first / 40e6)] + [1] * 7
     assert [len(rank[0]) for rank in step.costs(WORKLOAD).reduce_us] == [1] * 8

@@ -57,31 +57,6 @@ pathlib.Path(os.environ["WORK"], "hangs").touch()
 waits_for_another_rank()
 """
 
-# `enroot start [OPTION...] IMAGE COMMAND...`, as strict as the real one: the command sees the
-# image's environment and what --env names, empty where it is not set here; nothing is imported.
-ENROOT = """
-[ "$1" = start ] || exit 64
-shift
-echo "$*" >>"$WORK/started"
-environment=("PATH=$PATH" "WORK=$WORK" "RUN=$RUN" "STEPS=$STEPS" "PYTHONPATH=${PYTHONPATH-}")
-while [[ $1 == --* ]]; do
-    case $1 in
-    --rw | --mount=/*:/*:none:*) ;;
-    --env)
-        shift
-        case $1 in *=*) environment+=("$1") ;; *) environment+=("$1=${!1-}") ;; esac
-        ;;
-    *) echo "[ERROR] Unknown argument: $1" >&2; exit 1 ;;
-    esac
-    shift
-done
-if [ ! -f "$1" ] && { [[ $1 == */* ]] || [ ! -d "$WORK/containers/$1" ]; }; then
-    echo "[ERROR] Invalid argument: $1" >&2
-    exit 1
-fi
-exec env -i "${environment[@]}" "IMAGE=$1" "${@:2}"
-"""
-
 # What pyxis makes of srun: its options are taken out, an image is imported unless there is a
 # container of that name, and the command keeps its environment.
 SRUN = f"""

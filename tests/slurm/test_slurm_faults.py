@@ -157,19 +157,13 @@ def test_cancelled_job_does_not_queue_again(slurm, tmp_path):
     assert not (job.run / "flux" / "failures").exists()
 
 
-@pytest.mark.parametrize("runtime", ["pyxis", "enroot"])
-def test_every_arm_runs_in_its_image(slurm, tmp_path, runtime):
+def test_every_arm_runs_in_its_image(slurm, tmp_path):
     """Nodes are examined in it too, each under its own name, and no image is imported twice."""
     (tmp_path / "stock.sqsh").touch()
-    (tmp_path / "containers" / "ours").mkdir(parents=True)
-    ours = "nvcr.io#nvidia/pytorch:26.03-py3" if runtime == "pyxis" else "ours"
-    images = {"megatron": f"{tmp_path}/stock.sqsh", "flux": ours}
-    container = {"runtime": runtime, "mounts": ["/data:/d:ro"], "images": images}
+    images = {"megatron": f"{tmp_path}/stock.sqsh", "flux": "nvcr.io#nvidia/pytorch:26.03-py3"}
+    container = {"mounts": ["/data:/d:ro"], "images": images}
     job = Job(slurm, tmp_path, container=container, srun={"quiet": None})
-    if runtime == "pyxis":
-        job.programs |= {"srun": pretended.SRUN}
-    else:
-        job.programs |= {"enroot": pretended.ENROOT}
+    job.programs |= {"srun": pretended.SRUN}
     job.submit("--alternate", "0", *ON_GPUS)
     job.ends("COMPLETED 0")
     assert {part: image for part, image, _ in job.trained()} == images
@@ -177,5 +171,4 @@ def test_every_arm_runs_in_its_image(slurm, tmp_path, runtime):
     started = (tmp_path / "started").read_text().splitlines()
     assert len(started) == 2 * 2 * 2 + 2  # arms, nodes, doctor and ranks; nodes, preflight
     assert all("/data:/d" in one and f"{job.run}:{job.run}" in one for one in started)
-    if runtime == "pyxis":
-        assert (tmp_path / "imported").read_text().splitlines() == [*images.values()]
+    assert (tmp_path / "imported").read_text().splitlines() == [*images.values()]

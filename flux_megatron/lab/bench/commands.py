@@ -11,6 +11,14 @@ from flux_megatron import option_values
 
 app = typer.Typer(invoke_without_command=True)
 Tp = Annotated[int | None, typer.Option(min=1, help="Ranks; default: all GPUs, on the CPU 2")]
+Device = Annotated[str, typer.Option(help="cuda or cpu")]
+TimeLimit = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
+]
+Multicast = Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")]
+Commit = Annotated[str, typer.Option(help="Of the sources, where they have no .git")]
+Size = int | None
+ROUND = "Every candidate runs once a round"
 
 
 @app.callback()
@@ -29,8 +37,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Every candidate runs once a round; default 12, on the CPU 2"),
+        int | None, typer.Option(min=1, help=f"{ROUND}; default 12, on the CPU 2")
     ] = None,
     beside: Annotated[
         bool,
@@ -40,16 +47,14 @@ def bench(
         bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
     ] = False,
     tp: Tp = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    device: Device = "cuda",
     scale: Annotated[
         int | None,
         typer.Option(min=1, help="Divide the models' widths; default 1, on the CPU 512"),
     ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
-    ] = None,
-    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
-    commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
+    time_limit: TimeLimit = None,
+    nvls: Multicast = False,
+    commit: Commit = "",
 ) -> None:
     """Time our operations beside NCCL and every installed peer, in one run; see CONTRIBUTING.md.
 
@@ -66,11 +71,8 @@ def bench(
         candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
         commit=commit, beside=beside, graphs=graphs,
     )  # fmt: skip
-    option_values.folder("--out", out)
-    out.mkdir(parents=True, exist_ok=True)
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
-    code = launch.start(options, kept)
-    raise typer.Exit(code)
+    launch.start(options, out, kept, "worker")
 
 
 @app.command("operations")
@@ -80,66 +82,45 @@ def bench_operations(
         "bench"
     ),
     only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Every candidate runs once a round")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help=ROUND)] = 12,
     tp: Tp = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
-    ] = None,
-    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
-    commit: Annotated[str, typer.Option(help="Of the sources, where they have no .git")] = "",
+    device: Device = "cuda",
+    time_limit: TimeLimit = None,
+    nvls: Multicast = False,
+    commit: Commit = "",
 ) -> None:
     """Time gemv_all_reduce, embedding_all_to_all, expert_all_to_all beside unfused baselines."""
     from flux_megatron import machine
     from flux_megatron.lab.bench import launch
-    from flux_megatron.lab.bench.operations import NAMES
-    from flux_megatron.lab.bench.operations.worker import OperationOptions
+    from flux_megatron.lab.bench.options import OPERATIONS, OperationOptions
 
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = OperationOptions(
-        names=tuple(names or NAMES),
-        out=str(out / "operations.jsonl"),
-        only=only,
-        rounds=rounds,
-        tp=machine.ranks(device, tp, "--device cpu --rounds 2"),
-        device=device,
-        time_limit_s=time_limit,
-        nvls=nvls,
-        commit=commit,
-    )
-    option_values.folder("--out", out)
-    out.mkdir(parents=True, exist_ok=True)
+        tuple(names or OPERATIONS), str(out / "operations.jsonl"), only, rounds, time_limit,
+        commit, tp=machine.ranks(device, tp, "--device cpu --rounds 2"), device=device, nvls=nvls,
+    )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --only chooses the rest"
-    code = launch.start(options, kept, "flux_megatron.lab.bench.operations.worker")
-    raise typer.Exit(code)
+    launch.start(options, out, kept, "operations.worker")
 
 
 def trace(
     out: Annotated[Path, typer.Option(help="Folder of a trace file a rank")],
     layer: Annotated[str, typer.Option(help="column or row")] = "column",
-    M: Annotated[int | None, typer.Option("--M", min=1, help="Rows of x")] = None,
-    N: Annotated[int | None, typer.Option("--N", min=1, help="Columns of y")] = None,
-    K: Annotated[int | None, typer.Option("--K", min=1, help="Columns of x")] = None,
+    M: Annotated[Size, typer.Option("--M", min=1, help="Rows of x")] = None,
+    N: Annotated[Size, typer.Option("--N", min=1, help="Columns of y")] = None,
+    K: Annotated[Size, typer.Option("--K", min=1, help="Columns of x")] = None,
     tp: Tp = None,
     strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
-    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    nvls: Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")] = False,
+    device: Device = "cuda",
+    nvls: Multicast = False,
 ) -> None:
     """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
     from flux_megatron import machine
     from flux_megatron.lab.bench import launch
-    from flux_megatron.lab.bench.trace_options import TraceOptions, sizes
+    from flux_megatron.lab.bench.options import TraceOptions, traced
 
     options = TraceOptions(
-        out=str(out),
-        layer=layer,
-        **sizes(layer, device, M, N, K),
-        tp=machine.ranks(device, tp, "--device cpu"),
-        strategy=strategy,
-        device=device,
-        nvls=nvls,
-    )
-    option_values.folder("--out", out)
-    kept = f"nothing is in {out}: the same command starts again"
-    code = launch.start(options, kept, "flux_megatron.lab.bench.trace")
-    raise typer.Exit(code)
+        str(out), layer, **traced(layer, device, M, N, K), strategy=strategy,
+        tp=machine.ranks(device, tp, "--device cpu"), device=device, nvls=nvls,
+    )  # fmt: skip
+    launch.start(options, out, f"nothing is in {out}: the same command starts again", "trace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,14 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, reference
 from flux_megatron.kernels.hopper_config import wide_tile
-from flux_megatron.lab.bench import expected
-from flux_megatron.lab.bench.candidates import Call, Candidate, plan_of_auto, with_strategy
+from flux_megatron.lab.bench.candidates import (
+    Call,
+    Candidate,
+    expected,
+    plan_of_auto,
+    widened,
+    with_strategy,
+)
 from flux_megatron.lab.bench.records import LIBRARY, OURS
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.overlap import registry
@@ -53,21 +60,31 @@ class Forward:
     def reference(self) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """The result of the operation and that of a local candidate, in a wider dtype."""
         x, w, layout = self.gathered, self.w, self.case.layout
-        local = reference.matmul(expected.widened(x), expected.widened(w), layout)
+        local = reference.matmul(widened(x), widened(w), layout)
         if self.case.pattern == "gemm":
             return (local,), (local,)
-        y = expected.of_pattern(Pattern(self.case.pattern), self.x, w, layout, self.group)
+        y = expected(Pattern(self.case.pattern), self.x, w, layout, self.group)
         return (y,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)
-        yield self._ours_gemm()
+        yield Candidate("ours_gemm", OURS, *self._local_kernel(), local=True)
         if self.case.pattern == "gemm":
             yield Candidate("gemm_again", LIBRARY, self._gemm, local=True)
             return
         yield Candidate("serial", LIBRARY, self._serial)
         yield Candidate("serial_again", LIBRARY, self._serial)
-        yield from self._ours()
+        pattern, layout = Pattern(self.case.pattern), self.case.layout
+        problem, operands = self._problem(pattern), (self.x, self.w, self.group)
+        op = partial(ops.OPERATIONS[pattern], *operands, layout=layout)
+        for name, strategy in registry.STRATEGIES[pattern].items():
+            if reason := strategy.supports(problem):
+                yield Candidate(name, OURS, None, reason)
+                continue
+            plan = strategy.default_plan(problem)
+            yield Candidate(name, OURS, with_strategy("auto", op, plan=plan), plan=plan.dumps)
+        plan_of = plan_of_auto(pattern, *operands, layout)
+        yield Candidate("auto", OURS, with_strategy("auto", op), plan=plan_of)
 
     def _gemm(self) -> tuple[Tensor]:
         return (torch.mm(self.gathered, self.right, out=self.partial),)
@@ -84,10 +101,6 @@ class Forward:
         dist.reduce_scatter_tensor(self.y, *result, group=self.group)
         return (self.y,)
 
-    def _ours_gemm(self) -> Candidate:
-        call, reason = self._local_kernel()
-        return Candidate("ours_gemm", OURS, call, reason, local=True)
-
     def _local_kernel(self) -> tuple[Call | None, str]:
         """Our GEMM without communication, or the reason why it cannot run."""
         try:
@@ -100,23 +113,6 @@ class Forward:
             return None, reason
         tile = wide_tile(len(x), self.case.N_local, self.case.K_local)
         return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
-
-    def _ours(self) -> Iterator[Candidate]:
-        pattern = Pattern(self.case.pattern)
-        problem = self._problem(pattern)
-        op = ops.OPERATIONS[pattern]
-        operands = (self.x, self.w, self.group)
-        options = {"layout": self.case.layout}
-        for name, strategy in registry.STRATEGIES[pattern].items():
-            if reason := strategy.supports(problem):
-                yield Candidate(name, OURS, None, reason)
-                continue
-            plan = strategy.default_plan(problem)
-            call = with_strategy("auto", op, *operands, **options, plan=plan)
-            yield Candidate(name, OURS, call, plan=plan.dumps)
-        call = with_strategy("auto", op, *operands, **options)
-        plan_of = plan_of_auto(pattern, *operands, self.case.layout)
-        yield Candidate("auto", OURS, call, plan=plan_of)
 
     def _problem(self, pattern: Pattern) -> Problem:
         case = self.case

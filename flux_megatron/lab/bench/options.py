@@ -1,10 +1,10 @@
-"""The options of a bench run. No torch."""
+"""What the ranks of a measurement are told. No torch."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flux_megatron import machine, option_values, settings
 from flux_megatron.errors import BadInput
@@ -12,59 +12,48 @@ from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.tune_command.widths import CPU_SCALE
 
+Own = TypeVar("Own", bound="RankOptions")
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
-COMPETITORS = (
-    *dict.fromkeys(n for names in suites.PEERS.values() for n in names),
-    *suites.GEMM_PEERS,
-)
-KNOWN = (*settings.STRATEGIES, *COMPETITORS, *BASELINES)  # every candidate's name
+COMPETITORS = (n for of in suites.PEERS.values() for names in of.values() for n in names)
+KNOWN = (*settings.STRATEGIES, *dict.fromkeys(COMPETITORS), *BASELINES)  # every candidate's name
 # what is measured where nothing else is asked for
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
-        "suite": "gpt3-175b,llama2-70b",
-        "pattern": "ag_gemm,gemm_rs,backward,gemm",
-        "M": "64,128,256,512,1024,2048,4096,8192",
-        "rounds": 12,
-        "scale": 1,
+        "suite": "gpt3-175b,llama2-70b", "pattern": "ag_gemm,gemm_rs,backward,gemm",
+        "M": "64,128,256,512,1024,2048,4096,8192", "rounds": 12, "scale": 1,
     },
     "cpu": {
-        "suite": "gpt3-175b",
-        "pattern": "ag_gemm,gemm_rs",
-        "M": "64",
-        "rounds": 2,
+        "suite": "gpt3-175b", "pattern": "ag_gemm,gemm_rs", "M": "64", "rounds": 2,
         "scale": CPU_SCALE,
     },
-}
+}  # fmt: skip
 TRIAL = "`flux-megatron bench --device cpu`"
+OPERATIONS = ("gemv_all_reduce", "embedding_all_to_all", "expert_all_to_all")
+# M, N, K of a traced column layer: fc1 of GPT-3 175B, and one that an interpreter can run
+TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
 
 
-def parsed(
-    *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
-    scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
-) -> Options:  # fmt: skip
-    """The options of the command line, None for what was not given there. `BadInput` for what
-    this machine cannot measure.
-    """
-    machine.check_device(device)
-    given = {"suite": suite, "pattern": pattern, "M": M, "rounds": rounds, "scale": scale}
-    chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
-    asked: dict[str, Any] = {
-        "suites": option_values.names("--suite", chosen["suite"], suites.SUITES),
-        "patterns": option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
-        "Ms": option_values.numbers("--M", chosen["M"]),
-        "candidates": option_values.names("--candidates", candidates, KNOWN) if candidates else (),
-    }
-    options = Options(
-        **asked, rounds=chosen["rounds"], scale=chosen["scale"], device=device,
-        tp=machine.ranks(device, tp, TRIAL), **others,
-    )  # fmt: skip
-    options.check()
-    return options
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Of every measurement; as JSON on the way to the ranks, where lists become tuples again."""
+
+    tp: int = 2
+    device: str = "cuda"
+    nvls: bool = False
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls: type[Own], text: str) -> Own:
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(value) for name, value in values.items() if type(value) is list}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RankOptions):
     """What to measure and how. `candidates` () means all; `scale` divides the model's widths.
 
     `beside` measures every case twice: alone, and beside all-reduces of another communicator.
@@ -77,11 +66,8 @@ class Options:
     out: str
     candidates: tuple[str, ...] = ()
     rounds: int = 12
-    tp: int = 4
-    device: str = "cuda"
     scale: int = 1
     time_limit_s: float | None = None
-    nvls: bool = False
     commit: str = ""
     beside: bool = False
     graphs: bool = False
@@ -101,21 +87,81 @@ class Options:
             for case in suites.cases(suite, pattern, (M,), self.tp, self.scale)
         ]
 
-    def check(self) -> None:
-        """`BadInput` for what cannot be measured, before any rank is started."""
-        cases = self.cases()
-        if not cases:
-            raise BadInput(f"no case of {self.suites} has a pattern of {self.patterns}")
+
+def parsed(
+    *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
+    scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
+) -> Options:  # fmt: skip
+    """The options of the command line, None for what was not given there. `BadInput` for what
+    this machine cannot measure.
+    """
+    machine.check_device(device)
+    given = {"suite": suite, "pattern": pattern, "M": M, "rounds": rounds, "scale": scale}
+    chosen = DEFAULTS[device] | {name: value for name, value in given.items() if value is not None}
+    options = Options(
+        option_values.names("--suite", chosen["suite"], suites.SUITES),
+        option_values.names("--pattern", chosen["pattern"], suites.PATTERNS),
+        option_values.numbers("--M", chosen["M"]),
+        candidates=option_values.names("--candidates", candidates, KNOWN) if candidates else (),
+        rounds=chosen["rounds"], scale=chosen["scale"], device=device,
+        tp=machine.ranks(device, tp, TRIAL), **others,
+    )  # fmt: skip
+    cases = options.cases()
+    if not cases:
+        raise BadInput(f"no case of {options.suites} has a pattern of {options.patterns}")
+    if device == "cpu":
+        local = ((case.M, case.N_local, case.K_local) for case in cases)
+        machine.check_interpreted(local, f"--scale {CPU_SCALE} and a smaller --M fit")
+    return options
+
+
+@dataclass(frozen=True)
+class OperationOptions(RankOptions):
+    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`.
+
+    After `time_limit_s` no further case is started; soon afterwards the process ends.
+    """
+
+    names: tuple[str, ...]
+    out: str
+    only: str = ""
+    rounds: int = 12
+    time_limit_s: float | None = None
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.names if name not in OPERATIONS]:
+            raise BadInput(f"operations {unknown} given, some of {OPERATIONS} expected")
+
+
+@dataclass(frozen=True)
+class TraceOptions(RankOptions):
+    """One layer y[M, N] = x[M, K] w[N, K]^T on `tp` ranks, traced into the folder `out`."""
+
+    out: str
+    layer: str
+    M: int
+    N: int
+    K: int
+    strategy: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.layer not in ("column", "row"):
+            raise BadInput(f"layer {self.layer!r} given, one of ('column', 'row') expected")
+        if self.device not in TRACED:
+            raise BadInput(f"device {self.device!r} given, one of {(*TRACED,)} expected")
+        option_values.names("--strategy", self.strategy, settings.STRATEGIES)
+        split = {"M": self.M, "N": self.N} if self.layer == "column" else {"M": self.M, "K": self.K}
+        for name, size in split.items():
+            if size < 1 or size % self.tp:
+                raise BadInput(f"{name} {size} given, a multiple of the {self.tp} ranks expected")
         if self.device == "cpu":
-            sizes = ((case.M, case.N_local, case.K_local) for case in cases)
-            machine.check_interpreted(sizes, f"--scale {CPU_SCALE} and a smaller --M fit")
+            local = (self.N // self.tp, self.K) if "N" in split else (self.N, self.K // self.tp)
+            machine.check_interpreted([(self.M, *local)], "smaller --M, --N, --K or none of them")
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def loads(text: str) -> Options:
-        """Lists of JSON become tuples again."""
-        values: dict[str, Any] = json.loads(text)
-        tuples = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-        return Options(**values | tuples)
+def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, int]:
+    """What was given, and defaults for the rest."""
+    default_M, wide, narrow = TRACED.get(device, TRACED["cuda"])
+    default_N, default_K = (wide, narrow) if layer == "column" else (narrow, wide)
+    return {"M": M or default_M, "N": N or default_N, "K": K or default_K}

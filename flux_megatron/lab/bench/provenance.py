@@ -24,6 +24,9 @@ WITHOUT_MULTICAST = {
 }
 
 
+OF_MACHINE = ("gpu", "driver", "cuda", "torch", "triton", "max_connections")
+
+
 def refuse_multicast() -> None:
     """Raise `BadInput` unless the environment forbids NVLink multicast to every library."""
     wrong = {n: os.environ.get(n) for n, v in WITHOUT_MULTICAST.items() if os.environ.get(n) != v}
@@ -45,20 +48,12 @@ def describe(
         run=uuid.uuid4().hex[:8],
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         commit=commit or _commit(),
-        gpu=machine.gpu,
-        driver=machine.driver,
-        cuda=machine.cuda,
-        torch=machine.torch,
-        triton=machine.triton,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
         nvls="on" if nvls else "off",
-        max_connections=machine.max_connections,
         world_size=world_size,
         dtype=str(dtype).removeprefix("torch."),
         scale=scale,
-        clock_mhz=None,
-        power_w=None,
-        power_limit_w=None,
+        **{name: getattr(machine, name) for name in OF_MACHINE},
     )
 
 

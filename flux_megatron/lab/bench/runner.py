@@ -6,37 +6,43 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from rich.table import Table
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
 from flux_megatron.lab.bench import provenance, records
-from flux_megatron.lab.bench.backward import Backward
-from flux_megatron.lab.bench.backward_ar import AllReducedBackward
-from flux_megatron.lab.bench.candidates import Call, Candidate, in_graphs
+from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
+from flux_megatron.lab.bench.candidates import Candidate, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
-from flux_megatron.lab.bench.efficiency import baselines, percentile
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import BASELINES, Options
-from flux_megatron.lab.bench.records import COMPETITOR, Provenance, Row
-from flux_megatron.lab.bench.suites import GEMM_PEERS, Case
+from flux_megatron.lab.bench.records import (
+    COMPETITOR,
+    MISSING,
+    OK,
+    OURS,
+    Provenance,
+    Row,
+    baselines,
+    percentile,
+)
+from flux_megatron.lab.bench.suites import PEERS, Case
+from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.lab.bench.verify import Verdict, examine
 from flux_megatron.tuning.timing import Race, host_time_us, race
 
 WITH_HOST_TIME = ("auto", "serial")
 # the experiments that are more than one GEMM, by pattern
 KINDS: dict[str, type[Backward]] = {"backward": Backward, "backward_ar": AllReducedBackward}
-
-
 Show = Callable[[Case, list[Row]], None]
 
 
@@ -44,7 +50,8 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
     """Measure every case; rank 0 appends its rows and shows them. Stops between two cases when the
     time is up.
     """
-    started = time.monotonic()
+    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
+    end_s = time.monotonic() + limit_s
     torch.manual_seed(1 + group.rank())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = provenance.describe(
@@ -55,7 +62,7 @@ def run(options: Options, group: ProcessGroup, device: torch.device, show: Show)
         if reason and group.rank() == 0:
             warnings.warn(f"{competitor.name}: {reason}", stacklevel=2)
     for case in options.cases():
-        if _time_is_up(options, started, group, device):
+        if not Run(group, device, about, end_s=end_s).time_left():
             break
         for rows in measure(case, options, group, device, dtype, competitors, about):
             if group.rank() == 0:
@@ -71,11 +78,9 @@ def measure(
     own = _own_stream(device) if options.graphs and device.type == "cuda" else None
     with torch.cuda.stream(own):
         experiment = KINDS.get(case.pattern, Forward)(case, group, device, dtype)
-        chosen = [
-            candidate
-            for candidate in [*experiment.candidates(), *_of_competitors(experiment, competitors)]
-            if not options.candidates or candidate.name in (*BASELINES, *options.candidates)
-        ]
+        every = [*experiment.candidates(), *_of_competitors(experiment, competitors)]
+    known = (*BASELINES, *options.candidates)
+    chosen = [one for one in every if not options.candidates or one.name in known]
     for beside in options.conditions:
         replayed = [*in_graphs(chosen, device)] if options.graphs else []
         with _plans_for(beside), torch.cuda.stream(own):
@@ -92,131 +97,88 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 @contextmanager
 def _plans_for(beside: bool) -> Iterator[None]:
     """Let `auto` be what a user gets whose calls run alone, or beside others."""
-    before = os.environ.get("FLUX_MEGATRON_BESIDE")
+    before = os.environ.get("FLUX_MEGATRON_BESIDE", "auto")
     os.environ["FLUX_MEGATRON_BESIDE"] = "1" if beside else "0"
     settings.reload()
     try:
         yield
     finally:
-        del os.environ["FLUX_MEGATRON_BESIDE"]
-        if before is not None:
-            os.environ["FLUX_MEGATRON_BESIDE"] = before
+        os.environ["FLUX_MEGATRON_BESIDE"] = before
         settings.reload()
-
-
-def _measure(
-    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int,
-    about: Provenance,
-) -> list[Row]:  # fmt: skip
-    group, device = experiment.group, experiment.device
-    verdicts = examine(experiment, chosen, group)
-    calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
-    raced = race(calls, group=group, device=device, rounds=rounds, beside=beside)
-    host_us = {
-        name: host_time_us(calls[name], device)
-        for name in WITH_HOST_TIME
-        if name in raced.times_us and device.type == "cuda"
-    }
-    plans = {c.name: c.plan() for c in chosen if c.plan and c.name in raced.times_us}
-    if group.rank() == 0:
-        about = provenance.with_clocks(about, device)
-    rows = _rows(experiment.case, chosen, verdicts, raced, host_us, plans, about)
-    return [replace(row, beside=beside) for row in rows]
 
 
 def _of_competitors(
     experiment: Forward | Backward, competitors: Mapping[Competitor, str | None]
 ) -> Iterator[Candidate]:
     for competitor, reason in competitors.items():
-        names = competitor.names(experiment.case.pattern)
+        names = PEERS[competitor.name].get(experiment.case.pattern, ())
         if reason:
             yield from (Candidate(name, COMPETITOR, None, reason) for name in names)
             continue
         try:
             calls = competitor.build(experiment) if names else {}
         except Exception as error:  # `examine` reports it to the other ranks
-            calls = {name: _raise(error) for name in names}
-        for name in names:
-            yield Candidate(name, COMPETITOR, calls[name], local=name in GEMM_PEERS)
+            calls = dict.fromkeys(names, _raise(error))
+        yield from (Candidate(name, COMPETITOR, calls[name]) for name in names)
 
 
-def _raise(error: Exception) -> Call:
+def _raise(error: Exception) -> Callable[[], tuple[torch.Tensor, ...]]:
     def call() -> tuple[torch.Tensor, ...]:
         raise error
 
     return call
 
 
-def _time_is_up(
-    options: Options, started: float, group: ProcessGroup, device: torch.device
-) -> bool:
-    """On rank 0's clock, the same on every rank."""
-    if options.time_limit_s is None:
-        return False
-    up = torch.tensor([time.monotonic() - started > options.time_limit_s], device=device).int()
-    dist.broadcast(up, group=group, group_src=0)
-    return bool(up.item())
-
-
-def _rows(
-    case: Case, chosen: list[Candidate], verdicts: Mapping[str, Verdict], raced: Race,
-    host_us: Mapping[str, float], plans: Mapping[str, str], about: Provenance,
+def _measure(
+    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int,
+    about: Provenance,
 ) -> list[Row]:  # fmt: skip
-    medians = {name: statistics.median(times) for name, times in raced.times_us.items()}
-    against = baselines(medians)
-    rows = []
-    for candidate in chosen:
-        name = candidate.name
-        verdict = verdicts.get(name, Verdict("", [], []))
-        status, reason = _status(candidate, verdict, raced)
-        times = [round(t, 1) for t in raced.times_us.get(name, [])]
-        median = medians.get(name)
-        efficiency = against.efficiency(median) if against and median is not None else None
-        rows.append(
-            Row(
-                suite=case.suite,
-                pattern=case.pattern,
-                op=case.op,
-                layout=case.layout,
-                M=case.M,
-                N_local=case.N_local,
-                K_local=case.K_local,
-                candidate=name,
-                role=candidate.role,
-                status=status,
-                reason=reason,
-                errors=[_rounded(error) for error in verdict.errors],
-                allowed=[_rounded(error) for error in verdict.allowed],
-                times_us=times,
-                median_us=_tenth(median),
-                min_us=_tenth(min(times, default=None)),
-                p20_us=_tenth(percentile(times, 20)) if times else None,
-                p80_us=_tenth(percentile(times, 80)) if times else None,
-                gemm_us=_tenth(against.gemm) if against else None,
-                serial_us=_tenth(against.serial) if against else None,
-                efficiency=None if efficiency is None else round(efficiency, 4),
-                host_us=_tenth(host_us.get(name)),
-                plan=json.loads(plans[name]) if name in plans else None,
-                provenance=about,
-            )
-        )
+    case, group, device = experiment.case, experiment.group, experiment.device
+    verdicts = examine(experiment, chosen, group)
+    calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
+    raced = race(calls, group=group, device=device, rounds=rounds, beside=beside)
+    timed = raced.times_us
+    with_host = [n for n in WITH_HOST_TIME if n in timed and device.type == "cuda"]
+    host_us = {name: host_time_us(calls[name], device) for name in with_host}
+    plans = {c.name: json.loads(c.plan()) for c in chosen if c.plan and c.name in timed}
+    if group.rank() == 0:
+        about = provenance.with_clocks(about, device)
+    medians = {name: statistics.median(times) for name, times in timed.items()}
+    against, rows = baselines(medians), []
+    for one in chosen:
+        verdict = verdicts.get(one.name, Verdict("", [], []))
+        times = [round(t, 1) for t in timed.get(one.name, [])]
+        median = medians.get(one.name)
+        E = against.efficiency(median) if against and median is not None else None
+        row = Row(
+            case.suite, case.pattern, case.op, case.layout, case.M, case.N_local, case.K_local,
+            one.name, one.role, *_status(one, verdict, raced),
+            errors=[_rounded(error) for error in verdict.errors],
+            allowed=[_rounded(error) for error in verdict.allowed],
+            times_us=times, median_us=_tenth(median), min_us=min(times, default=None),
+            p20_us=_tenth(percentile(times, 20)), p80_us=_tenth(percentile(times, 80)),
+            gemm_us=_tenth(against.gemm if against else None),
+            serial_us=_tenth(against.serial if against else None),
+            efficiency=None if E is None else round(E, 4), host_us=_tenth(host_us.get(one.name)),
+            plan=plans.get(one.name), provenance=about, beside=beside,
+        )  # fmt: skip
+        rows.append(row)
     return rows
 
 
 def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, str]:
+    """And the reason."""
+    name = candidate.name
     if candidate.call is None:
-        status = records.MISSING if candidate.role == COMPETITOR else records.UNSUPPORTED
+        status = MISSING if candidate.role == COMPETITOR else records.UNSUPPORTED
         return status, candidate.reason
-    if verdict.failure:
-        return records.FAILED, verdict.failure
+    if failure := verdict.failure or raced.failures.get(name):
+        return records.FAILED, failure
     if not verdict.right:
         return records.WRONG, f"errors {verdict.errors}, at most {verdict.allowed} allowed"
-    if candidate.name in raced.failures:
-        return records.FAILED, raced.failures[candidate.name]
-    if outlived := raced.outlived.get(candidate.name):
-        rounds = len(raced.times_us[candidate.name])
-        return records.OK, f"the all-reduces ended first in {outlived} of {rounds} rounds"
-    return records.OK, ""
+    outlived, rounds = raced.outlived.get(name), len(raced.times_us[name])
+    said = f"the all-reduces ended first in {outlived} of {rounds} rounds"
+    return OK, said if outlived else ""
 
 
 def _tenth(value: float | None) -> float | None:
@@ -226,3 +188,40 @@ def _tenth(value: float | None) -> float | None:
 def _rounded(error: float) -> float | None:
     """JSON has no infinity: None stands for a result with NaN or infinity in it."""
     return float(f"{error:.3g}") if math.isfinite(error) else None
+
+
+def result_table() -> Table:
+    """A line a case: the baselines, ours, and the fastest competitor, with E in brackets."""
+    made = Table("case", "M", title="microseconds (E)", title_justify="left")
+    for name in ("gemm", "serial", "auto", "best of ours", "best competitor"):
+        made.add_column(name, justify="right")
+    return made
+
+
+def show_in(made: Table, options: Options) -> Show:
+    """What says that a case is done, and adds its line."""
+    total = len(options.cases()) * len(options.conditions)
+
+    def show(case: Case, rows: list[Row]) -> None:
+        beside = ", beside" * rows[0].beside
+        print(f"{made.row_count + 1} of {total}: {case}{beside}", file=sys.stderr, flush=True)
+        for row in rows:
+            of_competitor = row.status not in (OK, MISSING) and row.role == COMPETITOR
+            if of_competitor or (row.status == OK and row.reason):
+                print(f"{case}: {row.candidate} {row.status}: {row.reason}", flush=True)
+        right = {row.candidate: row for row in rows if row.median_us is not None}
+        cells = [_cell(right.get(name)) for name in ("gemm", "serial", "auto")]
+        for role in (OURS, COMPETITOR):
+            some = [row for row in right.values() if row.role == role and row.candidate != "auto"]
+            best = min(some, key=lambda row: row.median_us or 0.0, default=None)
+            cells.append(f"{best.candidate} {_cell(best)}" if best else "-")
+        made.add_row(f"{case.suite} {case.pattern} {case.op}{beside}", str(case.M), *cells)
+
+    return show
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    hidden = "" if row.efficiency is None or row.role == "library" else f" ({row.efficiency:.2f})"
+    return f"{row.median_us:.0f}{hidden}"

@@ -13,15 +13,12 @@ PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
 _ALONE = PatternSpec("GEMM", dual="")
-# other libraries' candidates of a pattern
-PEERS: dict[str, tuple[str, ...]] = dict.fromkeys(PATTERNS, ()) | {
-    "ag_gemm": ("async_tp", "te_ring", "quack"),
-    "gemm_rs": ("async_tp", "te_ring", "te_pipeline"),
-    "backward": ("async_tp", "te"),
+# candidates of other libraries, by their names and patterns
+PEERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "async_tp": dict.fromkeys(("ag_gemm", "gemm_rs", "backward"), ("async_tp",)),
+    "te": {"ag_gemm": ("te_ring",), "gemm_rs": ("te_ring", "te_pipeline"), "backward": ("te",)},
+    "quack": {"ag_gemm": ("quack",)},
 }
-GEMM_PEERS = ("quack_gemm",)  # they only multiply
-
-
 COLUMN = ("qkv", "fc1")
 ROW = ("proj", "fc2")
 
@@ -90,10 +87,6 @@ def cases(
     suite: str, pattern: str, Ms: tuple[int, ...], world_size: int, scale: int = 1
 ) -> list[Case]:
     """Every case of a suite's pattern, largest M first. `BadInput` where ranks cannot share."""
-    if suite not in SUITES:
-        raise BadInput(f"suite {suite!r} given, one of {[*SUITES]} expected")
-    if pattern not in PATTERNS:
-        raise BadInput(f"pattern {pattern!r} given, one of {PATTERNS} expected")
     whole = pattern in WHOLE_TOKENS
     if bad := [M for M in Ms if M <= 0 or (M % world_size and not whole)]:
         raise BadInput(f"M {bad} given, multiples of the {world_size} ranks expected")
@@ -112,23 +105,18 @@ def cases(
 
 def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, int, str]]:
     """(op, N, K, layout) of the global problems; a dual reads the layer's weight as it lies."""
-    column = {"qkv": model.qkv, "fc1": model.fc1}
-    row = {"proj": model.attention, "fc2": model.ffn}
-    ag_gemm = [(op, N, model.hidden, "nt") for op, N in column.items()]
-    ag_gemm += [(f"{op} dgrad", K, model.hidden, "nn") for op, K in row.items()]
-    gemm_rs = [(op, model.hidden, K, "nt") for op, K in row.items()]
-    gemm_rs += [(f"{op} dgrad", model.hidden, N, "nn") for op, N in column.items()]
-    backward = [(op, N, model.hidden, "nn") for op, N in column.items()]
-    backward += [(op, model.hidden, K, "nn") for op, K in row.items()]
+    hidden = model.hidden
+    column, row = {"qkv": model.qkv, "fc1": model.fc1}, {"proj": model.attention, "fc2": model.ffn}
+    gathered = [(op, N, hidden, "nt") for op, N in column.items()]
+    gathered += [(f"{op} dgrad", K, hidden, "nn") for op, K in row.items()]
+    scattered = [(op, hidden, K, "nt") for op, K in row.items()]
+    dgrads = [(f"{op} dgrad", hidden, N, "nn") for op, N in column.items()]
+    backward = [(op, N, hidden, "nn") for op, N in column.items()]  # of row: no communication in AR
     all_of = {
-        "ag_gemm": ag_gemm,
-        "gemm_rs": gemm_rs,
-        "gemm_ar": [layer for layer in gemm_rs if layer[-1] == "nt"],
-        "backward": backward,
-        # that of a row layer needs no communication
-        "backward_ar": [layer for layer in backward if layer[0] in COLUMN],
-        "gemm": ag_gemm + gemm_rs,
-    }
+        "ag_gemm": gathered, "gemm_rs": scattered + dgrads, "gemm_ar": scattered,
+        "backward": backward + [(op, hidden, K, "nn") for op, K in row.items()],
+        "backward_ar": backward, "gemm": gathered + scattered + dgrads,
+    }  # fmt: skip
     return [layer for layer in all_of[pattern] if suite.has(layer[0], pattern)]
 
 

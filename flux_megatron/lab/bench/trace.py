@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
-from flux_megatron.lab.bench.trace_options import TraceOptions
+from flux_megatron.lab.bench.options import TraceOptions
 from flux_megatron.lab.bench.worker import joined
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap.phase import PREFIX
-from flux_megatron.symm import workspace
+from flux_megatron.symm import objects, workspace
 from flux_megatron.tune_command.rank_processes import as_rank
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
@@ -32,14 +31,9 @@ from flux_megatron.wgrad import accumulate_wgrad_by_torch
 WARMUP = 3  # steps; and as many while the profiler is warming up
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 # phases of `overlap.phase`, for the CPU, where no device runs beside the host
-_PHASES = {
-    **dict.fromkeys(("gather push", "scatter push", "all-gather", "reduce-scatter"), COMMUNICATION),
-    **dict.fromkeys(
-        ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad"),
-        COMPUTE,
-    ),
-    "wait": WAIT,
-}
+_MOVES = ("gather push", "scatter push", "all-gather", "reduce-scatter")
+_COMPUTES = ("local shard", "ag_gemm kernel", "gemm chunk", "gemm_rs kernel", "reduce", "wgrad")
+_PHASES = dict.fromkeys(_MOVES, COMMUNICATION) | dict.fromkeys(_COMPUTES, COMPUTE) | {"wait": WAIT}
 _WAITING = ("wait_sources", "rank_barrier")  # kernels that do nothing else
 Interval = tuple[float, float]
 
@@ -55,82 +49,71 @@ class Summary(NamedTuple):
     hidden: float
 
 
-class Layer:
-    """Operands of one layer on this rank; `step` is its forward and its backward."""
+def step_of(
+    options: TraceOptions, group: ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    """Forward and backward of one layer on operands of this rank."""
+    R = group.size()
+    M, N, K = options.M, options.N, options.K
+    column = options.layer == "column"
+    shapes = ((M, K // R), (N, K // R), (M // R, N))
+    if column:
+        shapes = ((M // R, K), (N // R, K), (M, N // R))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, w, dy = (torch.randn(shape, dtype=dtype, device=device) * 0.1 for shape in shapes)
+    x.requires_grad_()
+    w.requires_grad_()
+    main_grad = torch.zeros(w.shape, dtype=torch.float32, device=device)
 
-    def __init__(self, options: TraceOptions, group: ProcessGroup, device: torch.device) -> None:
-        R = group.size()
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        M, N, K = options.M, options.N, options.K
-        self._group, self._column = group, options.layer == "column"
+    def wgrad(w: Tensor, dy: Tensor, x: Tensor) -> None:
+        accumulate_wgrad_by_torch(main_grad, dy, x)
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device=device) * 0.1
-
-        if self._column:
-            self._x, self._w, self._dy = random(M // R, K), random(N // R, K), random(M, N // R)
+    def step() -> object:
+        if column:
+            y = column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
         else:
-            self._x, self._w, self._dy = random(M, K // R), random(N, K // R), random(M // R, N)
-        self._x.requires_grad_()
-        self._w.requires_grad_()
-        self._main_grad = torch.zeros(self._w.shape, dtype=torch.float32, device=device)
+            y = row_parallel_linear(x, w, group=group, wgrad=wgrad)
+        return torch.autograd.grad(y, (x, w), dy, allow_unused=True)
 
-    def step(self) -> None:
-        if self._column:
-            y = column_parallel_linear(self._x, self._w, None, group=self._group, wgrad=self._wgrad)
-        else:
-            y = row_parallel_linear(self._x, self._w, group=self._group, wgrad=self._wgrad)
-        torch.autograd.grad(y, (self._x, self._w), self._dy, allow_unused=True)
-
-    def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
-        accumulate_wgrad_by_torch(self._main_grad, dy, x)
+    return step
 
 
 def main(options: TraceOptions) -> None:
     """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
     with joined(options) as (group, device):
         if group.rank() == 0:
             print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
-        profiler = _traced(Layer(options, group, device), group, device)
-        profiler.export_chrome_trace(str(out / f"trace_rank-{group.rank()}.json"))
-        mine = summarize(profiler.events())
-        summaries = [mine] * group.size()
-        dist.all_gather_object(summaries, mine, group=group)
+        profiler = _traced(step_of(options, group, device), group, device)
+        profiler.export_chrome_trace(f"{options.out}/trace_rank-{group.rank()}.json")
+        summaries = objects.all_gather(summarize(profiler.events()), group)
         if group.rank() == 0:
             _print(options, summaries)
 
 
-def _traced(layer: Layer, group: ProcessGroup, device: torch.device) -> profile:
+def _traced(step: Callable[[], object], group: ProcessGroup, device: torch.device) -> profile:
     for _ in range(WARMUP):
-        layer.step()
+        step()
     workspace.check()
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     timing = schedule(wait=0, warmup=WARMUP, active=1, repeat=1)
     with profile(activities=activities, schedule=timing) as profiler:
         for _ in range(WARMUP + 1):
-            _align(group, device)
-            layer.step()
+            if on_gpu:  # begin together, when the host has enqueued the step
+                torch.cuda.synchronize(device)
+                torch.cuda._sleep(BEHIND_SLEEP)
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                torch.cuda._sleep(AFTER_ALIGNMENT)
+            else:
+                dist.barrier(group=group)
+            step()
             if on_gpu:
                 torch.cuda.synchronize(device)
             profiler.step()
     workspace.check()
     return profiler
-
-
-def _align(group: ProcessGroup, device: torch.device) -> None:
-    """Begin on all ranks together; on GPUs when the host has enqueued the step."""
-    if device.type == "cpu":
-        dist.barrier(group=group)
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(BEHIND_SLEEP)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.cuda._sleep(AFTER_ALIGNMENT)
 
 
 def summarize(events: Iterable[Any]) -> Summary:
@@ -144,13 +127,14 @@ def summarize(events: Iterable[Any]) -> Summary:
     compute, moved = union(spans[COMPUTE]), union(spans[COMMUNICATION])
     busy = [*compute, *moved, *spans[WAIT]]
     time = max(end for _, end in busy) - min(begin for begin, _ in busy) if busy else 0.0
-    return Summary(time, length(compute), length(moved), length(overlap(moved, compute)))
+    hidden = length(compute) + length(moved) - length(union([*compute, *moved]))
+    return Summary(time, length(compute), length(moved), hidden)
 
 
 def _of_device(event: Any) -> str | None:
     """A kernel by its name; a push of the copy engine is a copy between GPUs."""
     name = event.name
-    if name.startswith(PREFIX) or "spin_kernel" in name or "AllReduce" in name:  # of `_align` too
+    if name.startswith(PREFIX) or "spin_kernel" in name or "AllReduce" in name:  # of alignment
         return None
     if "nccl" in name or "PtoP" in name:
         return COMMUNICATION
@@ -172,36 +156,21 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def overlap(these: Iterable[Interval], those: Sequence[Interval]) -> list[Interval]:
-    """The intersection of both; each is disjoint and in order."""
-    return [
-        (max(begin, other_begin), min(end, other_end))
-        for begin, end in these
-        for other_begin, other_end in those
-        if begin < other_end and other_begin < end
-    ]
-
-
 def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
 def _print(options: TraceOptions, summaries: Sequence[Summary]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, interpreted"
     sizes = f"M {options.M}, N {options.N}, K {options.K}, TP {options.tp}"
-    table = Table(title=f"{options.layer} layer, {sizes}, {options.strategy}, {gpu}: microseconds")
-    for column in ("rank", *Summary._fields):
-        table.add_column(column, justify="right")
+    print(f"{options.layer} layer, {sizes}, {options.strategy}, {gpu}: microseconds")
     for rank, of in enumerate(summaries):
         share = f"{of.hidden / of.communication:.0%}" if of.communication else "-"
-        cells = [f"{value:.1f}" for value in (of.time, of.compute, of.communication)]
-        table.add_row(str(rank), *cells, share)
-    console = Console()
-    console.print(table)
-    console.print(f"{options.out}: trace_rank-*.json, for https://ui.perfetto.dev")
+        print(
+            f"rank {rank}: time {of.time:.1f}, compute {of.compute:.1f}, "
+            f"communication {of.communication:.1f}, hidden {share}"
+        )
+    print(f"{options.out}: trace_rank-*.json, for https://ui.perfetto.dev")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Candidate
 from flux_megatron.lab.bench.forward import Forward
-from flux_megatron.symm import workspace
+from flux_megatron.symm import objects, workspace
+
+Outcome = tuple[str, list[float], list[float]]  # failure, errors, roundings
 
 
 @dataclass(frozen=True)
@@ -42,65 +43,44 @@ def examine(
     Allowed is twice plain torch's error: that of `gemm` for a local candidate, else that of
     `serial`; or twice the rounding to the result's own dtype, where that is coarser.
     """
-    reference, local_reference = experiment.reference()
-    outcomes = {
-        candidate.name: _errors(
-            experiment, candidate, local_reference if candidate.local else reference
-        )
-        for candidate in candidates
-        if candidate.call is not None
-    }
-    everybody: list[dict[str, _Outcome]] = [{}] * group.size()
-    dist.all_gather_object(everybody, outcomes, group=group)
-    plain = {}
-    for candidate in candidates:
-        if candidate.call is not None and candidate.name in ("gemm", "serial"):
-            plain[candidate.local] = _merge(everybody, candidate.name)
+    whole, local = experiment.reference()
+    called = [one for one in candidates if one.call is not None]
+    mine = {one.name: _outcome(experiment, one, local if one.local else whole) for one in called}
+    every = objects.all_gather(mine, group)
+    worst = {one.name: _worst([of_rank[one.name] for of_rank in every]) for one in called}
     verdicts = {}
-    for candidate in candidates:
-        if candidate.call is not None:
-            outcome = _merge(everybody, candidate.name)
-            baseline = plain[candidate.local].errors
-            allowed = [2 * max(pair) for pair in zip(baseline, outcome.rounding, strict=False)]
-            verdicts[candidate.name] = Verdict(outcome.failure, outcome.errors, allowed)
+    for one in called:
+        failure, errors, roundings = worst[one.name]
+        _, plain, _ = worst["gemm" if one.local else "serial"]
+        allowed = [2 * max(pair) for pair in zip(plain, roundings, strict=False)]
+        verdicts[one.name] = Verdict(failure, errors, allowed)
     return verdicts
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    failure: str
-    errors: list[float]
-    rounding: list[float]
-
-
-def _errors(
+def _outcome(
     experiment: Forward | Backward, candidate: Candidate, reference: tuple[Tensor, ...]
-) -> _Outcome:
+) -> Outcome:
     """What one call on this rank gives."""
     assert candidate.call is not None, "asked for candidates with a call only"
+    on_gpu = experiment.device.type == "cuda"
     try:
         if isinstance(experiment, Backward):
             experiment.main_grad.zero_()
-        _poison(reference, experiment.device)
+        for expected in reference if on_gpu else ():
+            # NaN where the allocator will put results: no candidate inherits another's
+            torch.full(expected.shape, math.nan, device=experiment.device, dtype=torch.bfloat16)
         results = candidate.call()
-        if experiment.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(experiment.device)
         workspace.check()
         shapes = [list(t.shape) for t in reference]
         if [list(r.shape) for r in results] != shapes:
             raise ValueError(f"results {[list(r.shape) for r in results]}, {shapes} expected")
     except Exception as error:
-        return _Outcome(f"{type(error).__name__}: {error}", [], [])
+        return f"{type(error).__name__}: {error}", [], []
     pairs = [*zip(results, reference, strict=True)]
-    rounding = [_distance(expected.to(result.dtype), expected) for result, expected in pairs]
-    return _Outcome("", [_distance(result, expected) for result, expected in pairs], rounding)
-
-
-def _poison(reference: tuple[Tensor, ...], device: torch.device) -> None:
-    """Leave NaN where the allocator will put results: no candidate inherits another's."""
-    if device.type == "cuda":
-        for expected in reference:
-            torch.full(expected.shape, math.nan, device=device, dtype=torch.bfloat16)
+    roundings = [_distance(expected.to(result.dtype), expected) for result, expected in pairs]
+    return "", [_distance(result, expected) for result, expected in pairs], roundings
 
 
 def _distance(result: Tensor, reference: Tensor) -> float:
@@ -109,15 +89,12 @@ def _distance(result: Tensor, reference: Tensor) -> float:
     return relative if math.isfinite(relative) else math.inf
 
 
-def _merge(everybody: Sequence[dict[str, _Outcome]], name: str) -> _Outcome:
-    """The worst over the ranks."""
-    outcomes = [of_rank[name] for of_rank in everybody]
-    failures = [f"rank {r}: {o.failure}" for r, o in enumerate(outcomes) if o.failure]
-    if failures:
-        same = len({o.failure for o in outcomes}) == 1
-        return _Outcome(outcomes[0].failure if same else "; ".join(failures), [], [])
-    return _Outcome(
-        "",
-        [max(values) for values in zip(*(o.errors for o in outcomes), strict=True)],
-        [max(values) for values in zip(*(o.rounding for o in outcomes), strict=True)],
-    )
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Over the ranks."""
+    said, errors, roundings = zip(*outcomes, strict=True)
+    if any(said):
+        failures = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
+        return said[0] if len({*said}) == 1 else failures, [], []
+    largest = [[max(of_ranks) for of_ranks in zip(*values, strict=True)] for values in
+               (errors, roundings)]  # fmt: skip
+    return "", largest[0], largest[1]

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from flux_megatron.lab.bench.launch import RankOptions
-from flux_megatron.lab.bench.options import Options
+from flux_megatron.lab.bench.options import Options, RankOptions
 from flux_megatron.tune_command.rank_processes import as_rank, rendezvous
 
 if TYPE_CHECKING:
@@ -26,14 +25,15 @@ LIMIT_S = 120  # the limit of every collective
 
 def main(options: Options) -> None:
     """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
-    from flux_megatron.lab.bench.display import Display
-    from flux_megatron.lab.bench.runner import run
+    from rich.console import Console
 
-    with (
-        joined(options) as (world, device),
-        Display(options, shown=world.rank() == 0) as display,
-    ):
-        run(options, world, device, display.show)
+    from flux_megatron.lab.bench import runner
+
+    table = runner.result_table()
+    with joined(options) as (world, device):
+        runner.run(options, world, device, runner.show_in(table, options))
+    if table.row_count:  # on rank 0
+        Console().print(table)
 
 
 @contextmanager

@@ -1,64 +1,119 @@
-"""The command `flux-megatron generate`."""
+"""The command `flux-megatron generate`. Torch only in the ranks."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from flux_megatron import command_errors, option_values
+from flux_megatron.errors import BadInput
+
+MOST_PROMPTS = 64  # rows of a decoding step for which `low_latency` is chosen unmeasured
+
+
+class Request(NamedTuple):
+    """What is decoded, by one arm after another: "flux", "stock"."""
+
+    checkpoint: Path
+    prompts: list[str]
+    tokens: int
+    arms: tuple[str, ...] = ("flux",)
 
 
 def generate(
     checkpoint: Annotated[
         Path, typer.Option(help="Folder of a training run, or its checkpoints/step_N")
     ],
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="File with a prompt a line, decoded together; at most 64")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to decode for each prompt")] = 32,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many; 0: from all")] = 0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn")] = 1234,
+    prompt: Annotated[
+        list[str], typer.Option(help="The text to go on from; several are decoded together")
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt")] = 32,
     tp: Annotated[
         int | None, typer.Option(help="Tensor-parallel ranks; default: the checkpoint's")
     ] = None,
-    layers: Annotated[str, typer.Option(help="flux or stock")] = "flux",
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode by stock layers too; fail where tokens differ")
     ] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="On GPUs: no CUDA graph")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu")] = "auto",
-    json_: Annotated[Path | None, typer.Option("--json", help="Write everything there")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write everything there; - for stdout")
+    ] = None,
 ) -> None:
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
-    from flux_megatron.lab.generate import launcher, request
-    from flux_megatron.lab.train.config import ConfigError
+    from flux_megatron.lab.train import ranks
+    from flux_megatron.lab.train.rank_counts import show
 
     if "RANK" in os.environ:
-        raise ConfigError("RANK is set: generate starts its own ranks, run it without torchrun")
-    if (prompt is None) == (prompts is None):
-        raise ConfigError("one of --prompt and --prompts expected")
-    if layers not in ("flux", "stock") or (compare and layers != "flux"):
-        also = ", flux with --compare" if compare else ""
-        raise ConfigError(f"--layers {layers} given, flux or stock expected{also}")
-    if device not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"--device {device} given, auto, cuda or cpu expected")
-    arms: Any = ("flux", "stock") if compare else (layers,)
-    config, folder = request.trained(option_values.absolute(checkpoint), tp, device)
-    wanted = request.Request(
-        checkpoint=folder,
-        prompts=request.read_prompts(prompts) if prompts else (str(prompt),),
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        arms=arms,
-        graph=not eager,
-    )
-    code = launcher.generate(config, wanted, json_)
-    raise typer.Exit(code)
+        raise BadInput("RANK is set: generate starts its own ranks, run it without torchrun")
+    config, folder = _trained(option_values.absolute(checkpoint), tp)
+    _check_prompts(prompt, tokens, config.model.seq_length)
+    if json_ is not None:
+        option_values.json_target(json_)
+    request = Request(folder, prompt, tokens, ("flux", "stock") if compare else ("flux",))
+    world_size, on_gpu = ranks.placement(config)
+    ranks.set_environment(config, world_size, on_gpu)
+    with tempfile.TemporaryDirectory(prefix="flux_megatron-generate-") as logs:
+        result = ranks.launch(_rank, config, world_size, Path(logs), request)
+    if result is None:
+        raise typer.Exit(ranks.INTERRUPTED)
+    silent = sum(arm["silent"] for arm in result["arms"].values())
+    result |= {"passed": not (silent or result.get("differences")), "prompts": prompt}
+    for given, text in zip(prompt, result["arms"]["flux"]["texts"], strict=True):
+        # nothing of a model's text may reach the terminal as a command
+        typer.echo("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in given + text))
+    for name, arm in result["arms"].items():
+        show(f"{name} layers", {key: arm[key] for key in arm if key != "texts"}, sys.stderr)
+    if compare:
+        gap, found = result["largest_logit_difference"], result["differences"]
+        said = f"DIFFERENT: {found}" if found else "same"
+        typer.echo(f"largest |logit difference|: {gap:.3e}\ntokens: {said}", err=True)
+    if json_ is not None:
+        option_values.write_json(json_, result)
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
+def _trained(folder: Path, tp: int | None) -> tuple[Any, Path]:
+    """How to build the model of a checkpoint on `tp` ranks, None for as many as it was trained on,
+    and the folder of the checkpoint: `folder`, or the newest one of the run in `folder`.
+    """
+    from pydantic import ValidationError
+
+    from flux_megatron.lab.train import config, run_folder
+
+    is_step = folder.name.startswith("step_")
+    trained = run_folder.recorded(folder.parent.parent if is_step else folder, "--checkpoint")
+    found = folder if is_step else run_folder.latest(folder)
+    if found is None or not found.is_dir():
+        raise BadInput(f"--checkpoint {folder} given, but there is no checkpoint (yet)")
+    tp = trained.parallel.tp if tp is None else tp
+    changed = trained.model_dump() | {"strategy": "auto", "layers": "flux"}
+    changed["parallel"] |= {"tp": tp, "world_size": tp, "sequence_parallel": False}
+    try:
+        return config.TrainConfig.model_validate(changed), found
+    except ValidationError as error:
+        raise BadInput(f"--tp {tp} given: {config.described(error)}") from None
+
+
+def _check_prompts(prompts: list[str], tokens: int, most: int) -> None:
+    if len(prompts) > MOST_PROMPTS:
+        raise BadInput(f"{len(prompts)} prompts given, at most {MOST_PROMPTS} expected")
+    try:
+        longest = max(1, *(len(prompt.encode()) for prompt in prompts))  # none: end of document
+    except UnicodeEncodeError as error:
+        raise BadInput(f"--prompt is no text: {error}") from None
+    if longest + tokens > most:
+        raise BadInput(
+            f"a prompt of {longest} tokens and --tokens {tokens} given, {most} together at most "
+            "expected, the model.seq_length of the checkpoint"
+        )
+
+
+def _rank(config: Any, request: Request, device: Any) -> dict[str, Any]:
+    from flux_megatron.lab.generate import decode
+
+    return decode.decode(config, request, device)

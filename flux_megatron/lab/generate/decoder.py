@@ -10,44 +10,71 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from flux_megatron.lab.generate.cached_attention import cache_in
-from flux_megatron.lab.generate.sampling import Sampler
-
 MASK_MULTIPLE = 8  # a mask of other rows is copied by torch's attention, in every layer
 EAGER_STEPS = 2  # before a capture: the first calls of their sizes allocate and compile
+
+
+class CachedAttention(torch.nn.Module):
+    """In place of the core attention of megatron-core's `attention` layer.
+
+    query, key and value [n, b, heads, d] -> [n, b, heads * d]. Keys and values go to `slots` [n]
+    (int64, on the device) of the cache [b, heads, S, d], and a query sees all slots:
+    `attention_mask` [b, 1, n, S] is added to its scores. The host reads no number here, so a CUDA
+    graph can be replayed while `slots` changes.
+    """
+
+    def __init__(self, attention: Any, rows: int, slots: int, like: Tensor) -> None:
+        super().__init__()
+        heads = attention.num_attention_heads_per_partition
+        shape = (rows, heads, slots, attention.hidden_size_per_attention_head)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.slots = torch.zeros(0, dtype=torch.int64, device=like.device)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any
+    ) -> Tensor:
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        self.keys.index_copy_(2, self.slots, key)
+        self.values.index_copy_(2, self.slots, value)
+        context = F.scaled_dot_product_attention(query, self.keys, self.values, attention_mask)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 class Decoder:
     """Decodes `rows` prompts at once, into `slots` cached tokens each.
 
     The prompts end in the same slot, so that shorter ones begin later. `token` [rows] is what
-    was decoded last, from `scores` [rows, vocab] of `logits` [rows, vocab] in float32. All ranks
-    have the same. `forwards` counts how often the model was called, a capture included.
+    was decoded last, from `logits` [rows, vocab] in float32. All ranks have the same. On GPUs steps
+    are replays of a CUDA graph. `forwards` counts the model's calls, a capture included.
     """
 
     def __init__(
-        self, model: GPTModel, sampler: Sampler, *, rows: int, slots: int, vocab: int,
-        device: torch.device, graph: bool = True,
+        self, model: GPTModel, *, rows: int, slots: int, vocab: int, device: torch.device
     ) -> None:  # fmt: skip
-        self.model, self.sampler, self.vocab = model.eval(), sampler, vocab
+        self.model, self.vocab = model.eval(), vocab
         self.forwards, self._steps = 0, 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._captures = graph and device.type == "cuda"
+        self._captures = device.type == "cuda"
         like, slots = next(model.parameters()), -(-slots // MASK_MULTIPLE) * MASK_MULTIPLE
-        self._cached = cache_in(model.decoder, rows, slots, like)
+        attentions = [layer.self_attention for layer in model.decoder.layers]
+        self._cached = [CachedAttention(one, rows, slots, like) for one in attentions]
+        for attention, cached in zip(attentions, self._cached, strict=True):
+            attention.core_attention = cached
         self._hidden = torch.full((), -torch.inf, dtype=like.dtype, device=device)
         self._visible = torch.zeros((), dtype=like.dtype, device=device)
         self._all_slots = torch.arange(slots, device=device)
-        self._rotary = model.rotary_pos_emb(slots)[:, 0] if _has_rope(model) else None
+        self._rotary = None
+        if model.position_embedding_type == "rope":
+            self._rotary = model.rotary_pos_emb(slots)[:, 0]
         self._first = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, vocab, device=device)
-        self.scores = torch.zeros(rows, vocab, device=device)
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], multiple: int = 1) -> Tensor:
@@ -61,14 +88,12 @@ class Decoder:
         self._first.copy_(torch.tensor([[width - len(prompt)] for prompt in prompts]))
         self._slot.fill_(width)
         self._steps = 0
-        self.sampler.draw()
         self._forward(torch.tensor(rows, device=self.token.device), self._all_slots[:width])
         return self.token
 
     @torch.no_grad()
     def step(self) -> Tensor:
         """Decode the next `token`."""
-        self.sampler.draw()
         if self._graph is None and self._captures and self._steps >= EAGER_STEPS:
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -104,8 +129,7 @@ class Decoder:
         logits, _ = model.output_layer(hidden[-1:], weight=weight)
         logits = gather_from_tensor_model_parallel_region(logits)[0, :, : self.vocab]
         self.logits.copy_(logits)
-        self.scores.copy_(self.sampler.scores(self.logits))
-        self.token.copy_(self.scores.argmax(-1))
+        self.token.copy_(self.logits.argmax(-1))
 
     def _mask(self, slots: Tensor) -> Tensor:
         """What is added to scores: 0 for a prompt's own earlier slots and the query's, else -inf.
@@ -116,7 +140,3 @@ class Decoder:
         begun = key >= self._first[:, None]
         visible = (key <= query) & (begun | (key == query))
         return torch.where(visible, self._visible, self._hidden)[:, None]
-
-
-def _has_rope(model: Any) -> bool:
-    return bool(model.position_embedding_type == "rope")

@@ -1,43 +1,27 @@
-"""Where an iteration of pretrain_gpt.py spends its time, and what clocks do meanwhile.
+"""Where the time of a training step goes, by a trace of torch's profiler.
 
-    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
-        --M 8192,2048
-    python -m flux_megatron.lab.measure.breakdown path/to/Megatron-LM breakdown.jsonl --tp 2 \
-        --M 2048 --micro-batches 8 --layers 2
+    python -m flux_megatron.lab.measure.breakdown breakdown.jsonl TRACE.json ...
 
-Runs the comparison of `iterations.py` (stock and ours in turn) for a few blocks. Iterations of each
-arm are recorded by torch's profiler, GPU activity alone, on rank 0: what kernels of each kind take,
-how long nothing but communication runs, how long nothing at all. nvidia-smi meanwhile reads clocks
-and power. Before that, the product of GPT-3's fc1 is timed on one GPU that has rested, for seconds
-on end: what load does to clocks.
-
-Appends rows of "breakdown", "clocks" and "sustained_gemm" to the file.
+Megatron-LM's pretrain_gpt.py writes such a trace of one iteration with `--profile
+--use-pytorch-profiler --profile-step-start 13 --profile-step-end 14 --tensorboard-dir FOLDER`, and
+`flux-megatron trace` one of a layer. A row a trace: what kernels of each kind take, how long
+nothing but communication runs, how long nothing at all.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import statistics
-import subprocess
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import typer
 
-from flux_megatron.lab.measure import iterations
+from flux_megatron.lab.bench.trace import length, union
 
-RECORDED = [*range(13, 16), *range(18, 21)]  # of the last two blocks: three iterations of each arm
-RESTED_S, LOADED_S = 5.0, 8.0
-BUSY_PERCENT = 90
 NAMES = 25
 KINDS = {
     "collective": r"nccl",
@@ -77,17 +61,13 @@ def activities(trace: Path) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def covered_us(some: Iterable[Activity]) -> float:
-    """How long at least one of them runs; they come in the order of their beginnings."""
-    total, until = 0.0, float("-inf")
-    for one in some:
-        total += max(0.0, one.end - max(one.begin, until))
-        until = max(until, one.end)
-    return total
+def most(by_name: dict[str, float]) -> dict[str, int]:
+    ordered = sorted(by_name.items(), key=lambda item: -item[1])
+    return {name: round(us) for name, us in ordered[:NAMES]}
 
 
 def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
-    """Times of an iteration in us. Kinds that run at once both count in `by_kind`; `idle_before`
+    """Times of a step in us. Kinds that run at once both count in `by_kind`; `idle_before`
     is how long nothing ran before activities of a name began; `in_turn` has each product and each
     collective as it came.
     """
@@ -100,14 +80,15 @@ def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
         by_name[one.name[:90]] += one.end - one.begin
         idle_before[one.name[:90]] += max(0.0, one.begin - until)
         until = max(until, one.end)
-    busy = covered_us(recorded)
-    computing = covered_us(one for one in recorded if one.kind not in COMMUNICATION)
+    spans = [(one.begin, one.end) for one in recorded]
+    busy = length(union(spans))
+    computing = length(union((a.begin, a.end) for a in recorded if a.kind not in COMMUNICATION))
     span = max(one.end for one in recorded) - recorded[0].begin
     return {
         "span_us": round(span), "idle_us": round(span - busy),
         "communication_alone_us": round(busy - computing),
         "by_kind_us": {kind: round(us) for kind, us in sorted(by_kind.items())},
-        "longest_us": _most(by_name), "idle_before_us": _most(idle_before),
+        "longest_us": most(by_name), "idle_before_us": most(idle_before),
         "in_turn_us": [
             (one.name[:40], round(one.end - one.begin))
             for one in recorded if one.kind in ("linear", "collective")
@@ -115,126 +96,18 @@ def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _most(by_name: dict[str, float]) -> dict[str, int]:
-    ordered = sorted(by_name.items(), key=lambda item: -item[1])
-    return {name: round(us) for name, us in ordered[:NAMES]}
-
-
-def record_iterations(train_step: Callable[..., Any], out: Path) -> Callable[..., Any]:
-    """`train_step` that appends a line a recorded iteration to `out`."""
-    from flux_megatron.integration import arm
-
-    count = 0
-
-    @functools.wraps(train_step)  # the step check looks for its parameters' names
-    def recording(*given: Any, **named: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count not in RECORDED:
-            return train_step(*given, **named)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            result = train_step(*given, **named)
-            torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(f"{folder}/trace.json")
-            recorded = activities(Path(folder, "trace.json"))
-        name = "stock" if arm.stock_now() else "flux"
-        row = {"arm": name, "iteration": count, **shares(recorded)}
+def main(out: Path, traces: list[Path]) -> None:
+    """Append a row a trace, and print what is short."""
+    for trace in traces:
+        found = activities(trace)
+        if not found:
+            raise typer.BadParameter(f"{trace} has nothing that ran on a GPU")
+        row = {"what": "breakdown", "trace": trace.name, **shares(found)}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        return result
-
-    return recording
-
-
-def rank(gate: Path, script: str, arguments: list[str]) -> None:
-    iterations.recording_rank(gate, script, arguments, record_iterations)
-
-
-@contextmanager
-def clocks() -> Iterator[list[tuple[float, float]]]:
-    """(SM clock in MHz, power in W) of busy GPUs, every 50 ms, filled at the end."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,utilization.gpu", "-lms", "50"]
-    command += ["--format=csv,noheader,nounits"]
-    seen: list[tuple[float, float]] = []
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(command, stdout=output) as process,
-    ):
-        try:
-            yield seen
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-            output.seek(0)
-            for line in output.read().splitlines()[:-1]:  # the last may be cut
-                megahertz, watts, busy = map(float, line.split(","))
-                if busy >= BUSY_PERCENT:
-                    seen.append((megahertz, watts))
-
-
-def clock_row(seen: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    megahertz, watts = zip(*seen, strict=True)
-    tenths = statistics.quantiles(megahertz, n=10)
-    return {
-        "samples": len(seen), "sm_mhz": statistics.median(megahertz),
-        "sm_mhz_tenths": [tenths[0], tenths[-1]], "watts": statistics.median(watts),
-    }  # fmt: skip
-
-
-def sustained_gemm(M: int = 8192, N: int = 24576, K: int = 12288) -> dict[str, Any]:
-    """TFLOP/s of one product, over and over, by seconds since the GPU rested."""
-    x, w = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) * 0.02 for rows in (M, N))
-    x @ w.t()
-    torch.cuda.synchronize()
-    time.sleep(RESTED_S)
-    begin, at, rates = time.monotonic(), [], []
-    with clocks() as seen:
-        while time.monotonic() < begin + LOADED_S:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            for _ in range(5):
-                x @ w.t()
-            events[1].record()
-            torch.cuda.synchronize()
-            at.append(round(time.monotonic() - begin, 3))
-            rates.append(round(5 * 2 * M * N * K / events[0].elapsed_time(events[1]) / 1e9, 1))
-    shape = {"M": M, "N": N, "K": K, "dtype": "bfloat16"}
-    return {"what": "sustained_gemm", **shape, "seconds": at, "tflops": rates, **clock_row(seen)}
-
-
-def main(
-    checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
-    M: Annotated[str, typer.Option("--M")] = "8192,2048", micro_batches: int = 1,
-    layers: int = 0, limit_s: float = 150,
-) -> None:  # fmt: skip
-    """Break down iterations of every model at every M; `iterations.py` has the other options."""
-    machine = iterations.machine_of(checkout, commit)
-    _append(out, {**sustained_gemm(), **machine})
-    wanted = [
-        next(iterations.jobs(experiment, rows, tp, (), micro_batches, layers=layers))
-        for rows in map(int, M.split(","))
-        for experiment in iterations.EXPERIMENTS
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        for index, job in enumerate(wanted):
-            where = Path(folder, str(index))
-            with clocks() as seen:
-                found = iterations.recorded(job, checkout, where, __file__, limit_s)
-            known = {"model": job.workload.model.name, "M": job.M, "tp": tp}
-            known |= {"micro_batches": micro_batches}
-            for row in found:
-                _append(out, {"what": "breakdown", **known, **row, **machine})
-            _append(out, {"what": "clocks", **known, **clock_row(seen), **machine})
-
-
-def _append(out: Path, row: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    kept = ("model", "M", "arm", "span_us", "idle_us", "communication_alone_us", "by_kind_us",
-            "sm_mhz", "sm_mhz_tenths", "watts")  # fmt: skip
-    print(row["what"], {key: row[key] for key in kept if key in row}, flush=True)
+        kept = ("trace", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
+        print({key: row[key] for key in kept}, flush=True)
 
 
 if __name__ == "__main__":
-    iterations.as_rank_or_command(rank, main)
+    typer.run(main)

@@ -39,7 +39,6 @@ class Widths:
 MODELS = {
     "qwen3-32b": Widths(5120, 25600, 64, 8, 128),
     "qwen3-8b": Widths(4096, 12288, 32, 8, 128),
-    "tiny": Widths(256, 512, 8, 2, 32),
     "small": Widths(16, 24, 4, 2, 4),
 }
 
@@ -56,30 +55,15 @@ class Linear:
         kind = ColumnParallelLinear if gathers else RowParallelLinear
         self.module = kind(K, N, bias=False, group=run.group, device=run.device, dtype=dtype)
         self.weight = self.module.weight.requires_grad_(backward)
-        self._made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
         N_local, K_local = self.weight.shape
         self._x = self.weight.new_empty(largest // self.rows[0], K_local)
         self._dy = self.weight.new_empty(largest // self.rows[1], N_local)
+        self.operands = self._x, self._dy, self.weight
         self.take(largest)
 
     def take(self, M: int) -> None:
         self.x = self._x[: M // self.rows[0]].detach().requires_grad_(self.backward)
         self.dy = self._dy[: M // self.rows[1]]
-
-    @torch.no_grad()
-    def fill_whole(self) -> None:
-        """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
-        for tensor in (self._x, self._dy, self.weight):
-            drawn = torch.randint(
-                -8, 9, tensor.shape, generator=self._made, device=tensor.device, dtype=torch.int8
-            )
-            tensor.copy_(drawn.sign() * (drawn.abs() == 8))
-
-    @torch.no_grad()
-    def fill_random(self) -> None:
-        """Of few numbers a GEMM draws less power, and is faster than in training."""
-        for tensor in (self._x, self._dy, self.weight):
-            tensor.normal_()
 
     def ours(self) -> Tensor:
         if self.backward:
@@ -88,9 +72,8 @@ class Linear:
         return operation(self.x, self.weight, self.group)
 
     def by_nccl(self) -> Tensor:
-        if self.backward:
-            return (Column if self.gathers else Row).apply(self.x, self.weight, self.group)
-        return (column if self.gathers else row)(self.x, self.weight, self.group)
+        call = ByNccl.apply if self.backward else by_nccl
+        return call(self.x, self.weight, self.group, self.gathers)
 
 
 class Layer:
@@ -100,22 +83,13 @@ class Layer:
 
     def __init__(self, run: Run, widths: Widths, largest: int, backward: bool) -> None:
         self.backward = backward
-        self.linears = [
-            Linear(run, gathers, N, K, largest, backward) for gathers, N, K in widths.linears
-        ]
+        self.linears = [Linear(run, *one, largest, backward) for one in widths.linears]
+        self.operands = [tensor for linear in self.linears for tensor in linear.operands]
 
     def take(self, M: int) -> None:
         """The next calls have M rows over all ranks."""
         for linear in self.linears:
             linear.take(M)
-
-    def fill_whole(self) -> None:
-        for linear in self.linears:
-            linear.fill_whole()
-
-    def fill_random(self) -> None:
-        for linear in self.linears:
-            linear.fill_random()
 
     def ours(self) -> list[Tensor]:
         return self._with_gradients([linear.ours() for linear in self.linears])
@@ -143,48 +117,33 @@ def scatter(y: Tensor, group: ProcessGroup, later: bool = False) -> tuple[Tensor
     return mine, dist.reduce_scatter_tensor(mine, y, group=group, async_op=later)
 
 
-def column(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return torch.mm(gather(x, group)[0], w.t())
-
-
-def row(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+def by_nccl(x: Tensor, w: Tensor, group: ProcessGroup, gathers: bool) -> Tensor:
+    if gathers:
+        return torch.mm(gather(x, group)[0], w.t())
     return scatter(torch.mm(x, w.t()), group)[0]
 
 
-class Column(torch.autograd.Function):
-    """`column`, whose backward hides NCCL behind GEMMs as Megatron's own layer does: x is gathered
-    beside dgrad, dx is scattered beside the weight's gradient.
+class ByNccl(torch.autograd.Function):
+    """`by_nccl`, whose backward of a column layer hides NCCL behind GEMMs as Megatron's own layer
+    does: x is gathered beside dgrad, dx is scattered beside the weight's gradient.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, group: ProcessGroup, gathers: bool) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.group = group
-        return column(x, w, group)
+        ctx.group, ctx.gathers = group, gathers
+        return by_nccl(x, w, group, gathers)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
+        if not ctx.gathers:
+            whole, _ = gather(dy, ctx.group)
+            return torch.mm(whole, w), torch.mm(whole.t(), x), None, None
         whole, gathering = gather(x, ctx.group, later=True)
         summands = torch.mm(dy, w)
         gathering.wait()
         dx, scattering = scatter(summands, ctx.group, later=True)
         dw = torch.mm(dy.t(), whole)
         scattering.wait()
-        return dx, dw, None
-
-
-class Row(torch.autograd.Function):
-    """`row`, and its backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.group = group
-        return row(x, w, group)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, w = ctx.saved_tensors
-        whole, _ = gather(dy, ctx.group)
-        return torch.mm(whole, w), torch.mm(whole.t(), x), None
+        return dx, dw, None, None

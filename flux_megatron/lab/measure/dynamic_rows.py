@@ -3,7 +3,6 @@
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --commit COMMIT
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --repeat \
         --beside
-    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --many 10000
     TRITON_INTERPRET=1 torchrun \
         --nproc-per-node=2 -m flux_megatron.lab.measure.dynamic_rows out.jsonl --device cpu
 
@@ -11,8 +10,7 @@ A case is a kind of call and a model. `ops` calls the operations of a layer's fo
 `nn` calls the modules of `flux_megatron.nn`, forward and backward. Both are verified on small
 integers, every bit, and called once with the largest M. Then each micro-batch has a new M; layers
 are called one after the other, ours and NCCL's in turn, and the slowest rank counts. A row a case:
-the ratio is NCCL's time by ours. `--repeat` keeps one M. `--many` calls one layer of tiny widths
-with so many different M, for growth of memory alone.
+the ratio is NCCL's time by ours. `--repeat` keeps one M.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,7 +28,6 @@ import torch.distributed as dist
 import triton
 import typer
 
-from flux_megatron import settings
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
 from flux_megatron.lab.measure.gpu_run import Run
@@ -39,13 +36,10 @@ from flux_megatron.tuning.beside import AllReduces
 
 CASES = "ops qwen3-32b,nn qwen3-32b,nn qwen3-8b"
 SMALL = "ops small,nn small"
-LEAST, LARGEST = 2048, 16384
-SMALL_LEAST, SMALL_LARGEST = 8, 96
-LAYERS = 8
+LEAST, LARGEST, LAYERS = 2048, 16384, 8
+SMALL_LEAST, SMALL_LARGEST, SMALL_LAYERS = 8, 96, 2
 SETTLED = 5  # micro-batches: the fifth is the first that counts
 SEED = 20261126
-
-Calls = dict[str, Callable[[], list[torch.Tensor]]]
 
 
 class Kernels:
@@ -66,17 +60,16 @@ def census(run: Run, kernels: Kernels) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info(run.device)
         used = total - free
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    here = {
-        "device_mib": used / 2**20,
-        "host_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "workspace_mib": report().workspace_bytes / 2**20,
-        "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
-        "compiled": kernels.found["compiled"],
-        "loaded": kernels.found["loaded"],
-    }
+    mib = {
+        "device_mib": used, "host_mib": pages * os.sysconf("SC_PAGE_SIZE"),
+        "workspace_mib": report().workspace_bytes,
+    }  # fmt: skip
+    here = {name: size / 2**20 for name, size in mib.items()}
+    here["store_keys"] = dist.distributed_c10d._get_default_store().num_keys()
+    here |= {name: kernels.found[name] for name in ("compiled", "loaded")}
     largest = run.slowest(torch.tensor([*map(float, here.values())])).tolist()
     return {
-        name: round(value, 1) if name.endswith("mib") else round(value)
+        name: round(value, 1) if name in mib else round(value)
         for name, value in zip(here, largest, strict=True)
     }
 
@@ -90,11 +83,11 @@ def sizes(run: Run, count: int, least: int, largest: int, repeat: bool) -> list[
 
 def verified(run: Run, layer: Layer, M: int, name: str) -> bool:
     """Whether ours gives every bit of what NCCL's gives, of integers on all ranks."""
-    layer.fill_whole()
+    made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
+    gpu_run.fill_whole(made, *layer.operands)
     layer.take(M)
     pairs = zip(layer.ours(), layer.by_nccl(), strict=True)
-    wrong = [float((ours != right).sum()) for ours, right in pairs]
-    total = run.slowest(torch.tensor(wrong))
+    total = run.slowest(torch.tensor([float((ours != right).sum()) for ours, right in pairs]))
     if total.any():
         run.say(f"{name} WRONG: {total.tolist()} of results and gradients")
     return not total.any()
@@ -126,29 +119,19 @@ def timed(
     return 1e3 * (end - begin), 1e3 * (first - begin), float(outlived)
 
 
-def reported() -> dict[str, object]:
-    """Totals of `report()`, of this rank."""
-    found = report()
-    return {
-        "calls": {" ".join(key): n for key, n in sorted(found.calls.items())},
-        "fallbacks": {": ".join(key): n for key, n in sorted(found.fallbacks.items())},
-        "copies": {": ".join(key): n for key, n in sorted(found.copies.items())},
-    }
-
-
 def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool:
     """Whether the case is right; only then it is timed."""
     kind, model = case.split()
-    small = model == "small"
-    least, largest = (SMALL_LEAST, SMALL_LARGEST) if small else (LEAST, LARGEST)
-    layers = 2 if small else LAYERS
+    least, largest, layers = LEAST, LARGEST, LAYERS
+    if model == "small":
+        least, largest, layers = SMALL_LEAST, SMALL_LARGEST, SMALL_LAYERS
     reset_report()
     layer, kernels = Layer(run, MODELS[model], largest, kind == "nn"), Kernels()
     if not verified(run, layer, least, case):
         return False
-    layer.fill_random()
+    gpu_run.fill_random(*layer.operands)
     layer.take(largest)
-    calls: Calls = {"ours": layer.ours, "nccl": layer.by_nccl}
+    calls: dict[str, Callable[[], object]] = {"ours": layer.ours, "nccl": layer.by_nccl}
     alone_ms = [timed(run, call, layers, None)[0] for call in [*calls.values()] * 2]
     load = None
     if beside:  # the first calls compile
@@ -159,7 +142,6 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     settled = census(run, kernels)
     for number, M in enumerate(Ms):
         if not run.time_left():
-            run.say(f"{case}: no time for micro-batches from {number + 1} on")
             break
         layer.take(M)
         order = [*calls] if number % 2 else [*calls][::-1]
@@ -170,18 +152,20 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     if len(found) < SETTLED:
         run.say(f"{case}: no row of {len(found)} micro-batches, at least {SETTLED} expected")
         return True
-    ending = census(run, kernels)
-    row = {
+    ending, totals = census(run, kernels), report()
+    row: dict[str, object] = {
         "case": kind, "model": model, "layers": layers, "repeat": repeat, "beside": beside,
         "micro_batches": len(found), **summary(torch.stack(found)),
         "after_5": settled, "at_end": ending,
-        "compiled_after_5": ending["compiled"] - settled["compiled"], **reported(),
+        "compiled_after_5": ending["compiled"] - settled["compiled"],
+        "calls": {" ".join(key): n for key, n in sorted(totals.calls.items())},
+        "fallbacks": {": ".join(key): n for key, n in sorted(totals.fallbacks.items())},
+        "copies": {": ".join(key): n for key, n in sorted(totals.copies.items())},
         "M": Ms[: len(found)],
     }  # fmt: skip
     run.row("dynamic_rows", **row)
-    run.say(f"{case:14} x {row['ratio_median']} in the median, {row['ratio_lowest']} at least, "
-            f"host of a first layer {row['host_ms_ours']} ms, by NCCL {row['host_ms_nccl']} ms, "
-            f"{row['compiled_after_5']} compiled, {settled} to {ending}")  # fmt: skip
+    shown = ("ratio_median", "ratio_lowest", "host_ms_ours", "host_ms_nccl", "after_5", "at_end")
+    run.say(f"{case}, {len(found)} of {count}: { {name: row[name] for name in shown} }")
     return True
 
 
@@ -189,74 +173,30 @@ def summary(found: torch.Tensor) -> dict[str, object]:
     """Of `found` [micro-batches, (ours, NCCL), (ms, host ms, outlived)]: what is in a row. Medians
     and extremes begin with the fifth micro-batch.
     """
-    ours, nccl = found.unbind(1)
-    times = {"ours": ours[:, 0].tolist(), "nccl": nccl[:, 0].tolist()}
-    host = {"ours": ours[:, 1].tolist(), "nccl": nccl[:, 1].tolist()}
-    ratios = [b / a for a, b in zip(times["ours"], times["nccl"], strict=True)][SETTLED - 1 :]
+    late = found[SETTLED - 1 :]
+    ratios = (late[:, 1, 0] / late[:, 0, 0]).tolist()
     values: dict[str, object] = {
-        "ratio_median": round(statistics.median(ratios), 3),
-        "ratio_lowest": round(min(ratios), 3),
-    }
-    for name in times:
-        late = host[name][SETTLED - 1 :]
-        values[f"ms_{name}"] = round(statistics.median(times[name][SETTLED - 1 :]), 3)
+        "ratio_median": round(statistics.median(ratios), 3), "ratio_lowest": round(min(ratios), 3)
+    }  # fmt: skip
+    for place, name in enumerate(("ours", "nccl")):
+        ms, host_ms, _ = late[:, place].t().tolist()
+        every = [[round(one, 2) for one in times] for times in found[:, place].t().tolist()]
+        values[f"ms_{name}"] = round(statistics.median(ms), 3)
         values[f"host_ms_{name}"] = {
-            "median": round(statistics.median(late), 2), "max": round(max(late), 2)
+            "median": round(statistics.median(host_ms), 2), "max": round(max(host_ms), 2)
         }  # fmt: skip
-        values[f"times_ms_{name}"] = _rounded(times[name])
-        values[f"host_times_ms_{name}"] = _rounded(host[name])
-    return {**values, "outlived": int(found[SETTLED - 1 :, :, 2].sum())}
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 2) for value in values]
-
-
-def many(run: Run, count: int) -> None:
-    """A row of `count` different M, or as many as there is time for, the largest first: what grows
-    afterwards never ends. `held` has the first census after the largest.
-    """
-    R = run.group.size()
-    reset_report()
-    model = "small" if run.device.type == "cpu" else "tiny"
-    layer, kernels = Layer(run, MODELS[model], R * count, backward=True), Kernels()
-    layer.fill_random()
-    Ms = [R * size for size in range(1, count)]
-    random.Random(SEED).shuffle(Ms)
-    host: list[float] = []
-    held: list[dict[str, float]] = []
-    for number, M in enumerate([R * count, *Ms]):
-        if number % 10 == 0 and not run.time_left():
-            break
-        layer.take(M)
-        begin = time.perf_counter()
-        layer.ours()
-        host.append(1e3 * (time.perf_counter() - begin))
-        if number % max(1, count // 10) == 0:
-            held.append({"different_M": number + 1, **census(run, kernels)})
-    held.append({"different_M": len(host), **census(run, kernels)})
-    times = {"median": round(statistics.median(host), 2), "max": round(max(host[1:] or host), 2)}
-    run.row("dynamic_rows", case="many", model=model, asked=count, different_M=len(host),
-            host_ms_ours=times, held=held, **reported())  # fmt: skip
-    run.say(f"{len(host)} of {count} different M, host {times} ms, {held[0]} to {held[-1]}")
+        values[f"times_ms_{name}"], values[f"host_times_ms_{name}"], _ = every
+    return {**values, "outlived": int(late[:, :, 2].sum())}
 
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = "", count: int = 40,
-    repeat: bool = False, beside: bool = False, many_different: int = typer.Option(0, "--many"),
-    seconds: float = 240,
+    repeat: bool = False, beside: bool = False, seconds: float = 240,
 ) -> None:  # fmt: skip
-    """Be one of the ranks. One case after the other, until `seconds` are over."""
-    os.environ["FLUX_MEGATRON_BESIDE"] = str(int(beside))  # by which `auto` chooses
-    settings.reload()
-    run = gpu_run.start_on(device, out, commit, seconds)
-    if many_different:
-        many(run, many_different)
-        gpu_run.finish(run)
-    for case in (cases or (SMALL if device == "cpu" else CASES)).split(","):
-        if not measure(run, case, count, repeat, beside):
-            gpu_run.finish(run, 1)
-    gpu_run.finish(run)
+    """Be one of the ranks."""
+    run = gpu_run.start_on(device, out, commit, seconds, beside)
+    given = (cases or (SMALL if device == "cpu" else CASES)).split(",")
+    gpu_run.measure_each(run, given, lambda case: measure(run, case, count, repeat, beside))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ from transformer_engine.pytorch.module import base
 from flux_megatron.integration import te_overlap
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
-from flux_megatron.tuning.timing import race
 
 CASES = "gpt3-175b 12288 49152,llama2-70b 8192 28672,llama3-8b 4096 14336"
 RECIPES = {
     "current": partial(recipes.Float8CurrentScaling, fp8_format=recipes.Format.HYBRID),
     "delayed": partial(recipes.DelayedScaling, fp8_format=recipes.Format.HYBRID),
 }
-NAMES = ("fc1_fprop", "fc1_dgrad", "fc1_wgrad", "fc2_fprop", "fc2_dgrad", "fc2_wgrad")
 # Of the norm: bf16 rounds by 1e-3 of a value in the mean, and FP8 made of such values by more.
 CLOSE = 5e-3
 
@@ -54,11 +53,11 @@ class Mlp:
         else:
             columns, rows = ffn, M // R
             parallel |= {"tp_group": run.group, "tp_size": R, "sequence_parallel": True}
-            own = {"ub_overlap_ag": True} if overlap else {}
-            scatters = {"ub_overlap_rs": True} if overlap else {}
+            on = dict.fromkeys(("ub_overlap_ag", "ub_overlap_rs") if overlap else (), True)
+            both = {"ub_overlap_ag": True, **overlap} if overlap else {}
             modes = (
-                {"parallel_mode": "column", "ub_name": "fc1", **own, **overlap},
-                {"parallel_mode": "row", "ub_name": "fc2", **own, **scatters},
+                {"parallel_mode": "column", "ub_name": "fc1", **both},
+                {"parallel_mode": "row", "ub_name": "fc2", **on},
             )
         self.fc1 = te.LayerNormLinear(hidden, columns, **parallel, **modes[0])
         self.fc2 = te.Linear(columns, hidden, **parallel, **modes[1])
@@ -92,27 +91,6 @@ def differences(run: Run, ours: list[Tensor], others: list[Tensor]) -> list[floa
     return run.slowest(torch.stack(found)).tolist()
 
 
-def arms(
-    run: Run, made: Callable[..., Mlp], userbuffers: dict[Any, Any]
-) -> dict[str, Callable[..., Any]]:
-    plain, alone = made(), made(alone=True)
-    ours = made(ub_overlap_rs_dgrad=True)
-    calls: dict[str, Callable[..., Any]]
-    calls = {"te": plain.step, "alone": alone.step, "ours": ours.step}
-    if userbuffers:
-        bulk = made(ub_bulk_dgrad=True, ub_bulk_wgrad=True)
-
-        def by_userbuffers(*given: Tensor) -> Any:
-            before, base._ub_communicators = base._ub_communicators, userbuffers
-            try:
-                return bulk.step(*given)
-            finally:
-                base._ub_communicators = before
-
-        calls["userbuffers"] = by_userbuffers
-    return calls
-
-
 def measure(
     run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool
 ) -> bool:
@@ -126,7 +104,22 @@ def measure(
         )  # fmt: skip
         userbuffers = base._ub_communicators
     base.initialize_ub()
-    calls = arms(run, partial(Mlp, run, *sizes), userbuffers)
+    made = partial(Mlp, run, *sizes)
+    calls: dict[str, Callable[..., Any]] = {
+        "te": made().step, "alone": made(alone=True).step,
+        "ours": made(ub_overlap_rs_dgrad=True).step,
+    }  # fmt: skip
+    if userbuffers:
+        bulk = made(ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+
+        def by_userbuffers(*given: Tensor) -> Any:
+            before, base._ub_communicators = base._ub_communicators, userbuffers
+            try:
+                return bulk.step(*given)
+            finally:
+                base._ub_communicators = before
+
+        calls["userbuffers"] = by_userbuffers
     given = calls["te"]()[0].clone()
     results = {
         arm_: [[one.clone() for one in call(given)] for _ in range(2)][1]  # of quantized weights
@@ -136,19 +129,13 @@ def measure(
     wrong = not max(found["ours"]) <= CLOSE
     run.say(f"{'WRONG' if wrong else 'right'} {case} M {M} {recipe}: h y dx dw1 dw2 {found}")
     del given, results
-    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
-    us = {one: result.median_us(one) for one in result.times_us}
-    for one, time in us.items():
-        E = round((us["te"] - time) / (us["te"] - us["alone"]), 3)
-        run.row(
-            "fp8_layers", case=name, M=M, hidden=int(hidden), ffn=int(ffn), recipe=recipe,
-            beside=beside, candidate=one, median_us=round(time, 1), E=E, differences=found.get(one),
-            times_us=[round(each, 1) for each in result.times_us[one]],
-        )  # fmt: skip
-        run.say(f"  {name} M {M} {recipe} {one:12} {time:.0f} us E {E} {us['te'] / time:.3f} x")
-    run.say(str(result.failures)) if result.failures else None
+    columns = {"case": name, "M": M, "hidden": int(hidden), "ffn": int(ffn), "recipe": recipe}
+    good = gpu_run.race_rows(
+        run, "fp8_layers", calls, rounds, beside, lambda _, us: (us["te"], us["alone"]),
+        lambda one, _: {**columns, "candidate": one, "differences": found.get(one)},
+    )  # fmt: skip
     base._ub_communicators = None
-    return not wrong and not result.failures
+    return good and not wrong
 
 
 _REAL = base.initialize_ub
@@ -159,16 +146,13 @@ def main(
     recipe: str = "current,delayed", rounds: int = 10, seconds: float = 85,
     userbuffers: bool = True, beside: bool = False,
 ) -> None:  # fmt: skip
-    """Be one of the ranks. One case after the other, until `seconds` are over."""
+    """Be one of the ranks."""
     run = gpu_run.start_on("cuda", out, commit, seconds)
     te_overlap.use(lambda: run.group)
-    right = True
-    for name in recipe.split(","):
-        for M in map(int, rows.split(",")):
-            for case in cases.split(","):
-                if run.time_left():
-                    right = measure(run, case, M, name, rounds, userbuffers, beside) and right
-    gpu_run.finish(run, 0 if right else 1)
+    given = product(recipe.split(","), map(int, rows.split(",")), cases.split(","))
+    gpu_run.measure_each(
+        run, given, lambda one: measure(run, one[2], one[1], one[0], rounds, userbuffers, beside)
+    )
 
 
 if __name__ == "__main__":

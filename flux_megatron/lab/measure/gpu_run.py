@@ -1,22 +1,30 @@
-"""What the measuring scripts of this folder share: the ranks of torchrun."""
+"""What the measuring scripts of this folder share: the ranks of torchrun, operands, races, rows."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
+from torch import Tensor
 
+from flux_megatron import settings
 from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.table_run import Run
+from flux_megatron.tuning.timing import Race, race
 
 COLLECTIVE_LIMIT_S = 120
 GRACE_S = 15  # behind the seconds that a script has
+
+Case = TypeVar("Case")
+Calls = Mapping[str, Callable[[], object]]
 
 
 def start(
@@ -40,18 +48,68 @@ def start(
     return Run(group, device, about, out, time.monotonic() + seconds)
 
 
-def start_on(device: str, out: Path, commit: str, seconds: float) -> Run:
+def start_on(device: str, out: Path, commit: str, seconds: float, beside: bool = False) -> Run:
     """`start` of a script's `--device`, which must be this machine's: fp32 on "cpu", a rehearsal,
-    else bf16. A rank that hangs says where and ends.
+    else bf16. `auto` chooses for calls alone, or `beside` others. A rank that hangs says where and
+    ends.
     """
     faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
+    os.environ["FLUX_MEGATRON_BESIDE"] = str(int(beside))
+    settings.reload()
     small = device == "cpu"
     if small == torch.cuda.is_available():
         raise typer.BadParameter(f"--device {device} given, this machine has other ones")
     return start(out, commit, seconds, torch.float32 if small else torch.bfloat16)
 
 
-def finish(run: Run, code: int = 0) -> None:
-    """Wait for all ranks, and end at once: threads of communicators have nothing to add."""
+def measure_each(run: Run, cases: Iterable[Case], measure: Callable[[Case], bool]) -> NoReturn:
+    """One case after the other, until the time is over; then end this rank, with 1 if one was
+    wrong. At once: threads of communicators have nothing to add.
+    """
+    right = True
+    for case in cases:
+        if not run.time_left():
+            run.say("no time for the others")
+            break
+        right = measure(case) and right
     dist.barrier(group=run.group)
-    os._exit(code)
+    os._exit(0 if right else 1)
+
+
+@torch.no_grad()
+def fill_whole(made: torch.Generator, *tensors: Tensor) -> None:
+    """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
+    for tensor in tensors:
+        size, device = tensor.shape, tensor.device
+        drawn = torch.randint(-8, 9, size, generator=made, device=device, dtype=torch.int8)
+        tensor.copy_((drawn.sign() * (drawn.abs() == 8)).to(torch.half))
+
+
+@torch.no_grad()
+def fill_random(*tensors: Tensor) -> None:
+    """Of few numbers a GEMM draws less power, and is faster than in training."""
+    for tensor in tensors:
+        tensor.normal_()
+
+
+def race_rows(
+    run: Run, table: str, calls: Calls, rounds: int, beside: bool,
+    bounds: Callable[[str, Mapping[str, float]], tuple[float, float]],
+    columns: Callable[[str, Race], Mapping[str, object]],
+) -> bool:  # fmt: skip
+    """A row and a line a call: us, and E, 0 and 1 at the two `bounds` of its name. Whether none
+    failed.
+    """
+    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
+    us = {name: result.median_us(name) for name in result.times_us}
+    for name in us:
+        serial, gemm = bounds(name, us)
+        E = round((serial - us[name]) / (serial - gemm), 3)
+        run.row(
+            table, **columns(name, result), beside=beside, median_us=round(us[name], 1), E=E,
+            times_us=[round(one, 1) for one in result.times_us[name]],
+        )  # fmt: skip
+        run.say(f"  {name:20} {us[name]:.1f} us E {E}")
+    for name, failure in result.failures.items():
+        run.say(f"  {name} FAILED: {failure}")
+    return not result.failures

@@ -8,13 +8,11 @@
 
 A case is a pattern and local M x N x K, w as in a layer's forward. Plans are those that `tune`
 measures. Each is verified on small integers, every bit; then all race on random numbers, `gemm`
-without communication, `serial` and `auto`, what an unmeasured call gets, among them. A line a case
-and plan: us, and E.
+without communication, `serial` and `auto`, what an unmeasured call gets, among them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,14 +22,13 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
-from flux_megatron import ops, settings
+from flux_megatron import ops
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import tuner
-from flux_megatron.tuning.timing import race
 
 CASES = (
     "ag_gemm 1536x2560x8192,ag_gemm 8192x1536x4096,ag_gemm 496x12288x12288,ag_gemm 112x2560x8192,"
@@ -43,31 +40,23 @@ SMALL = "ag_gemm 4x6x8,gemm_rs 4x6x8"
 
 
 class Layer:
-    """Operands on this rank: whole numbers, of which bf16 has every sum."""
+    """Operands on this rank."""
 
     def __init__(self, run: Run, case: str) -> None:
         pattern, sizes = case.split()
-        self.M, N, K = map(int, sizes.split("x"))
+        M, N, K = map(int, sizes.split("x"))
         self.group, R = run.group, run.group.size()
         self.gathers = Pattern(pattern).spec.gathers
+        rows = M // R if self.gathers else M
+        options = {"device": run.device, "dtype": getattr(torch, run.about.dtype)}
+        self.x, self.w = torch.empty(rows, K, **options), torch.empty(N, K, **options)
         made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
-
-        def whole(*size: int) -> Tensor:
-            drawn = torch.randint(-8, 9, size, generator=made, device=run.device)
-            return (drawn.sign() * (drawn.abs() == 8)).to(getattr(torch, run.about.dtype))
-
-        rows = self.M // R if self.gathers else self.M
-        self.x, self.w = whole(rows, K), whole(N, K)
-        self.gathered = self.x.new_empty(self.M, K) if self.gathers else self.x
-        self.scattered = self.x.new_empty(self.M // R, N)
+        gpu_run.fill_whole(made, self.x, self.w)
+        self.gathered = self.x.new_empty(M, K) if self.gathers else self.x
+        self.scattered = self.x.new_empty(M // R, N)
         self.problem = Problem.of_operands(
             Pattern(pattern), rows, N, K, run.about.dtype, R, "nt", run.device.type
         )
-
-    def renew(self) -> None:
-        """Random numbers: of few ones a GEMM draws less power, and is faster than in training."""
-        for tensor in (self.x, self.w):
-            tensor.normal_()
 
     def gemm(self) -> Tensor:
         return self.gathered @ self.w.t()
@@ -80,8 +69,7 @@ class Layer:
         return self.scattered
 
     def call(self, plan: Plan | None) -> Tensor:
-        operation = ops.all_gather_gemm if self.gathers else ops.gemm_reduce_scatter
-        return operation(self.x, self.w, self.group, plan=plan)
+        return ops.OPERATIONS[self.problem.pattern](self.x, self.w, self.group, plan=plan)
 
     def plans(self, device: torch.device) -> list[Plan]:
         unavailable = workspace(self.group, device).unavailable
@@ -99,41 +87,26 @@ def measure(run: Run, case: str, rounds: int, beside: bool) -> bool:
     if run.slowest(wrong).any():
         run.say(f"{case} WRONG: {dict(zip(calls, wrong.tolist(), strict=True))}")
         return False
-    layer.renew()
+    gpu_run.fill_random(layer.x, layer.w)
     calls |= {"gemm": layer.gemm, "serial": layer.serial}
-    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
-    us = {name: result.median_us(name) for name in result.times_us}
-    exposed = us["serial"] - us["gemm"]
-    for name in sorted(us, key=us.__getitem__):
-        E = round((us["serial"] - us[name]) / exposed, 3)
-        run.row(
-            "held_out", case=case, beside=beside, plan=name, median_us=round(us[name], 1), E=E,
-            times_us=[round(one, 1) for one in result.times_us[name]],
-            outlived=result.outlived.get(name, 0),
-        )  # fmt: skip
-    best = min((name for name in us if name not in ("gemm", "auto")), key=us.__getitem__)
-    shown = "  ".join(f"{name} {us[name]:.1f}" for name in ("gemm", "serial", "auto"))
-    run.say(f"{case:28} {shown}  best {us[best]:.1f} E {(us['serial'] - us[best]) / exposed:.2f} "
-            f"of {len(us)}: {best}")  # fmt: skip
-    return not result.failures
+    run.say(case)
+    return gpu_run.race_rows(
+        run, "held_out", calls, rounds, beside, lambda _, us: (us["serial"], us["gemm"]),
+        lambda name, race: {"case": case, "plan": name, "outlived": race.outlived.get(name, 0)},
+    )  # fmt: skip
 
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = CASES, rounds: int = 12,
     beside: bool = False, seconds: float = 100,
 ) -> None:  # fmt: skip
-    """Be one of the ranks. One case after the other, until `seconds` are over."""
+    """Be one of the ranks."""
     small = device == "cpu"
-    os.environ["FLUX_MEGATRON_BESIDE"] = str(int(beside))  # by which `auto` chooses
-    settings.reload()
-    run = gpu_run.start_on(device, out, commit, seconds)
-    for case in (SMALL if small else cases).split(","):
-        if not run.time_left():
-            run.say("no time for the others")
-            break
-        if not measure(run, case, 1 if small else rounds, beside):
-            gpu_run.finish(run, 1)
-    gpu_run.finish(run)
+    run = gpu_run.start_on(device, out, commit, seconds, beside)
+    gpu_run.measure_each(
+        run, (SMALL if small else cases).split(","),
+        lambda case: measure(run, case, 1 if small else rounds, beside),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ to the first tree. `--only "auto,gemm_ar low_latency"` leaves the others out. En
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -34,10 +33,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 
 CHECKOUT = Path(__file__).parents[3]
 SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
@@ -65,35 +69,31 @@ class Tree:
         raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def start(tree: str, given: argparse.Namespace) -> Tree:
+def start(tree: str, ranks: int, commit: str, calls: int) -> Tree:
     """Of NAME=FOLDER,VARIABLE=VALUE,..."""
     name, _, rest = tree.partition("=")
     folder, *words = rest.split(",")
     variables = dict(word.split("=", 1) for word in words)
     path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(given.ranks),
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
-        "NVSHMEM_DISABLE_NVLS": "1", "UB_SKIPMC": "1", **variables,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks),
+        **WITHOUT_MULTICAST, **variables,
     }  # fmt: skip
     worker = str(Path(__file__).with_name("trees_rank.py"))
-    command = [sys.executable, worker, given.commit, str(given.calls), folder]
-    ranks = [
+    command = [sys.executable, worker, commit, str(calls), folder]
+    started = [
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(given.ranks)
+        for rank in range(ranks)
     ]  # fmt: skip
-    return Tree(name, ranks, tuple(variables))
+    return Tree(name, started, tuple(variables))
 
 
 def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, list[float]]:
@@ -108,86 +108,70 @@ def race(trees: list[Tree], case: str, rounds: int, end_s: float) -> dict[str, l
     return times
 
 
-def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> list[dict]:
+def rows_of(case: str, times: dict[str, list[float]], about: dict[str, dict]) -> Iterator[dict]:
     reference = next(iter(times.values()))
-    return [
-        {
-            "table": "trees", "case": case, "tree": name,
-            "us": round(statistics.median(us), 1), "times_us": [round(one, 1) for one in us],
-            "to_first": round(
-                statistics.median(a / b for a, b in zip(us, reference, strict=True)), 4
-            ),
-            **about[name],
-        }
-        for name, us in times.items()
-    ]  # fmt: skip
+    for name, us in times.items():
+        ratio = statistics.median(a / b for a, b in zip(us, reference, strict=True))
+        yield {
+            "table": "trees", "case": case, "tree": name, "us": round(statistics.median(us), 1),
+            "times_us": [round(one, 1) for one in us], "to_first": round(ratio, 4), **about[name],
+        }  # fmt: skip
 
 
-def shown(rows: list[dict]) -> str:
-    return f"{rows[0]['case']:44}" + "".join(
-        f"  {row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows
-    )
-
-
-def exact(trees: list[Tree], case: str) -> bool:
-    wrong = [tree.name for tree in trees if not all(a["exact"] for a in tree.ask(f"check {case}"))]
-    if wrong:
-        print(f"{case}: WRONG in {', '.join(wrong)}", flush=True)
-    return not wrong
-
-
-def run(given: argparse.Namespace, trees: list[Tree], end_s: float) -> int:
+def measure(trees: list[Tree], out: Path, shapes: str, only: str, rounds: int, end_s: float) -> int:
     """How many cases were wrong in some tree."""
     about = {tree.name: tree.ask(" ".join(("about", *tree.variables)))[0] for tree in trees}
     print({name: one["triton"] for name, one in about.items()}, flush=True)
     wrong = 0
-    for shape in given.shapes.split(","):
+    for shape in shapes.split(","):
         of_each = [tree.ask(f"cases {shape}")[0]["cases"] for tree in trees]
         cases = [
             case for case in of_each[0]
             if all(case in others for others in of_each)
-            and any(words in case for words in given.only.split(","))
+            and any(words in case for words in only.split(","))
         ]  # fmt: skip
-        right = [case for case in cases if exact(trees, case)]
-        wrong += len(cases) - len(right)
+        failed = {
+            case: [tree.name for tree in trees
+                   if not all(answer["exact"] for answer in tree.ask(f"check {case}"))]
+            for case in cases
+        }  # fmt: skip
         for tree in trees:
             tree.ask("renew")
-        for case in right:
+        for case, names in failed.items():
+            if names:
+                print(f"{case}: WRONG in {', '.join(names)}", flush=True)
+                wrong += 1
+                continue
             if time.monotonic() > end_s:
                 print("no time for the others", flush=True)
                 return wrong
-            rows = rows_of(case, race(trees, case, given.rounds, end_s), about)
-            print(shown(rows), flush=True)
-            with given.out.open("a") as file:
+            rows = [*rows_of(case, race(trees, case, rounds, end_s), about)]
+            shown = (f"{row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows)
+            print(f"{case:44}", *shown, sep="  ", flush=True)
+            with out.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     return wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--tree", action="append", required=True, metavar="NAME=FOLDER[,VARIABLE=VALUE]"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", default=SHAPES, help="local M x N x K, and layout of w")
-    parser.add_argument("--only", default="", help="cases whose names have one of these words")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=10, help="a round, of one case and tree")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--seconds", type=float, default=90)
-    given = parser.parse_args()
-    if given.device == "cpu":
+def main(
+    out: Path, tree: Annotated[list[str], typer.Option(metavar="NAME=FOLDER[,VARIABLE=VALUE]")],
+    device: str = "cuda", shapes: str = SHAPES, only: str = "", ranks: int = 2, rounds: int = 20,
+    calls: int = 10, commit: str = "", seconds: float = 90,
+) -> None:  # fmt: skip
+    """`shapes` are local M x N x K, and layout of w; `only` are words of cases' names; a round has
+    `calls` of one case and tree.
+    """
+    if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    end_s = time.monotonic() + given.seconds
-    trees = [start(tree, given) for tree in given.tree]
+    end_s = time.monotonic() + seconds
+    trees = [start(one, ranks, commit, calls) for one in tree]
     try:
-        return 1 if run(given, trees, end_s) else 0
+        wrong = measure(trees, out, shapes, only, rounds, end_s)
     finally:
-        for rank in (rank for tree in trees for rank in tree.ranks):
+        for rank in (rank for one in trees for rank in one.ranks):
             rank.kill()
+    raise typer.Exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

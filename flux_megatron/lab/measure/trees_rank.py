@@ -53,14 +53,19 @@ class Rank:
         M, N, K = map(int, sizes.split("x"))
         R = self.group.size()
         turned = layout == "nn"
-        x, w = self._small(1, M // R, K), self._small(2, *((K, N) if turned else (N, K)))
-        back, rows = self._small(3, *((N, K) if turned else (K, N))), self._small(4, M, N)
+        shapes = (M // R, K), (K, N) if turned else (N, K), (N, K) if turned else (K, N), (M, N)
+        x, w, back, rows = self.operands = [
+            torch.empty(size, dtype=torch.bfloat16, device=self.device) for size in shapes
+        ]
+        made = torch.Generator(self.device).manual_seed(1 + self.group.rank())
+        gpu_run.fill_whole(made, *self.operands)
         gathered = x.new_empty(M, K)
         dist.all_gather_into_tensor(gathered, x, group=self.group)
-        self.operands = [x, w, back, rows, gathered]
+        self.operands.append(gathered)
         right = w if turned else w.t()
-        product = _product(gathered, right)
-        summed = _product(rows, back if turned else back.t()).float()
+        # in fp32, where whole numbers stay whole
+        product = (gathered.float() @ right.float()).to(x.dtype)
+        summed = rows.float() @ (back if turned else back.t()).float()
         dist.all_reduce(summed, group=self.group)
         summed = summed.to(x.dtype)
         reduced = summed.chunk(R)[self.group.rank()]
@@ -77,18 +82,9 @@ class Rank:
             ):  # fmt: skip
                 plan = self._plan(pattern, a, b, layout, strategy)
                 if plan is not None or strategy == "auto":
-                    made = partial(CALLS[pattern], a, b, self.group, layout=layout, plan=plan)
-                    self.made[f"{pattern} {strategy} {shape}"] = (made, expected)
+                    call = partial(CALLS[pattern], a, b, self.group, layout=layout, plan=plan)
+                    self.made[f"{pattern} {strategy} {shape}"] = (call, expected)
         return {"cases": [*self.made]}
-
-    def _small(self, number: int, *shape: int) -> torch.Tensor:
-        """Mostly zeros, else -1 or 1: every sum of products of two such tensors is a whole number
-        that bf16 has. Sums of squares are larger: each tensor has a `number` of its own.
-        """
-        seed = torch.Generator().manual_seed(hash((number, shape, self.group.rank())))
-        drawn = torch.randint(-8, 9, shape, generator=seed, dtype=torch.int8)
-        ones = (drawn == 8).to(torch.int8) - (drawn == -8).to(torch.int8)
-        return ones.to(torch.bfloat16).to(self.device)
 
     def _plan(self, pattern: Pattern, x, w, layout: str, strategy: str) -> Plan | None:
         """The strategy's first plan; None where it cannot run, and of `auto`."""
@@ -108,9 +104,7 @@ class Rank:
         return {"exact": all(torch.equal(call(), expected) for _ in range(3))}
 
     def renew(self) -> dict:
-        """Random numbers: of few ones a GEMM draws less power, and is faster than in training."""
-        for operand in self.operands:
-            operand.normal_()
+        gpu_run.fill_random(*self.operands)
         return {}
 
     def time(self, case: str) -> dict:
@@ -130,11 +124,6 @@ class Rank:
         marks[1].record()
         marks[1].synchronize()
         return {"us": 1e3 * marks[0].elapsed_time(marks[1]) / self.calls}
-
-
-def _product(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """In fp32, where whole numbers stay whole."""
-    return (x.float() @ right.float()).to(x.dtype)
 
 
 def main(commit: str, calls: int, folder: str) -> None:

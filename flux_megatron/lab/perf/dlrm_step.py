@@ -17,10 +17,15 @@ from typing import Literal, NamedTuple
 
 from flux_megatron.lab.perf import scale_out
 from flux_megatron.lab.perf.dlrm import Gpu, Study
-from flux_megatron.lab.perf.embedding_cost import FUSED, LAYOUT, LOOKUP, Lookup, fused_us
+from flux_megatron.lab.perf.embedding_cost import (
+    FUSED,
+    LAYOUT_US,
+    LOOKUP,
+    Lookup,
+    fused_us,
+)
 from flux_megatron.lab.perf.gemm import gemm_us, pass_us
 from flux_megatron.lab.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
-from flux_megatron.lab.perf.terms import Terms, total
 from flux_megatron.launch.workload import ELEMENT_BYTES
 
 Arm = Literal["unfused", "forward", "both", "ours"]
@@ -160,7 +165,7 @@ class Costs:
     @cached_property
     def layout_us(self) -> float:
         """Both copies of one direction."""
-        copied = LAYOUT["pooled_bytes"] * self.lookup.pooled_bytes * 1e-3
+        copied = LAYOUT_US * self.lookup.pooled_bytes * 1e-3
         return self.study.step.layout_copies * self._by_memory_us(copied)
 
     @cached_property
@@ -206,8 +211,10 @@ class Costs:
     def _layer_bytes(self) -> int:
         return self.study.model.width**2 * ELEMENT_BYTES[self.study.step.dtype]
 
-    def _looked_up_us(self, kernel: Terms) -> float:
-        return self.study.gpu.lookup_factor * self._by_memory_us(total(kernel, self.lookup.terms))
+    def _looked_up_us(self, kernel: dict[str, float]) -> float:
+        terms = self.lookup.terms
+        on_h200_us = sum(us * terms[name] for name, us in kernel.items())
+        return self.study.gpu.lookup_factor * self._by_memory_us(on_h200_us)
 
     def _by_memory_us(self, on_h200_us: float) -> float:
         """A time of an H200, by the data sheets' memory bandwidths."""

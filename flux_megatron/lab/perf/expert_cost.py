@@ -13,14 +13,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from flux_megatron.lab.perf.hardware import H200, Hardware
-from flux_megatron.lab.perf.terms import Terms, total
-
-OPERATIONS = ("a2a_gemm", "gemm_a2a")
-FUSED_TERMS = ("gflop", "gemm_bytes", "remote_bytes")
 
 # us of one unit of each term on 2 x H200: fitted to docs/results/h200x2/expert_parallel.jsonl.
 # FLOPs are in 1e9, bytes in kB.
@@ -65,40 +60,22 @@ class Experts(NamedTuple):
         }
 
 
-TERMS = {
-    "gemm": ("gflop", "gemm_bytes"),
-    "a2a": ("remote_bytes", "call"),
-    "sort": ("sorted_bytes",),
-    "sync": ("call",),
-    "a2a_gemm": FUSED_TERMS,
-    "gemm_a2a": FUSED_TERMS,
-}
-
-
-def of(part: str, terms: Terms) -> dict[str, float]:
-    """The terms that a part has."""
-    return {name: terms[name] for name in TERMS[part]}
-
-
-def part_us(
-    part: str, experts: Experts, hardware: Hardware = H200, costs: Mapping[str, Terms] = COSTS
-) -> float:
+def part_us(part: str, experts: Experts, hardware: Hardware = H200) -> float:
     """One part; on another GPU by its rates over the H200's."""
-    scaled = {name: amount / _rate(name, hardware) for name, amount in experts.terms.items()}
-    return total(costs[part], of(part, scaled))
+    terms = experts.terms
+    return sum(us * (terms[name] / _rate(name, hardware)) for name, us in COSTS[part].items())
 
 
 def operation_us(
-    operation: str, strategy: str, experts: Experts, hardware: Hardware = H200,
-    costs: Mapping[str, Terms] = COSTS,
-) -> float:  # fmt: skip
+    operation: str, strategy: str, experts: Experts, hardware: Hardware = H200
+) -> float:
     """`a2a_gemm` or `gemm_a2a`, by "fused", "nccl" or "nccl + sync".
 
     A fused one is not shorter than the all-to-all alone.
     """
     if experts.ranks == 1:
-        return part_us("gemm", experts, hardware, costs)
-    parts = {part: part_us(part, experts, hardware, costs) for part in TERMS}
+        return part_us("gemm", experts, hardware)
+    parts = {part: part_us(part, experts, hardware) for part in COSTS}
     if strategy == "fused":
         return max(parts[operation], parts["a2a"])
     unfused = parts["gemm"] + parts["a2a"] + parts["sort"]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 
-from flux_megatron.lab.perf.constants import FITTED, Constants
 from flux_megatron.lab.perf.hardware import Hardware
 from flux_megatron.launch.workload import ELEMENT_BYTES
 
+# Fitted to 4 x H200's operations of 2026-11-21 (TP 4, bf16): the share of a GPU's full-wave rate
+# that the main loop of a library's tile reaches, and the time of a wave of tiles beside it.
+GEMM_RATE, TILE_US = 0.9913, 1.75
+# Adding wgrad to an fp32 gradient costs ACCUMULATE times the traffic, divided by 1 + HIDDEN x GEMM
+# time / traffic time.
+ACCUMULATE, HIDDEN = 1.325, 0.3187
 # The tiles that a library chooses from, and the share of the peak rate that each can reach.
 TILES = {
     (128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.9,
@@ -20,16 +25,14 @@ SPLIT_K_SHARE = 1.08
 SPLIT_K_US = 4.0
 
 
-def gemm_us(
-    hardware: Hardware, M: int, N: int, K: int, dtype: str, constants: Constants = FITTED
-) -> float:
+def gemm_us(hardware: Hardware, M: int, N: int, K: int, dtype: str) -> float:
     """The library's [M, K] @ [K, N]: waves of the best tile, not faster than memory allows."""
     tflops = hardware.tflops.get(dtype, hardware.tflops["float32"])
-    rate = constants.gemm_rate * tflops * 1e6 / hardware.sms
+    rate = GEMM_RATE * tflops * 1e6 / hardware.sms
     times = []
     for (rows, columns), share in TILES.items():
         waves = math.ceil(M / rows) * math.ceil(N / columns) / hardware.sms
-        tile_us = 2 * rows * columns * K / (rate * share) + constants.tile_us
+        tile_us = 2 * rows * columns * K / (rate * share) + TILE_US
         times.append(min(math.ceil(waves) * tile_us, waves * tile_us * SPLIT_K_SHARE + SPLIT_K_US))
     return max(
         hardware.launch_us + min(times),
@@ -37,18 +40,16 @@ def gemm_us(
     )
 
 
-def wgrad_us(
-    hardware: Hardware, N: int, K: int, M: int, dtype: str, constants: Constants = FITTED
-) -> float:
+def wgrad_us(hardware: Hardware, N: int, K: int, M: int, dtype: str) -> float:
     """dy[M, N]^T @ x[M, K], added to an fp32 gradient, which is read and written.
 
     The longer the SMs multiply between two tiles, the more of that traffic is hidden.
     """
-    gemm = gemm_us(hardware, N, K, M, dtype, constants)
+    gemm = gemm_us(hardware, N, K, M, dtype)
     if dtype == "float32":
         return gemm
     traffic = 8 * N * K / hardware.memory_gbps * 1e-3
-    return gemm + constants.accumulate * traffic / (1 + constants.hidden * gemm / traffic)
+    return gemm + ACCUMULATE * traffic / (1 + HIDDEN * gemm / traffic)
 
 
 def pass_us(hardware: Hardware, size_bytes: float, kernels: int = 1) -> float:

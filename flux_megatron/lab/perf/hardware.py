@@ -94,7 +94,7 @@ def _like_h200(
         peak_tflops=peaks["bfloat16"],
         flash_forward=flash[0] * clock,
         flash_backward=flash[1] * clock,
-        # published bursts on A800 are 5 % above these ratios (`published.KERNELS`)
+        # published bursts on A800 are 5 % above these ratios (FLUX's README)
         sustained=H200.sustained if hopper else 1.0,
         hopper=hopper,
         source=f"{source}, at the H200's ratios",
@@ -135,18 +135,12 @@ A100_PCIE = _like_h200(
 GPUS = (H200, H100, H800, A100)
 
 
-def find(gpu: str, link: str) -> Hardware | None:
-    """The facts of a GPU by the name its driver gives, or None where there is no cost model.
-
-    There is none for unknown GPUs, for other links than NVLink, and for the CPU,
-    where kernels are emulated and their times mean nothing.
-    """
-    return _named(gpu) if link == "nvlink" else None
-
-
 def of(cluster: Cluster) -> Hardware:
     """The facts of a cluster's GPU on its link. `ValueError` for an unknown one."""
-    hardware = A100_PCIE if {"A100", "PCIE"} <= _tokens(cluster.gpu) else _named(cluster.gpu)
+    tokens = set(re.split(r"[^A-Z0-9]+", cluster.gpu.upper()))
+    hardware = next((known for known in GPUS if known.name in tokens), None)
+    if {"A100", "PCIE"} <= tokens:
+        hardware = A100_PCIE
     if hardware is None or cluster.link.kind == "memory":
         known = ", ".join(known.name for known in (*GPUS, A100_PCIE))
         raise ValueError(
@@ -161,11 +155,3 @@ def in_training(cluster: Cluster) -> Hardware:
     hardware = of(cluster)
     rates = {dtype: rate * hardware.sustained for dtype, rate in hardware.tflops.items()}
     return replace(hardware, tflops=rates)
-
-
-def _named(gpu: str) -> Hardware | None:
-    return next((hardware for hardware in GPUS if hardware.name in _tokens(gpu)), None)
-
-
-def _tokens(gpu: str) -> set[str]:
-    return set(re.split(r"[^A-Z0-9]+", gpu.upper()))

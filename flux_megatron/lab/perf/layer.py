@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.lab.perf import attention, linear, moe_layer, userbuffers
-from flux_megatron.lab.perf.all_reduce import all_reduce_us
+from flux_megatron.lab.perf import attention, linear, moe_layer
+from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import pass_us
-from flux_megatron.lab.perf.hardware import in_training
-from flux_megatron.lab.perf.operator_cost import collective_us
+from flux_megatron.lab.perf.hardware import H200, in_training
 from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 # Measured over the least: what traces of stock Megatron's norms, activations and other small
@@ -24,6 +23,13 @@ UNFUSED = 2.7
 # No kernel runs while the host catches up after the synchronisations of a step, whatever M: 8.2 to
 # 14.5 ms in the same traces.
 HOST_US = 9000.0
+# What TransformerEngine's userbuffers add to a layer beside its linear operations. Rows of single
+# operations do not show it: measured steps with `--tp-comm-overlap` are up to 9 ms longer than
+# those rows make them. Fitted to docs/results/h200x2/iterations.jsonl and h200x4/iterations.jsonl
+# (TransformerEngine 2.11); tests/perf/test_userbuffers.py compares: us of a layer and micro-batch,
+# and, in models with biases, of each GB of an [M, ffn / tp] tensor.
+USERBUFFERS = "userbuffers"
+USERBUFFERS_US, USERBUFFERS_US_BY_GB = 306.44, 5378.1
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,11 @@ def pieces(workload: Workload) -> list[Piece]:
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
-    fc1 = model.ffn * (2 if model.swiglu else 1)
     if model.moe:
         mlp = [Piece(*times) for times in moe_layer.times(workload)]
     else:
         mlp = [
-            _linear(workload, "fc1", N=fc1, K=model.hidden),
+            _linear(workload, "fc1", N=model.fc1_width, K=model.hidden),
             _linear(workload, "fc2", N=model.hidden, K=model.ffn),
         ]
     return [
@@ -75,9 +80,7 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
         sequence_parallel=workload.parallel.sequence_parallel,
     )
     strategy = strategy or linear.STRATEGY[workload.arm]
-    return Piece(
-        name, *linear.cost(layer, strategy, linear.Platform(in_training(workload.cluster)))
-    )
+    return Piece(name, *linear.cost(layer, strategy, in_training(workload.cluster)))
 
 
 def _activation(workload: Workload) -> Piece:
@@ -97,11 +100,18 @@ def _norms(workload: Workload) -> Piece:
 
 
 def _userbuffers(workload: Workload) -> list[Piece]:
-    """Half of it in either direction."""
+    """Half of it in either direction, which the rows do not tell apart. Passes over tensors are as
+    fast as the GPU's memory.
+    """
     if workload.arm != "te" or workload.parallel.tp == 1:
         return []
-    half_us = userbuffers.added_us(workload) / 2
-    return [Piece(userbuffers.NAME, half_us, half_us)]
+    us = USERBUFFERS_US
+    if workload.model.linear_bias:
+        elements = workload.tokens * workload.model.ffn // workload.parallel.tp
+        size_gb = elements * ELEMENT_BYTES[workload.training.dtype] * 1e-9
+        memory = H200.memory_gbps / in_training(workload.cluster).memory_gbps
+        us += USERBUFFERS_US_BY_GB * memory * size_gb
+    return [Piece(USERBUFFERS, us / 2, us / 2)]
 
 
 def _passes(
@@ -127,7 +137,7 @@ def embedding(workload: Workload) -> Piece:
     """The lookup, of whose rows every rank has those of its tokens: reduce-scattered, and their
     gradient gathered, with sequence parallelism; all-reduced without.
     """
-    rows = workload.tokens * workload.model.hidden * ELEMENT_BYTES[workload.training.dtype]
+    rows = workload.gathered_bytes
     table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
     one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
     exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)

@@ -29,7 +29,7 @@ class Times(NamedTuple):
 def times(workload: Workload) -> list[Times]:
     """The router with both permutations, the experts' GEMMs, and what their all-to-all adds."""
     model = workload.model
-    fc1 = _experts(workload, model.ffn * (2 if model.swiglu else 1), model.hidden)
+    fc1 = _experts(workload, model.fc1_width, model.hidden)
     fc2 = _experts(workload, model.hidden, model.ffn)
     strategy = "fused" if workload.arm == "flux" else "nccl"
     first = f"{strategy} + sync" if strategy == "nccl" and workload.moe.host_sync else strategy
@@ -70,6 +70,5 @@ def _router(workload: Workload) -> Times:
     moe, hidden, dtype = workload.moe, workload.model.hidden, workload.training.dtype
     hardware = in_training(workload.cluster)
     gemm = gemm_us(hardware, workload.tokens, moe.experts, hidden, dtype)
-    one = workload.tokens * hidden * ELEMENT_BYTES[dtype]
-    permuted = pass_us(hardware, 2 * (1 + moe.topk) * one, kernels=2)
+    permuted = pass_us(hardware, 2 * (1 + moe.topk) * workload.gathered_bytes, kernels=2)
     return Times("router", gemm + permuted, 2 * gemm + permuted)

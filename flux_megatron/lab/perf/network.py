@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
+from flux_megatron.lab.perf.collectives import collective_us
 from flux_megatron.lab.perf.hardware import of
-from flux_megatron.lab.perf.operator_cost import collective_us
 from flux_megatron.launch.workload import ELEMENT_BYTES, Nics, Workload
 
 NIC_EFFICIENCY = 0.9  # assumed: what NCCL gets of a card's data rate with large messages

@@ -1,7 +1,7 @@
 """The time of a training step: layers, pipeline, replicas and optimizer.
 
 step = predict(workload)
-step.step_us, step.exposed["tp"], step.mfu, step.memory.total
+step.step_us, step.exposed["tp"], step.mfu, step.memory_bytes
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from flux_megatron.lab.perf import flops, layer, network, schedule
 from flux_megatron.lab.perf.layer import Piece
 from flux_megatron.lab.perf.schedule import Buckets, Costs, Times
-from flux_megatron.launch import memory, stages
-from flux_megatron.launch.memory import Memory
+from flux_megatron.launch import memory
 from flux_megatron.launch.workload import Workload
 
 TP = "tensor-parallel communication"
@@ -37,7 +36,7 @@ class Step:
     exposed: dict[str, float]
     tokens_per_second: float
     mfu: float | None
-    memory: Memory
+    memory_bytes: int
 
 
 def predict(workload: Workload) -> Step:
@@ -62,7 +61,7 @@ def predict(workload: Workload) -> Step:
         },
         tokens_per_second=tokens / parts.step_us * 1e6,
         mfu=flops.mfu(workload, parts.step_us * 1e-6),
-        memory=memory.estimate(workload),
+        memory_bytes=memory.needed(workload),
     )
 
 
@@ -79,7 +78,7 @@ def costs(workload: Workload) -> Costs:
             f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
             f"of {workload.cluster.gpus_per_node} GPUs"
         )
-    ranks = stages.stages(workload)
+    ranks = memory.stages(workload)
     pieces = _pieces(workload)
     return Costs(
         micro_batches=workload.micro_batches,
@@ -89,9 +88,9 @@ def costs(workload: Workload) -> Costs:
         reduce_us=_by_bucket(workload, network.reduce_us),
         gather_us=_by_bucket(workload, network.gather_us),
         optimizer_us=tuple(
-            layer.optimizer_us(workload, stages.updated(workload, stage)) for stage in ranks
+            layer.optimizer_us(workload, memory.updated(workload, stage)) for stage in ranks
         ),
-        tied_us=network.tied_embeddings_us(workload, stages.table_parameters(workload)),
+        tied_us=network.tied_embeddings_us(workload, memory.table_parameters(workload)),
         overlap_reduce=training.overlap_grad_reduce,
         overlap_gather=training.overlap_param_gather,
     )
@@ -104,7 +103,7 @@ def _pieces(workload: Workload) -> list[list[list[Piece]]]:
     if workload.training.recompute != "none":
         one.append(Piece("recomputation", 0.0, layer.recompute_us(workload)))
     pieces = []
-    for stage in stages.stages(workload):
+    for stage in memory.stages(workload):
         count = stage.layers // chunks
         rank = [[_times(piece, count) for piece in one] for _ in range(chunks)]
         if stage.has_embedding:
@@ -144,12 +143,12 @@ def _by_bucket(workload: Workload, time_us: Callable[[Workload, int], float]) ->
     dp = workload.parallel.dp
     bucket = max(BUCKET, BUCKET_PER_REPLICA * dp)
     chunks = workload.parallel.virtual_stages
-    of_layer = stages.expert_parameters(workload.model, workload.parallel)
+    of_layer = memory.expert_parameters(workload.model, workload.parallel)
     buckets = []
-    for stage in stages.stages(workload):
+    for stage in memory.stages(workload):
         rank: list[Times] = []
         experts = stage.layers // chunks * of_layer
-        for count in stages.parameters_by_chunk(workload, stage):
+        for count in memory.parameters_by_chunk(workload, stage):
             split = workload.training.overlap_grad_reduce and not rank and stage.index == 0
             parts = math.ceil(count / bucket) if split else 1
             one = _reduced_us(workload, time_us, count // parts, experts // parts)

@@ -44,7 +44,7 @@ def results(
     for report in found:
         console.rule(f"{report.experiment.name}: {report.machine}")
         for table in tables.tables(report):
-            console.print(tables.as_rich(table))
+            console.print(table)
         for remark in tables.remarks(report):
             console.print(remark, soft_wrap=True, highlight=False, markup=False)
     if json_ is not None:

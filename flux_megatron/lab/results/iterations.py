@@ -6,11 +6,8 @@ What it wrote replaces them, and all that was to come after them: the run that g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class ResultsError(ValueError):
@@ -62,13 +59,3 @@ def join(attempts: Iterable[Sequence[Iteration]], torn: int = 0) -> Series:
         kept = [*before, *attempt]
         starts = [*(start for start in starts if start < first), first]
     return Series(tuple(kept), tuple(starts), replaced, torn)
-
-
-def split(lines: Iterable[T], number: Callable[[T], int]) -> list[list[T]]:
-    """Attempts of what was appended to one file: a new one where the count falls back."""
-    attempts: list[list[T]] = []
-    for line in lines:
-        if not attempts or number(line) <= number(attempts[-1][-1]):
-            attempts.append([])
-        attempts[-1].append(line)
-    return attempts

@@ -18,12 +18,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from flux_megatron.lab.results.iterations import Iteration, ResultsError, Series, join, split
+from flux_megatron.lab.results.iterations import Iteration, ResultsError, Series, join
 
 HEAD = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?\] iteration +(\d+)/ *\d+ \|(.*)")
 BEGINNING = re.compile(r"\] iteration +\d+/")
@@ -34,18 +34,12 @@ LOSS = "lm loss"
 
 @dataclass(frozen=True)
 class Line:
-    """One printed line; `time` orders the attempts."""
+    """One printed line; `time` orders the attempts, and has a `fraction` from 0.16 on."""
 
-    file: Path
-    at: int
     time: str
-    counts_again: bool  # whether the second line of a process is a mean over its first one too
-    number: int
-    seconds: float
-    loss: float | None
+    fraction: bool
+    iteration: Iteration
     batch: int
-    skipped: int
-    nan: int
 
 
 def of_megatron(folder: Path, global_batch: int) -> Series:
@@ -58,40 +52,41 @@ def of_megatron(folder: Path, global_batch: int) -> Series:
     attempts: list[list[Line]] = []
     torn = 0
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        lines, unfinished = _lines(file, seen)
-        torn += unfinished
-        attempts += split(lines, lambda line: line.number)
-    for line in (line for attempt in attempts for line in attempt):
-        if line.batch != global_batch:
-            what = f"global batch size {line.batch}, but the experiment has {global_batch}"
-            raise ResultsError(f"{line.file}:{line.at}: {what}")
+        begun = False  # an attempt of this file
+        for line in _lines(file, seen, global_batch):
+            if line is None:
+                torn += begun
+            elif begun and line.iteration.number > attempts[-1][-1].iteration.number:
+                attempts[-1].append(line)
+            else:
+                attempts.append([line])
+                begun = True
     attempts.sort(key=lambda lines: lines[0].time)
-    return join(map(_iterations, attempts), torn)
+    return join(([*_iterations(lines)] for lines in attempts), torn)
 
 
-def _lines(file: Path, seen: set[str]) -> tuple[list[Line], int]:
-    """The lines of one file that no other file had, and whether its last one is torn."""
-    lines = []
+def _lines(file: Path, seen: set[str], global_batch: int) -> Iterator[Line | None]:
+    """The lines of one file that no other file had; None for a last one that is torn."""
     with file.open(errors="replace", newline="\n") as stream:  # a progress bar's \r ends no line
         for at, raw in enumerate(stream, start=1):
             match = HEAD.search(raw.rstrip())
-            line = None if match is None else _parse(match, file, at)
-            if match is not None and line is not None:
+            line = match and _parse(match)
+            if match and line:
+                if line.batch != global_batch:
+                    what = f"global batch size {line.batch}, but the experiment has {global_batch}"
+                    raise ResultsError(f"{file}:{at}: {what}")
                 if match.group() not in seen:
                     seen.add(match.group())
-                    lines.append(line)
+                    yield line
             elif not raw.endswith("\n"):
-                return lines, int(bool(lines))
+                yield None
             elif BEGINNING.search(raw):
                 raise ResultsError(f"{file}:{at}: not a line of Megatron's: {raw.strip()[:200]!r}")
-    return lines, 0
 
 
-def _parse(match: re.Match[str], file: Path, at: int) -> Line | None:
+def _parse(match: re.Match[str]) -> Line | None:
     """None if a value is missing or is no number, as in a line cut off."""
-    time, fraction, number, rest = match.groups()
-    if not rest.endswith("|"):
-        return None
+    time, fraction, digits, rest = match.groups()
     fields = dict(part.strip().partition(": ")[::2] for part in rest.split("|"))
     try:
         seconds = float(fields[SECONDS]) / 1000
@@ -101,42 +96,34 @@ def _parse(match: re.Match[str], file: Path, at: int) -> Line | None:
         return None
     if skipped and not (loss and loss > 0):
         loss = None  # none of the iterations advanced: 0.17 and later print zero
-    return Line(file, at, time + (fraction or ""), bool(fraction), int(number), seconds, loss,
-                batch, skipped, nan)  # fmt: skip
+    iteration = Iteration(int(digits), int(digits), seconds, loss, skipped, nan)
+    return (
+        Line(time + (fraction or ""), bool(fraction), iteration, batch)
+        if rest.endswith("|")
+        else None
+    )
 
 
-def _iterations(lines: Sequence[Line]) -> list[Iteration]:
-    """The lines of one process, with the iterations that each is a mean of."""
-    first, *others = lines
-    found = [
-        Iteration(first.number, first.number, first.seconds, first.loss, first.skipped, first.nan)
-    ]
-    since = first.number if first.counts_again else first.number + 1
-    for line in others:
+def _iterations(lines: list[Line]) -> Iterator[Iteration]:
+    """Those of one process, each with the first iteration that it is a mean of."""
+    first = lines[0].iteration
+    yield first
+    since = first.number if lines[0].fraction else first.number + 1
+    for one in (line.iteration for line in lines[1:]):
         again = first if since == first.number else None  # its skips are in this line too
-        skipped = line.skipped - (again.skipped if again else 0)
-        nan = line.nan - (again.nan if again else 0)
-        found.append(Iteration(line.number, since, line.seconds, line.loss, skipped, nan))
-        since = line.number + 1
-    return found
+        skipped, nan = (again.skipped, again.nan) if again else (0, 0)
+        yield replace(one, since=since, skipped=one.skipped - skipped, nan=one.nan - nan)
+        since = one.number + 1
 
 
 def of_train(folder: Path) -> Series:
     """`ResultsError` for a row that is none; an empty series where there are no rows."""
-    found, torn = _rows(folder / "metrics.jsonl")
-    attempts = groupby(found, key=lambda row: row[0])
-    return join([[iteration for _, iteration in attempt] for _, attempt in attempts], torn)
-
-
-def _rows(file: Path) -> tuple[list[tuple[int, Iteration]], int]:
-    """The rows of a file, each with its process's first step, and whether the last line is torn."""
-    if not file.exists():
-        return [], 0
-    found: list[tuple[int, Iteration]] = []
-    lines = file.read_text().splitlines(keepends=True)
+    file, found, torn = folder / "metrics.jsonl", list[tuple[int, Iteration]](), 0
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     for at, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
-            return found, 1
+            torn = 1
+            break
         try:
             row = json.loads(line)
             step = int(row["step"])
@@ -145,4 +132,5 @@ def _rows(file: Path) -> tuple[list[tuple[int, Iteration]], int]:
         except (ValueError, KeyError, TypeError) as error:
             what = f"not a row of step, loss and seconds ({error!r}): {line.strip()[:200]!r}"
             raise ResultsError(f"{file}:{at}: {what}") from None
-    return found, 0
+    attempts = groupby(found, key=lambda row: row[0])
+    return join(([iteration for _, iteration in attempt] for _, attempt in attempts), torn)

@@ -25,6 +25,7 @@ COVERAGE = 0.95
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 6
 SHORTEST_BLOCK = 5  # so that its median bears a slow step
 CORRELATION_TIMES = 2  # of a block
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,8 @@ class StepTime:
     noise: float | None
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        if self.error is None:
-            return None
-        half = student(self.blocks - 1) * self.error
-        return self.median * math.exp(-half), self.median * math.exp(half)
+    def interval(self) -> Interval | None:
+        return None if self.error is None else _around(self.median, self.error, self.blocks - 1)
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Speedup:
     """
 
     ratio: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     runs: int
     noise: float | None = None
 
@@ -94,26 +92,23 @@ def speedup(baseline: Sequence[float], ours: Sequence[float]) -> Speedup:
     ratio = a.median / b.median
     if a.error is None or b.error is None or a.noise is None or b.noise is None:
         return Speedup(ratio, None, 1)
-    variance = a.error**2 + b.error**2
-    half = 0.0
-    if variance > 0:
-        terms = a.error**4 / (a.blocks - 1) + b.error**4 / (b.blocks - 1)
-        half = student(variance**2 / terms) * math.sqrt(variance)
-    interval = ratio * math.exp(-half), ratio * math.exp(half)
+    terms = a.error**4 / (a.blocks - 1) + b.error**4 / (b.blocks - 1)
+    error = math.hypot(a.error, b.error)
+    interval = _around(ratio, error, error**4 / terms if terms else 1)
     return Speedup(ratio, interval, 1, max(a.noise, b.noise))
 
 
 def speedup_of_runs(ratios: Sequence[float]) -> Speedup:
     """Of the ratios of several independent runs that had both arms: their geometric mean."""
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = fmean(logs)
-    half = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-    return Speedup(math.exp(mean), (math.exp(mean - half), math.exp(mean + half)), len(logs))
+    logs, runs = [math.log(ratio) for ratio in ratios], len(ratios)
+    mean = math.exp(fmean(logs))
+    return Speedup(mean, _around(mean, stdev(logs) / math.sqrt(runs), runs - 1), runs)
 
 
-def student(freedom: float) -> float:
-    """Student's t that is exceeded, up or down, with probability 1 - COVERAGE."""
-    return float(stdtrit(freedom, 0.5 + COVERAGE / 2))
+def _around(value: float, error: float, freedom: float) -> Interval:
+    """Student's, where `error` is of the value's logarithm."""
+    half = float(stdtrit(freedom, 0.5 + COVERAGE / 2)) * error
+    return value * math.exp(-half), value * math.exp(half)
 
 
 def correlation_time(times: Sequence[float]) -> float:

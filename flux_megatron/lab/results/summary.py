@@ -55,19 +55,16 @@ class Parity:
 
 
 def summarise(series: Series, workload: Workload) -> ArmSummary:
-    training = workload.training
-    times = warm_times(series, training.warmup_steps)
+    times = warm_times(series, workload.training.warmup_steps)
     step = step_time(times) if times else None
-    spread = None
-    if len(times) > 1:
-        fifths = quantiles(times, n=5, method="inclusive")
-        spread = fifths[0], fifths[-1]
+    fifths = quantiles(times, n=5, method="inclusive") if len(times) > 1 else None
     losses = [i.loss for i in series.iterations if i.loss is not None]
+    tokens = workload.model.seq_length * workload.training.global_batch
     return ArmSummary(
         timed=len(times),
         step=step,
-        spread=spread,
-        tokens_per_second=_tokens(workload) / step.median if step else None,
+        spread=(fifths[0], fifths[-1]) if fifths else None,
+        tokens_per_second=tokens / step.median if step else None,
         mfu=flops.mfu(workload, step.median) if step else None,
         last=series.iterations[-1].number,
         final_loss=losses[-1] if losses else None,
@@ -114,7 +111,3 @@ def loss_differences(ours: Series, baseline: Series) -> dict[int, float]:
             difference = abs(i.loss - other)
             found[i.number] = difference if math.isfinite(difference) else math.inf
     return found
-
-
-def _tokens(workload: Workload) -> int:
-    return workload.model.seq_length * workload.training.global_batch

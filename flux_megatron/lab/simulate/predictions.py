@@ -98,7 +98,7 @@ def _alternative(name: str, overrides: Mapping[str, Any], key: str, arms: list[s
     try:
         workloads = _workloads(experiments.load(name, overrides), arms)
     except ExperimentError as error:
-        return Alternative(key, value, {}, error.rule)
+        return Alternative(key, value, {}, error.rules[0][1])
     return Alternative(key, value, _steps(workloads))
 
 

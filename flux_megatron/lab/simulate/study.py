@@ -12,15 +12,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from flux_megatron.lab.perf import dlrm_step
 from flux_megatron.lab.perf.dlrm import Study, broken
 from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
-from flux_megatron.launch import experiment, inheritance, schema
-from flux_megatron.launch.errors import ErrorDetail, ExperimentError
-from flux_megatron.launch.inheritance import Merged, Value
+from flux_megatron.launch import experiment, schema
+from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.launch.inheritance import Merged, merge
 
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (
@@ -51,30 +50,22 @@ class Alternative:
 
 def is_study(name_or_path: str) -> bool:
     """Whether the file is one of these. `ExperimentError` as `experiment.load`."""
-    merged = Merged()
-    merged.read(experiment.find(name_or_path)[1])
-    return experiment.is_study(merged)
+    merged = Merged(experiment.find(name_or_path)[1])
+    return bool(merged.tree.get("program") == experiment.STUDY_PROGRAM)
 
 
 def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> StudyFile:
-    """`ExperimentError` lists all that is wrong: file, key and rule of each."""
+    """`ExperimentError` lists all that is wrong: key and rule of each."""
     name, path = experiment.find(name_or_path)
-    merged, file = Merged(), inheritance.shown(path)
-    merged.read(path)
-    merged.override(overrides or {})
-    values = {key: value for key, value in merged.values.items() if key != "program"}
-    values["model.name"] = Value("model.name", Path(name).name, file)
-    study, errors = schema.build(Study, values, file)
-    if study:
-        for key, rule in broken(study):
-            errors.append(ErrorDetail(values[key].file if key in values else file, key, rule))
-        scalars = [key for key in _flat(study) if key != "model.name"]
-        reasons, unexplained = experiment.explained(scalars, merged)
-        errors += unexplained
-    errors += merged.errors
-    if errors or study is None:
-        raise ExperimentError(errors)
-    return StudyFile(name, study, **reasons)
+    merged = Merged(path, overrides)
+    tree = {key: value for key, value in merged.tree.items() if key != "program"}
+    merge(tree, {"model.name": path.stem})
+    study, wrong = schema.build(Study, tree)
+    wrong += [*(broken(study) if study else ()), *merged.wrong]
+    wrong += [one for one in merged.unexplained() if one[0] != "program"]
+    if wrong or study is None:
+        raise ExperimentError(name_or_path, wrong)
+    return StudyFile(name, study, **merged.reasons())
 
 
 def predict(study: Study, arms: Iterable[Arm] = ARMS) -> dict[Arm, Prediction]:

@@ -61,7 +61,7 @@ def _arms(found: Predictions) -> Table:
         column.justify = "right"
     for arm, step in found.steps.items():
         cells = [_time(step.step_us, unit), f"{step.tokens_per_second:,.0f}"]
-        cells += [f"{step.mfu * 100:.1f}" if step.mfu else "?", f"{step.memory.total / GIB:.1f}"]
+        cells += [f"{step.mfu * 100:.1f}" if step.mfu else "?", f"{step.memory_bytes / GIB:.1f}"]
         for other in over:
             cells.append(f"{found.steps[other].step_us / step.step_us:.3f}")
             if paper[other]:
@@ -125,7 +125,7 @@ def plain(found: Predictions) -> dict[str, Any]:
         "paper": experiment.paper if found.is_published else {},
         "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())).cluster)),
         "assumed": experiment.assumed,
-        "arms": {arm: _plain_step(step) for arm, step in found.steps.items()},
+        "arms": {arm: asdict(step) for arm, step in found.steps.items()},
         "speedups": {arm: found.speedups(arm) for arm in found.steps},
         "alternatives": [
             {
@@ -137,12 +137,6 @@ def plain(found: Predictions) -> dict[str, Any]:
             for alternative in found.alternatives
         ],
     }
-
-
-def _plain_step(step: Step) -> dict[str, Any]:
-    values = asdict(step)
-    values["memory"]["total"] = step.memory.total
-    return values
 
 
 def title(found: Predictions) -> str:

@@ -1,4 +1,1 @@
-"""The pretraining job `flux-megatron train`.
-
-Megatron-core's model, data and optimizer on our layers or on stock ones.
-"""
+"""`flux-megatron train`: megatron-core's model, data and optimizer on our layers or stock ones."""

@@ -12,8 +12,6 @@ import typer
 
 from flux_megatron import command_errors, option_values
 
-OPTIONS = {"parallel.tp": "--tp", "train.steps": "--steps", "data.path": "--data"}
-
 
 def train(
     config: Annotated[Path, typer.Option(help="YAML file, or demo or h200, which we ship")],
@@ -33,59 +31,54 @@ def train(
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
     command_errors.require("train", "megatron.core", "numpy", "psutil")
+    from flux_megatron.lab.train import compare as comparison
     from flux_megatron.lab.train import config as configs
-    from flux_megatron.lab.train.rank_process import INTERRUPTED
+    from flux_megatron.lab.train import ranks
 
     overrides: dict[str, Any] = dict(map(configs.parse_override, set_ or []))
     flags = {"parallel.tp": tp, "train.steps": steps, "data.path": data}
-    flags = {key: value for key, value in flags.items() if value is not None}
-    overrides |= flags
-    if "data.path" in overrides and overrides["data.path"] is not None:
+    overrides |= {key: value for key, value in flags.items() if value is not None}
+    if overrides.get("data.path") is not None:
         overrides["data.path"] = option_values.absolute(str(overrides["data.path"]))
-    folder = option_values.absolute(out or Path("out") / config.stem)
-    run = configs.load(config, overrides, {key: OPTIONS[key] for key in flags})
-    code = _train(run, folder, resume, compare)
-    if code == INTERRUPTED and "RANK" not in os.environ:
-        typer.echo(f"to go on: {_again(sys.argv[1:])}", err=True)
-    raise typer.Exit(code)
-
-
-def _again(words: list[str]) -> str:
-    """The command line that continues the run of these words."""
-    return shlex.join(["flux-megatron", *words, *["--resume"] * ("--resume" not in words)])
-
-
-def _train(run: Any, out: Path, resume: bool, compare: bool) -> int:
-    from flux_megatron.lab.train import compare as comparison
-    from flux_megatron.lab.train import launcher
-
-    if "RANK" in os.environ:
-        return _train_under_torchrun(run, out, resume, compare)
+    run = configs.load(config, overrides)
+    folder = option_values.absolute(out or Path("out", config.stem))
+    runs = [(run, folder)]
     if compare:
-        return comparison.compare(run, out, resume)
-    return launcher.train(run, out, resume)
+        runs = [(arm, folder / arm.layers) for arm in comparison.arms_of(run)]
+    under_torchrun, logs = "RANK" in os.environ, folder / "logs"
+    world_size, on_gpu = ranks.placement(run)
+    if under_torchrun:
+        world_size = int(os.environ["WORLD_SIZE"])
+    if os.environ.get("RANK", "0") == "0":
+        _check(runs, resume, world_size, under_torchrun)
+    ranks.set_environment(run, world_size, on_gpu)
+    if under_torchrun:
+        finished = ranks.as_rank(_rank, run, runs, resume)
+    elif not (finished := ranks.launch(_rank, run, world_size, logs, runs, resume)):
+        words = [*sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)]
+        typer.echo(f"to go on: {shlex.join(['flux-megatron', *words])}", err=True)
+    if not finished:
+        raise typer.Exit(ranks.INTERRUPTED)
+    if compare and os.environ.get("RANK", "0") == "0":
+        raise typer.Exit(0 if comparison.conclude(folder, [arm for _, arm in runs]) else 1)
 
 
-def _train_under_torchrun(run: Any, out: Path, resume: bool, compare: bool) -> int:
-    """This process is a rank that somebody else started."""
-    from flux_megatron.lab.train import config, launcher, run_folder, worker
+def _check(runs: list[Any], resume: bool, world_size: int, under_torchrun: bool) -> None:
+    """`BadInput` for all that can be known to fail before a rank starts."""
+    from flux_megatron.lab.train import ranks, run_folder, text
 
-    if compare:
-        raise config.ConfigError("--compare starts its own ranks: run it without torchrun")
-    ranks = int(os.environ["WORLD_SIZE"])
-    if ranks % run.parallel.tp:
-        raise config.ConfigError(
-            f"parallel.tp={run.parallel.tp} given, a divisor of torchrun's {ranks} ranks expected"
-        )
-    run.microbatches(ranks // run.parallel.tp)
-    on_gpu = run.parallel.device != "cpu" and launcher.gpu_count() > 0
-    os.environ.update(launcher.layer_environment(run, on_gpu))
-    if os.environ["RANK"] != "0":
-        return worker.train(run, out, resume, None)
-    from rich.console import Console
+    config, first = runs[0]
+    config.microbatches(world_size)
+    ranks.wait_bound_s()
+    if not resume:
+        text.files(config)
+    for one, out in runs:
+        begun = (out / run_folder.CONFIG).is_file()
+        # a job that is queued again resumes, also where its first start did not come so far
+        run_folder.check(one, out, resume and (begun or (out == first and not under_torchrun)))
 
-    # a job that is queued again resumes, also where its first start did not come so far
-    resume = resume and (out / run_folder.CONFIG).is_file()
-    launcher.check(run, ranks, out, resume)
-    with run_folder.claimed(run, out, resume):
-        return worker.train(run, out, resume, Console(file=sys.stdout))
+
+def _rank(_: Any, runs: list[Any], resume: bool, device: Any) -> bool:
+    from flux_megatron.lab.train import loop
+
+    return all(loop.train(config, out, resume, device) for config, out in runs)

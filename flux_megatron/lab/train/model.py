@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -13,13 +14,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flux_megatron.integration.specs import gpt_block_spec, use_flux_output_layer
-from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.lab.train.config import PADDED_VOCAB, TrainConfig
 from flux_megatron.lab.train.reordered import reordered_reduce_scatter
 
 
@@ -27,15 +28,30 @@ class Trainee:
     """All that changes in training. `module` is the GPTModel inside the wrappers of `model`."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        core_config = transformer_config(config)
+        loop, core_config = config.train, transformer_config(config)
+        self.microbatches = config.microbatches(dist.get_world_size())
         self.module = gpt_model(config, core_config).to(device)
         inner = self.module
-        if config.train.dtype != "float32":
+        if loop.dtype != "float32":
             inner = Float16Module(core_config, inner)
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=loop.dtype != "float16",  # which skips such a step
+        )
         self.model = DistributedDataParallel(core_config, ddp, inner)
-        self.optimizer = _optimizer(config, self.model)
-        self.scheduler = _scheduler(config, self.optimizer)
+        optimizer_config = OptimizerConfig(
+            optimizer="adam", lr=loop.lr, min_lr=loop.min_lr, weight_decay=loop.weight_decay,
+            clip_grad=loop.clip, initial_loss_scale=2.0**16, **_precision(config),
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=loop.lr, min_lr=loop.min_lr,
+            lr_warmup_steps=loop.warmup_steps,
+            lr_decay_steps=loop.decay_steps or loop.warmup_steps + 1,
+            lr_decay_style="cosine" if loop.decay_steps else "constant",
+            start_wd=loop.weight_decay, end_wd=loop.weight_decay,
+            wd_incr_steps=1, wd_incr_style="constant",
+        )  # fmt: skip
         core_config.finalize_model_grads_func = finalize_model_grads
         core_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -53,27 +69,18 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
 
     Weights are drawn on the CPU, so that every layer class starts from the same bits.
     """
-    model, dtype = config.model, getattr(torch, config.train.dtype)
+    model, parallel, precision = config.model, config.parallel, _precision(config)
     return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden,
-        num_attention_heads=model.heads,
-        ffn_hidden_size=model.ffn,
-        normalization=model.normalization,
-        gated_linear_unit=model.swiglu,
-        activation_func=F.silu if model.swiglu else F.gelu,
-        add_bias_linear=model.bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=config.parallel.tp,
-        sequence_parallel=config.parallel.sequence_parallel and config.parallel.tp > 1,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
+        num_layers=model.num_layers, hidden_size=model.hidden, ffn_hidden_size=model.ffn,
+        num_attention_heads=model.heads, normalization=model.normalization,
+        gated_linear_unit=model.swiglu, activation_func=F.silu if model.swiglu else F.gelu,
+        add_bias_linear=model.bias, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        use_cpu_initialization=True, pipeline_dtype=precision["params_dtype"],
         masked_softmax_fusion=False,  # its kernel comes with apex
-    )
+        **precision,
+    )  # fmt: skip
 
 
 def gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
@@ -83,41 +90,15 @@ def gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
         return GPTModel(
             config=core_config,
             transformer_layer_spec=gpt_block_spec(core_config, layers="flux" if flux else "stock"),
-            vocab_size=config.padded_vocab,
+            vocab_size=PADDED_VOCAB,
             max_sequence_length=config.model.seq_length,
             share_embeddings_and_output_weights=config.model.tied_embeddings,
             position_embedding_type=config.model.position_embedding,
         )
 
 
-def _optimizer(config: TrainConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    loop, dtype = config.train, getattr(torch, config.train.dtype)
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=loop.lr,
-        min_lr=loop.min_lr,
-        weight_decay=loop.weight_decay,
-        clip_grad=loop.clip,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-        initial_loss_scale=2.0**16,
-    )
-    return get_megatron_optimizer(optimizer_config, [model])
-
-
-def _scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    loop = config.train
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=loop.lr,
-        min_lr=loop.min_lr,
-        lr_warmup_steps=loop.warmup_steps,
-        lr_decay_steps=loop.decay_steps or loop.warmup_steps + 1,
-        lr_decay_style="cosine" if loop.decay_steps else "constant",
-        start_wd=loop.weight_decay,
-        end_wd=loop.weight_decay,
-        wd_incr_steps=1,
-        wd_incr_style="constant",
-    )
+def _precision(config: TrainConfig) -> dict[str, Any]:
+    dtype = getattr(torch, config.train.dtype)
+    return {
+        "params_dtype": dtype, "bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16,
+    }  # fmt: skip

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
+
+ORDERS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "stock-rank-order": lambda partials: reduce(torch.add, [part.float() for part in partials]),
+    "stock-reverse-order": lambda partials: reduce(torch.add, reversed(partials)),
+}
 
 
 @contextmanager
@@ -30,38 +35,17 @@ def reordered_reduce_scatter(order: str) -> Iterator[None]:
             module.dist_reduce_scatter_func = original
 
 
-def _rank_order_fp32(partials: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(partials[0], dtype=torch.float32)
-    for partial_sum in partials:
-        total += partial_sum
-    return total
-
-
-def _reverse_order(partials: list[torch.Tensor]) -> torch.Tensor:
-    total = partials[-1].clone()
-    for partial_sum in reversed(partials[:-1]):
-        total += partial_sum
-    return total
-
-
-ORDERS = {"stock-rank-order": _rank_order_fp32, "stock-reverse-order": _reverse_order}
-
-
 class _Finished:
     """The handle of a collective that is already complete."""
 
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
 
 def _reduce_scatter(
-    add_up: Callable[[list[torch.Tensor]], torch.Tensor],
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> _Finished | None:
+    add_up: Callable[[list[torch.Tensor]], torch.Tensor], output: torch.Tensor,
+    input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False,
+) -> _Finished | None:  # fmt: skip
     received = torch.empty_like(input_)
     dist.all_to_all_single(received, input_, group=group)
-    output.copy_(add_up(list(received.chunk(group.size()))))
+    output.copy_(add_up([*received.chunk(group.size())]))
     return _Finished() if async_op else None

@@ -10,19 +10,17 @@ from typing import Protocol
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Call
 from flux_megatron.lab.bench.competitors.async_tp import AsyncTp
-from flux_megatron.lab.bench.competitors.quack import Quack, QuackGemm
+from flux_megatron.lab.bench.competitors.quack import Quack
 from flux_megatron.lab.bench.competitors.transformer_engine import TransformerEngine
 from flux_megatron.lab.bench.forward import Forward
 
 
 class Competitor(Protocol):
-    """Another library. `names` are its candidates for a pattern; `build` gives their calls, and is
+    """Another library. `build` gives the calls of its candidates, which `suites.PEERS` has, and is
     collective.
     """
 
     name: str
-
-    def names(self, pattern: str) -> tuple[str, ...]: ...
 
     def unavailable(self) -> str | None: ...
 
@@ -30,4 +28,4 @@ class Competitor(Protocol):
 
 
 def all_competitors() -> list[Competitor]:
-    return [AsyncTp(), TransformerEngine(), Quack(), QuackGemm()]
+    return [AsyncTp(), TransformerEngine(), Quack()]

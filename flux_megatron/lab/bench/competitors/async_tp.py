@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Call
 from flux_megatron.lab.bench.forward import Forward
-from flux_megatron.lab.bench.suites import PEERS
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 
@@ -19,9 +19,6 @@ class AsyncTp:
     """Its operators have no backward: this joins forward and backward as its users do."""
 
     name = "async_tp"
-
-    def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in PEERS[pattern] else ()
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -36,46 +33,30 @@ class AsyncTp:
         name = experiment.group.group_name
         shard_bytes = experiment.gathered.nbytes + experiment.partial.nbytes
         symm_mem.get_symm_mem_workspace(name, min_size=2 * shard_bytes)  # not while timed
+        x, w = experiment.x.detach(), experiment.w.detach()
         if isinstance(experiment, Backward):
-            column, row = _column_backward, _row_backward
-            return {self.name: column(experiment) if experiment.column else row(experiment)}
-        gathers = experiment.case.spec.gathers
-        return {self.name: _ag_gemm(experiment) if gathers else _gemm_rs(experiment)}
+            backward = _column_backward if experiment.column else _row_backward
+            return {self.name: partial(backward, experiment, x, w, name)}
+        return {self.name: partial(_forward, experiment, x, name)}
 
 
-def _ag_gemm(experiment: Forward) -> Call:
-    x, rights, name = experiment.x, [experiment.right], experiment.group.group_name
+def _forward(e: Forward, x: Tensor, name: str) -> tuple[Tensor]:
+    if e.case.spec.gathers:
+        gathered_gemm = torch.ops.symm_mem.fused_all_gather_matmul
+        return (gathered_gemm(x, [e.right], 0, name, return_A=False)[1][0],)
+    return (torch.ops.symm_mem.fused_matmul_reduce_scatter(x, e.right, "sum", 0, name),)
+
+
+def _column_backward(e: Backward, x: Tensor, w: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    gather = dist.all_gather_into_tensor(e.gathered, x, group=e.group, async_op=True)
+    dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(e.dy, w, "sum", 0, name)
+    gather.wait()
+    accumulate_wgrad_by_torch(e.main_grad, e.dy, e.gathered)
+    return dx, e.main_grad
+
+
+def _row_backward(e: Backward, x: Tensor, w: Tensor, name: str) -> tuple[Tensor, Tensor]:
     fused = torch.ops.symm_mem.fused_all_gather_matmul
-    return lambda: (fused(x, rights, 0, name, return_A=False)[1][0],)
-
-
-def _gemm_rs(experiment: Forward) -> Call:
-    x, right, name = experiment.x, experiment.right, experiment.group.group_name
-    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-    return lambda: (fused(x, right, "sum", 0, name),)
-
-
-def _column_backward(e: Backward) -> Call:
-    x, w, name = e.x.detach(), e.w.detach(), e.group.group_name
-    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-
-    def call() -> tuple[Tensor, Tensor]:
-        gather = dist.all_gather_into_tensor(e.gathered, x, group=e.group, async_op=True)
-        dx = fused(e.dy, w, "sum", 0, name)
-        gather.wait()
-        accumulate_wgrad_by_torch(e.main_grad, e.dy, e.gathered)
-        return dx, e.main_grad
-
-    return call
-
-
-def _row_backward(e: Backward) -> Call:
-    x, w, name = e.x.detach(), e.w.detach(), e.group.group_name
-    fused = torch.ops.symm_mem.fused_all_gather_matmul
-
-    def call() -> tuple[Tensor, Tensor]:
-        gathered, (dx,) = fused(e.dy, [w], 0, name, return_A=True)
-        accumulate_wgrad_by_torch(e.main_grad, gathered, x)
-        return dx, e.main_grad
-
-    return call
+    gathered, (dx,) = fused(e.dy, [w], 0, name, return_A=True)
+    accumulate_wgrad_by_torch(e.main_grad, gathered, x)
+    return dx, e.main_grad

@@ -1,4 +1,4 @@
-"""quack: a GEMM in CuTe DSL, and its all-gather, whose arrivals gate that GEMM's loads.
+"""quack: AG+GEMM, a GEMM in CuTe DSL whose loads wait for the arrivals of its all-gather.
 
 As in its own benchmark, tiles are the caller's choice. It gets the fastest of TILES on each case.
 Read with quack-kernels 0.6.5: `AllGatherRunner` makes symmetric buffers and flags of torch's own
@@ -8,7 +8,7 @@ symmetric memory, pushes shards by the copy engine, and has neither a reduce-sca
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module, util
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from torch import Tensor
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Call
 from flux_megatron.lab.bench.forward import Forward
-from flux_megatron.lab.bench.suites import BACKWARDS, PEERS
 from flux_megatron.symm import objects
 from flux_megatron.tuning.timing import race
 
 ROUNDS = 3  # of the race that chooses a tile
+RUNNER = "quack.distributed"
 FREE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -43,19 +43,12 @@ class Tile(NamedTuple):
         """A shard is a multiple of them: no cluster may need two shards."""
         return self.M * self.cluster_M
 
-    def __str__(self) -> str:
-        schedule = "ping-pong" if self.pingpong else "cooperative"
-        return f"{self.M} x {self.N} {schedule}, cluster of {self.cluster_M}"
-
 
 # its benchmark's, its library's default, both without clusters, and one for small shards
 TILES = (
-    Tile(128, 256, 2, False),
-    Tile(128, 192, 2, True),
-    Tile(128, 256, 1, False),
-    Tile(128, 192, 1, True),
-    Tile(64, 192, 1, True),
-)
+    Tile(128, 256, 2, False), Tile(128, 192, 2, True), Tile(128, 256, 1, False),
+    Tile(128, 192, 1, True), Tile(64, 192, 1, True),
+)  # fmt: skip
 
 
 class Quack:
@@ -67,12 +60,15 @@ class Quack:
         self._shape: tuple[int, int, torch.dtype] | None = None
         self._runner: Any = None
 
-    def names(self, pattern: str) -> tuple[str, ...]:
-        return (self.name,) if self.name in PEERS[pattern] else ()
-
     def unavailable(self) -> str | None:
-        if reason := _unavailable("quack.distributed"):
-            return reason
+        if util.find_spec("quack") is None:
+            return "quack-kernels is not installed"
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+            return "needs GPUs of compute capability 9.0 or later"
+        try:
+            import_module(RUNNER)
+        except Exception as error:  # an older version has none; another fails in many ways
+            return f"{RUNNER} cannot be imported: {type(error).__name__}: {error}"
         if os.environ.get(FREE) != "1":
             return f"{FREE}=1 expected: without it torch makes multicast objects for its buffers"
         return None
@@ -97,43 +93,13 @@ class Quack:
                 torch.cuda.synchronize(e.device)
             dist.barrier(group=e.group)
         self._shape = self._runner = None
-        runner = import_module("quack.distributed").AllGatherRunner
+        runner = import_module(RUNNER).AllGatherRunner
         self._runner = runner(*shape, group=e.group, device=e.device)
         self._shape = shape
 
     def _call(self, e: Forward, tile: Tile) -> tuple[Tensor]:
         with self._runner.gather(e.x) as (gathered, arrivals):
             return (gemm(gathered, e.right, tile, arrivals),)
-
-
-class QuackGemm:
-    """The GEMM alone, beside `gemm` and `ours_gemm`."""
-
-    name = "quack_gemm"
-
-    def names(self, pattern: str) -> tuple[str, ...]:
-        return () if pattern in BACKWARDS else (self.name,)
-
-    def unavailable(self) -> str | None:
-        return _unavailable("quack.gemm")
-
-    def build(self, experiment: Forward | Backward) -> dict[str, Call]:
-        assert isinstance(experiment, Forward), "has no candidate for a backward"
-        x, right = experiment.gathered, experiment.right
-        calls = {tile: partial(_local, x, right, tile) for tile in TILES}
-        return {self.name: _fastest(calls, experiment, None)}
-
-
-def _unavailable(module: str) -> str | None:
-    if util.find_spec("quack") is None:
-        return "quack-kernels is not installed"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        return "needs GPUs of compute capability 9.0 or later"
-    try:
-        import_module(module)
-    except Exception as error:  # an older version has no such module; another fails in many ways
-        return f"{module} cannot be imported: {type(error).__name__}: {error}"
-    return None
 
 
 def gemm(x: Tensor, right: Tensor, tile: Tile, arrivals: Any = None) -> Tensor:
@@ -144,10 +110,6 @@ def gemm(x: Tensor, right: Tensor, tile: Tile, arrivals: Any = None) -> Tensor:
         cluster_N=1, pingpong=tile.pingpong, ag_args=arrivals,
     )  # fmt: skip
     return y
-
-
-def _local(x: Tensor, right: Tensor, tile: Tile) -> tuple[Tensor]:
-    return (gemm(x, right, tile),)
 
 
 def _arrived(e: Forward) -> Any:
@@ -163,10 +125,7 @@ def _fastest(calls: Mapping[Tile, Call], e: Forward, arrivals: Any) -> Call:
     Every tile first runs on its own with open gates, which compiles it: its gates have no time
     limit, so a rank that cannot compile would leave the others waiting for ever.
     """
-    failures = {}
-    for tile in calls:
-        failures[tile] = _failure(partial(gemm, e.gathered, e.right, tile, arrivals), e)
-    failing = objects.all_gather(failures, e.group)
+    failing = objects.all_gather({tile: _failure(e, tile, arrivals) for tile in calls}, e.group)
     usable = {str(tile): call for tile, call in calls.items() if not any(f[tile] for f in failing)}
     raced = race(usable, group=e.group, device=e.device, rounds=ROUNDS)
     if not raced.times_us:
@@ -175,9 +134,9 @@ def _fastest(calls: Mapping[Tile, Call], e: Forward, arrivals: Any) -> Call:
     return usable[min(raced.times_us, key=raced.median_us)]
 
 
-def _failure(call: Callable[[], Tensor], e: Forward) -> str:
+def _failure(e: Forward, tile: Tile, arrivals: Any) -> str:
     try:
-        call()
+        gemm(e.gathered, e.right, tile, arrivals)
         if e.device.type == "cuda":
             torch.cuda.synchronize(e.device)
     except Exception as error:

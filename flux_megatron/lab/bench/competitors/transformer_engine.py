@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from importlib import import_module, util
 from typing import Any
 
@@ -33,14 +34,6 @@ class TransformerEngine:
     def __init__(self) -> None:
         self._shape: tuple[int, int] | None = None
 
-    def names(self, pattern: str) -> tuple[str, ...]:
-        names = {
-            "ag_gemm": ("te_ring",),
-            "gemm_rs": ("te_ring", "te_pipeline"),
-            "backward": ("te",),
-        }
-        return names.get(pattern, ())
-
     def unavailable(self) -> str | None:
         if util.find_spec("transformer_engine") is None:
             return "transformer_engine is not installed"
@@ -53,15 +46,20 @@ class TransformerEngine:
         return None
 
     def build(self, experiment: Forward | Backward) -> dict[str, Call]:
-        case = experiment.case
-        self._prepare(case.M, experiment)
+        self._base = import_module("transformer_engine.pytorch.module.base")
+        self._gemm = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        self._kinds = import_module("transformer_engine_torch").CommOverlapType
+        self._prepare(experiment.case.M, experiment)
         if isinstance(experiment, Backward):
-            backward = _column_backward if experiment.column else _row_backward
-            return {"te": backward(experiment)}
-        if case.pattern == "ag_gemm":
-            return {"te_ring": _ag_gemm(experiment)}
+            backward = self._column_backward if experiment.column else self._row_backward
+            return {
+                "te": partial(backward, experiment, experiment.x.detach(), experiment.w.detach())
+            }
+        layout = "TN" if experiment.case.layout == "nt" else "NN"
+        if experiment.case.pattern == "ag_gemm":
+            return {"te_ring": partial(self._ag_gemm, experiment, layout)}
         methods = {"te_ring": RS_RING, "te_pipeline": RS_PIPELINE}
-        return {name: _gemm_rs(experiment, buffer) for name, buffer in methods.items()}
+        return {n: partial(self._gemm_rs, experiment, layout, b) for n, b in methods.items()}
 
     def _prepare(self, M: int, experiment: Forward | Backward) -> None:
         scatters = isinstance(experiment, Forward) and experiment.case.pattern == "gemm_rs"
@@ -69,108 +67,61 @@ class TransformerEngine:
         shape = (M, travels.shape[1])
         if shape == self._shape:
             return
-        base = _base()
         if self._shape is not None:
             torch.cuda.synchronize(experiment.device)
             dist.barrier(group=experiment.group)
-            base.destroy_ub()
+            self._base.destroy_ub()
         self._shape = None
-        world_size = experiment.group.size()
+        R = experiment.group.size()
         ring = {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False}
         with contextlib.redirect_stdout(None):
-            base.initialize_ub(
-                shape=list(shape),
-                tp_size=world_size,
-                quantization_modes=[base.UserBufferQuantizationMode.NONE],
-                dtype=travels.dtype,
-                ub_cfgs={RS_RING: {**ring, "num_splits": world_size}},
-                bootstrap_backend="gloo",
-            )
+            self._base.initialize_ub(
+                shape=list(shape), tp_size=R, dtype=travels.dtype, bootstrap_backend="gloo",
+                quantization_modes=[self._base.UserBufferQuantizationMode.NONE],
+                ub_cfgs={RS_RING: {**ring, "num_splits": R}},
+            )  # fmt: skip
         self._shape = shape
 
+    def _filled(self, name: str, shard: Tensor, group: Any) -> tuple[Any, Tensor]:
+        """A buffer, and the rows of `shard` in it, which the next GEMM on it gathers."""
+        buffer = self._base.get_ub(name, False)
+        fill = self._base.fill_userbuffers_buffer_for_all_gather
+        return buffer, fill(buffer, shard, None, group)[0]
 
-def _base() -> Any:
-    return import_module("transformer_engine.pytorch.module.base")
+    def _ag_gemm(self, e: Forward, layout: str) -> tuple[Tensor]:
+        buffer, gathered = self._filled(AG_RING, e.x, e.group)
+        options = {"out_dtype": e.x.dtype, "layout": layout, "ub_type": self._kinds.AG}
+        return (self._gemm(e.w, gathered, ub=buffer, **options)[0],)
 
-
-def _gemm() -> Any:
-    return import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
-
-
-def _kinds() -> Any:
-    return import_module("transformer_engine_torch").CommOverlapType
-
-
-def _fill(buffer: Any, shard: Tensor, group: Any) -> Tensor:
-    """The rows of `shard` in the buffer, which the next GEMM on this buffer gathers."""
-    gathered, _ = _base().fill_userbuffers_buffer_for_all_gather(buffer, shard, None, group)
-    return gathered
-
-
-def _ag_gemm(e: Forward) -> Call:
-    gemm, kinds, base = _gemm(), _kinds(), _base()
-    layout = "TN" if e.case.layout == "nt" else "NN"
-
-    def call() -> tuple[Tensor]:
-        buffer = base.get_ub(AG_RING, False)
-        gathered = _fill(buffer, e.x, e.group)
-        options = {"out_dtype": e.x.dtype, "layout": layout, "ub": buffer, "ub_type": kinds.AG}
-        return (gemm(e.w, gathered, **options)[0],)
-
-    return call
-
-
-def _gemm_rs(e: Forward, name: str) -> Call:
-    gemm, kinds, base = _gemm(), _kinds(), _base()
-    layout = "TN" if e.case.layout == "nt" else "NN"
-
-    def call() -> tuple[Tensor]:
+    def _gemm_rs(self, e: Forward, layout: str, name: str) -> tuple[Tensor]:
         y = torch.empty_like(e.y)
         options = {"out_dtype": e.x.dtype, "layout": layout, "extra_output": y}
-        gemm(e.w, e.x, ub=base.get_ub(name, False), ub_type=kinds.RS, **options)
+        ub = self._base.get_ub(name, False)
+        self._gemm(e.w, e.x, ub=ub, ub_type=self._kinds.RS, **options)
         return (y,)
 
-    return call
-
-
-def _wgrad(e: Backward, dy: Tensor, x: Tensor, **options: Any) -> None:
-    """main_grad += dy^T x, with another communication beside it if given."""
-    _gemm()(
-        x, dy, layout="NT", out=e.main_grad, out_dtype=e.main_grad.dtype, accumulate=True,
-        grad=True, **options,
-    )  # fmt: skip
-
-
-def _column_backward(e: Backward) -> Call:
-    """Gather x beside dgrad, scatter dx beside wgrad, both by userbuffers ("bulk")."""
-    gemm, kinds, base = _gemm(), _kinds(), _base()
-    x, w = e.x.detach(), e.w.detach()
-
-    def call() -> tuple[Tensor, Tensor]:
-        gather, scatter = base.get_ub(BULK_AG, False), base.get_ub(BULK_RS, False)
-        gathered = _fill(gather, x, e.group)
-        gemm(
-            w, e.dy, layout="NN", grad=True, out=scatter.get_buffer(local_chunk=False),
-            out_dtype=e.dy.dtype, ub=gather, ub_type=kinds.AG, bulk_overlap=True,
+    def _wgrad(self, e: Backward, dy: Tensor, x: Tensor, **options: Any) -> None:
+        """main_grad += dy^T x, with another communication beside it if given."""
+        self._gemm(
+            x, dy, layout="NT", out=e.main_grad, out_dtype=e.main_grad.dtype, accumulate=True,
+            grad=True, **options,
         )  # fmt: skip
-        _wgrad(e, e.dy, gathered, ub=scatter, ub_type=kinds.RS, bulk_overlap=True)
+
+    def _column_backward(self, e: Backward, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather x beside dgrad, scatter dx beside wgrad, both by userbuffers ("bulk")."""
+        scatter = self._base.get_ub(BULK_RS, False)
+        gather, gathered = self._filled(BULK_AG, x, e.group)
+        self._gemm(
+            w, e.dy, layout="NN", grad=True, out=scatter.get_buffer(local_chunk=False),
+            out_dtype=e.dy.dtype, ub=gather, ub_type=self._kinds.AG, bulk_overlap=True,
+        )  # fmt: skip
+        self._wgrad(e, e.dy, gathered, ub=scatter, ub_type=self._kinds.RS, bulk_overlap=True)
         return scatter.get_buffer(local_chunk=True).clone(), e.main_grad
 
-    return call
-
-
-def _row_backward(e: Backward) -> Call:
-    """Gather dy beside dgrad; wgrad reads it from the buffer."""
-    gemm, kinds, base = _gemm(), _kinds(), _base()
-    x, w = e.x.detach(), e.w.detach()
-
-    def call() -> tuple[Tensor, Tensor]:
-        buffer = base.get_ub(DGRAD_AG_RING, False)
-        gathered = _fill(buffer, e.dy, e.group)
-        dx = gemm(
-            w, gathered, layout="NN", grad=True, out_dtype=e.dy.dtype, ub=buffer, ub_type=kinds.AG
-        )[0]
-        _wgrad(e, gathered, x)
+    def _row_backward(self, e: Backward, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather dy beside dgrad; wgrad reads it from the buffer."""
+        buffer, gathered = self._filled(DGRAD_AG_RING, e.dy, e.group)
+        options = {"out_dtype": e.dy.dtype, "layout": "NN", "grad": True}
+        dx = self._gemm(w, gathered, ub=buffer, ub_type=self._kinds.AG, **options)[0]
+        self._wgrad(e, gathered, x)
         return dx, e.main_grad
-
-    return call

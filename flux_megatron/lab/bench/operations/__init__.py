@@ -1,10 +1,7 @@
 """Operations that are no linear layer of a training run, each beside its unfused baseline:
 `flux-megatron bench operations`.
 
-A module a name, with `cases(run)`, `verify(run)`, which says what is wrong, or "", and
-`measure(run, case, rounds)`, which writes rows of a table of its own. All are collective.
+A module a name of `options.OPERATIONS`, with `cases(run)`, `verify(run)`, which says what is wrong,
+or "", and `measure(run, case, rounds)`, which writes rows of a table of its own. All are
+collective.
 """
-
-from __future__ import annotations
-
-NAMES = ("gemv_all_reduce", "embedding_all_to_all", "expert_all_to_all")

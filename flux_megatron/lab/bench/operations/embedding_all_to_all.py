@@ -11,27 +11,59 @@ from CUDA graphs.
 | fused | ours | ours |
 
 The library is given its indices for concatenated tables, and the bag of each entry, for nothing.
-
-A fault of the device is printed by its rank with case, candidate and stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from flux_megatron.embedding import operation, sequential_bags
+from flux_megatron.embedding.bags import Bags
 from flux_megatron.lab.bench.candidates import replayed
-from flux_megatron.lab.bench.operations.embedding_work import CASES, CHECKED, SMALL, Case, Work
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.symm.workspace import release
 from flux_megatron.tuning.timing import race
 
 EPOCHS = {"cuda": 20, "cpu": 3}
 NAMES = ("lookup", "library", "fused")
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    tables: int  # of all ranks
+    pooling: int  # entries of a bag: half to one and a half times as many
+    dtype: torch.dtype = torch.float32
+    rows: int = 100_000
+    D: int = 128
+    hot: float = 0.0  # the share of entries that name the first row
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"B={self.batch} T={self.tables} L={self.pooling} D={self.D} {dtype}"
+            + f" hot {self.hot}" * bool(self.hot)
+        )
+
+
+BF16 = torch.bfloat16
+CASES = (
+    Case(2048, 64, 20), Case(8192, 64, 50), Case(16384, 64, 70), Case(8192, 128, 20),
+    Case(16384, 256, 20), Case(8192, 64, 50, BF16), Case(16384, 128, 20, BF16),
+    Case(8192, 64, 50, hot=0.1),
+)  # fmt: skip
+# the second one has the sizes of the first: nothing made for fp32 may serve bf16
+CHECKED = (
+    Case(2048, 16, 20, rows=1000), Case(2048, 16, 20, BF16, rows=1000),
+    Case(1022, 7, 9, BF16, rows=501, D=100), Case(2048, 6, 20, rows=300, hot=0.5),
+)  # fmt: skip
+SMALL = (Case(8, 4, 3, rows=9, D=8, hot=0.5), Case(8, 4, 3, BF16, rows=9, D=8, hot=0.5))
 
 
 def cases(run: Run) -> tuple[Case, ...]:
@@ -57,41 +89,17 @@ def wrong(case: Case, run: Run, epochs: int) -> str:
     calls: tuple[Callable, ...] = (work.fused, work.fused_backward)
     for epoch in range(epochs):
         if graphs and epoch == epochs // 2:
-            calls = tuple(captured(call, run, f"{case} {call.__name__}") for call in calls)
+            calls = tuple(replayed(call) for call in calls)  # which have run
         work.fill()
-        if run.device.type == "cuda" and epoch % run.group.size() == run.group.rank():
+        if graphs and epoch % run.group.size() == run.group.rank():
             torch.cuda._sleep(2_000_000)
         got = [call() for call in calls]
-        seen.append([(one != right).sum() for one, right in
-                     zip(got, (work.library(), work.library_backward()), strict=True)])  # fmt: skip
+        right = work.library(), work.library_backward()
+        seen.append([(a != b).sum() for a, b in zip(got, right, strict=True)])
     for epoch, counts in enumerate(seen):
         if any(int(count) for count in counts):
             return f"{case}, epoch {epoch}: {[int(count) for count in counts]} elements are wrong"
     return ""
-
-
-@contextmanager
-def stage(run: Run, title: str) -> Iterator[None]:
-    """Ends when the device has done it. A failure is printed here: after a fault of the device no
-    collective could report it.
-    """
-    try:
-        yield
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-    except Exception as error:
-        print(f"rank {run.group.rank()}: {title}: {type(error).__name__}: {error}", flush=True)
-        raise
-
-
-def captured(call: Callable[[], Tensor], run: Run, title: str) -> Callable[[], Tensor]:
-    """Replays of a graph of the call."""
-    with stage(run, f"{title}, eager"):
-        call()
-    replay = replayed(call)
-    with stage(run, f"{title}, captured and replayed"):
-        replay()
-    return replay
 
 
 def candidates(work: Work, direction: str) -> dict[str, Callable[[], Tensor]]:
@@ -100,44 +108,118 @@ def candidates(work: Work, direction: str) -> dict[str, Callable[[], Tensor]]:
     calls: dict[str, Callable[[], Tensor]] = {name: getattr(work, name + suffix) for name in NAMES}
     made: dict[str, Callable[[], Tensor]] = {}
     for name, call in calls.items() if work.run.device.type == "cuda" else ():
-        title = f"{work.case} {direction} {name}"
 
-        def capture(name: str = name, call: Callable = call, title: str = title) -> None:
-            made[f"{name} in a graph"] = captured(call, work.run, title)
+        def capture(name: str = f"{name} in a graph", call: Callable = call) -> None:
+            call()
+            made[name] = replayed(call)
+            made[name]()
 
         if failure := work.run.failure(capture):
-            work.run.say(f"{title} cannot be captured: {failure}")
+            work.run.say(f"{work.case} {direction} {name} cannot be captured: {failure}")
             made.pop(f"{name} in a graph", None)
     return calls | made
 
 
 def measure(run: Run, case: Case, rounds: int) -> None:
     """Rows of both directions."""
-    with stage(run, f"{case} operands"):
-        work = Work(case, run)
-        work.fill()
+    work = Work(case, run)
+    work.fill()
     about = replace(run.about, dtype=str(case.dtype).removeprefix("torch."))
     rows = replace(run, about=about)  # what it says of the run comes last in a row
     for direction in ("forward", "backward"):
         calls = candidates(work, direction)
         found = race(calls, group=run.group, device=run.device, rounds=rounds, warmup=2)
-        baselines = [name for name in found.times_us if name.startswith("library")]
-        texts = []
-        for name in found.times_us:
-            median_us, speedup = found.median_us(name), None
-            if baselines:  # the last one: in a graph, if there are any
-                speedup = round(found.median_us(baselines[-1]) / median_us, 3)
-            texts.append(f"{name} {median_us:.0f} us" + f" ({speedup}x)" * bool(baselines))
+        us = {name: found.median_us(name) for name in found.times_us}
+        # the last one: in a graph, if there are any
+        library = [us[name] for name in us if name.startswith("library")][-1:]
+        for name in us:
             rows.row(
                 "embedding_a2a", direction=direction, candidate=name,
-                **asdict(case), median_us=round(median_us, 1),
+                **asdict(case), median_us=round(us[name], 1),
                 times_us=[round(t, 1) for t in found.times_us[name]],
-                speedup_over_library=speedup,
+                speedup_over_library=round(library[0] / us[name], 3) if library else None,
             )  # fmt: skip
-        run.say(f"{case} {direction}: " + ", ".join(texts))
-        for name, failure in found.failures.items():
-            run.say(f"{case} {direction} {name}: {failure}")
-    del work, calls
-    release()  # symmetric memory of the next size
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+        shown = {name: round(one) for name, one in us.items()}
+        run.say(f"{case} {direction}, us: {shown}, failed: {found.failures or 'none'}")
+
+
+class Work:
+    """One rank's operands of a case, and its candidates."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self.case, self.run, self.group = case, run, run.group
+        rank, R = run.group.rank(), run.group.size()
+        each, more = divmod(case.tables, R)
+        self.tables = [each + (r < more) for r in range(R)]
+        local = self.tables[rank]
+        self.made = torch.Generator(run.device).manual_seed(rank)
+        options: dict[str, Any] = {"generator": self.made, "device": run.device}
+        L = case.pooling
+        lengths = torch.randint(L // 2, 3 * L // 2 + 1, (local * case.batch,), **options)
+        self.offsets = F.pad(lengths.cumsum(0), (1, 0))
+        nnz = int(self.offsets[-1])
+        self.indices = torch.randint(case.rows, (nnz,), **options)
+        if case.hot:
+            self.indices[torch.rand(nnz, **options) < case.hot] = 0
+        self.weight = torch.empty(local, case.rows, case.D, dtype=case.dtype, device=run.device)
+        samples = case.batch // R
+        self.dy = self.weight.new_empty(samples, case.tables, case.D)
+        self.pooled_gradients = self.weight.new_zeros(local * case.batch, case.D)
+        self.bags = Bags.of(self.weight, self.offsets, self.tables, rank, "sum")
+        self.flat = sequential_bags.as_one_table(self.indices, self.offsets, self.bags)
+        numbers = torch.arange(lengths.numel(), device=run.device)
+        self.bag_of_entry = torch.repeat_interleave(numbers, lengths, output_size=nnz)
+        self.lengths = lengths
+        self.sent = [samples * local * case.D] * R
+        self.received = [samples * n * case.D for n in self.tables]
+
+    def fill(self) -> None:
+        """Small integers: all sums are exact in both dtypes."""
+        for tensor in (self.weight, self.dy):
+            tensor.random_(-1, 2, generator=self.made)
+
+    def lookup(self) -> Tensor:
+        return F.embedding_bag(
+            self.flat, self.weight.flatten(0, 1), self.offsets, mode="sum", include_last_offset=True
+        )
+
+    def library(self) -> Tensor:
+        case, local = self.case, len(self.weight)
+        outgoing = self.lookup().view(local, case.batch, case.D).transpose(0, 1).contiguous()
+        incoming = outgoing.new_empty(sum(self.received))
+        dist.all_to_all_single(
+            incoming, outgoing.view(-1), self.received, self.sent, group=self.group
+        )
+        blocks = zip(incoming.split(self.received), self.tables, strict=True)
+        return torch.cat([block.view(-1, n, case.D) for block, n in blocks], 1)
+
+    def lookup_backward(self, gradients: Tensor | None = None) -> Tensor:
+        case, local = self.case, len(self.weight)
+        if gradients is None:
+            gradients = self.pooled_gradients
+        dw = torch.ops.aten._embedding_bag_dense_backward(
+            gradients, self.flat, self.bag_of_entry, self.lengths, self.lengths,
+            local * case.rows, False, 0, None,
+        )  # fmt: skip
+        return dw.view_as(self.weight)
+
+    def library_backward(self) -> Tensor:
+        outgoing = [block.reshape(-1) for block in self.dy.split(self.tables, 1)]
+        incoming = self.dy.new_empty(sum(self.sent))
+        dist.all_to_all_single(
+            incoming, torch.cat(outgoing), self.sent, self.received, group=self.group
+        )
+        gradients = incoming.view(self.case.batch, -1, self.case.D).transpose(0, 1)
+        return self.lookup_backward(gradients.reshape(-1, self.case.D))
+
+    def fused(self) -> Tensor:
+        return operation._embedding_all_to_all(
+            self.weight, self.indices, self.offsets, self.tables, self.group.group_name, "sum",
+            "fused", False,
+        )  # fmt: skip
+
+    def fused_backward(self) -> Tensor:
+        return operation._backward(
+            self.dy, self.indices, self.offsets, self.case.rows, self.tables,
+            self.group.group_name, "sum", "fused",
+        )  # fmt: skip

@@ -18,15 +18,21 @@ third of all rows.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from flux_megatron.lab.bench.operations import expert_verification
-from flux_megatron.lab.bench.operations.expert_work import CASES, SMALL, Case, Work, plans
+from flux_megatron.dispatch import LAYOUTS
+from flux_megatron.expert_parallel import call, ops
+from flux_megatron.expert_parallel.wgrad import weight_gradient
+from flux_megatron.lab.bench.operations import expert_references
+from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, routed, wgrad
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.symm.workspace import release
+from flux_megatron.problem import Plan
+from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning.timing import race
 
 # N, K, experts of a rank, rows and calls of what is verified
@@ -34,10 +40,54 @@ CHECKED = {
     "cpu": ((24, 16, 3, 20, 3),),
     "cuda": ((1088, 512, 4, 700, 12), (576, 512, 32, 1500, 12)),
 }  # fmt: skip
+Calls = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An expert's GEMMs: hidden to ffn, and back. `experts` of all ranks, `tokens` of each; the
+    first expert gets a share `skew` of their rows.
+    """
+
+    model: str
+    hidden: int
+    ffn: int
+    experts: int
+    topk: int
+    tokens: int
+    skew: float
+
+    @property
+    def rows(self) -> int:
+        """That a rank sends."""
+        return self.tokens * self.topk
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.tokens} tokens, skew {self.skew}"
+
+
+MODELS = (
+    Case("mixtral", 4096, 14336, 8, 2, 4096, 0.0),
+    Case("mixtral", 4096, 14336, 8, 2, 8192, 0.0),
+    Case("fine 2048", 2048, 2048, 64, 8, 4096, 0.0),
+    Case("fine 7168", 7168, 2048, 64, 8, 4096, 0.0),
+)
+CASES = tuple(replace(case, skew=skew) for case in MODELS for skew in (0.0, 0.33))
+SMALL = (Case("tiny", 32, 48, 4, 2, 24, 0.33),)
 
 
 def cases(run: Run) -> tuple[Case, ...]:
     return SMALL if run.device.type == "cpu" else CASES
+
+
+def plans(run: Run, x: Tensor, N: int) -> dict[str, Plan]:
+    """The default plan of each strategy that can run here, the one that calls choose first."""
+    space = workspace(run.group, run.device)
+    return {
+        name: strategy.default_plan(x, N)
+        for name, strategy in call.STRATEGIES.items()
+        if all(strategy.supports(x, N, layout, space) is None for layout in LAYOUTS)
+    }
 
 
 def verify(run: Run) -> str:
@@ -48,7 +98,7 @@ def verify(run: Run) -> str:
         x = torch.empty(1, K, device=run.device, dtype=dtype)
         for name, plan in plans(run, x, N).items():
             title = f"{name}, {experts} experts of {N} x {K}"
-            if said := run.failure(partial(expert_verification.verify, run, *shape, plan)):
+            if said := run.failure(partial(expert_references.verify, run, *shape, plan)):
                 return f"{title}: {said[:4000]}"
             run.say(f"{title}: exact")
     return ""
@@ -67,15 +117,86 @@ def measure(run: Run, case: Case, rounds: int) -> None:
             plans={name: plan.dumps() for name, plan in work.plans.items()},
             times_us=found.times_us, failures=found.failures,
         )  # fmt: skip
-        ms = {name: found.median_us(name) / 1e3 for name in found.times_us}
-        cells = ", ".join(f"{name} {value:.3f}" for name, value in ms.items())
-        first, none = next(iter(work.plans)), float("nan")
-        speedup = ms.get("nccl", none) / ms.get(first, none)
-        run.say(f"{case}, {operation}, ms: {cells}; {first} x{speedup:.2f} of nccl")
-        for name, why in found.failures.items():
-            run.say(f"  {name} failed: {why[:300]}")
+        ms = {name: round(found.median_us(name) / 1e3, 3) for name in found.times_us}
+        run.say(f"{case}, {operation}, ms: {ms}, failed: {found.failures or 'none'}")
         del calls
-    del work
-    release()  # symmetric memory of the next size
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+
+
+class Work:
+    """One rank's operands: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self.case, self.run = case, run
+        ranks, rank = run.group.size(), run.group.rank()
+        experts = case.experts // ranks
+        self.counts = routed(case.rows, ranks, experts, case.skew, rank).to(run.device)
+        self.known = Baseline(run, self.counts, False)
+        self.fetched = Baseline(run, self.counts, True)
+        self.received = self.known.every[:, rank].contiguous()
+        self.came = int(self.received.sum())
+        self.capacity = max(case.rows, int(self.known.every.sum((0, 2)).max()))
+        self.at_home = torch.zeros_like(self.counts)  # the same rows, none of which travels
+        self.at_home[rank] = self.known.every[:, rank].sum(0)
+        self.w = self._random(experts, case.ffn, case.hidden)
+        self.v = self._random(experts, case.hidden, case.ffn)
+        self.x = self._random(case.rows, case.hidden)
+        self.z = self._random(self.capacity, case.ffn)
+        self.dy = self._random(case.rows, case.hidden)
+        self.dh = self._random(self.capacity, case.ffn)
+        self.arrived = self._random(self.came, case.hidden)
+        self.plans = plans(run, self.x, case.ffn)
+
+    def _random(self, *shape: int) -> Tensor:
+        dtype = getattr(torch, self.run.about.dtype)
+        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
+
+    def there(self, x: Tensor, w: Tensor, counts: Tensor, plan: Plan | None) -> Tensor:
+        group = self.run.group
+        return ops.a2a_gemm(x, w, counts, group, capacity=self.capacity, plan=plan)[0]
+
+    def back(self, z: Tensor, v: Tensor, counts: Tensor, plan: Plan | None) -> Tensor:
+        tokens = self.came if counts is self.at_home else self.case.rows
+        return ops.gemm_a2a(z, v, counts, self.run.group, tokens=tokens, plan=plan)
+
+    def candidates(self) -> Iterator[tuple[str, Calls]]:
+        """By operation: ours by strategy, the baselines, then the parts of both."""
+        known, fetched, ends, arrived = self.known, self.fetched, self.known.ends, self.arrived
+        x, w, z, v, dy = self.x, self.w, self.z, self.v, self.dy
+        hidden, dh = z[: self.came], self.dh[: self.came]
+        out = partial(known.exchange, x, known.sent, known.received)
+        home = partial(known.exchange, arrived, known.received, known.sent)
+        yield "a2a_gemm", self._ours(self.there, x, w) | {
+            "nccl": lambda: known.a2a_gemm(x, w), "nccl + sync": lambda: fetched.a2a_gemm(x, w),
+            "gemm": lambda: grouped(arrived, w, ends),
+            "own gemm": lambda: self.there(arrived, w, self.at_home, None), "a2a": out,
+        }  # fmt: skip
+        yield "gemm_a2a", self._ours(self.back, z, v) | {
+            "nccl": lambda: known.gemm_a2a(z, v), "nccl + sync": lambda: fetched.gemm_a2a(z, v),
+            "gemm": lambda: grouped(hidden, v, ends),
+            "own gemm": lambda: self.back(z, v, self.at_home, None), "a2a": home,
+        }  # fmt: skip
+        yield "a2a_gemm backward", self._gradients(self.there, x, w, self.dh) | {
+            "nccl": lambda: known.a2a_gemm_backward(dh, w, arrived),
+            "gemm": lambda: grouped(dh, w, ends, "nn"), "wgrad": lambda: wgrad(dh, arrived, ends),
+            "own wgrad": lambda: weight_gradient(dh, arrived, self.received), "a2a": home,
+        }  # fmt: skip
+        yield "gemm_a2a backward", self._gradients(self.back, z, v, dy) | {
+            "nccl": lambda: known.gemm_a2a_backward(dy, v, hidden),
+            "gemm": lambda: grouped(arrived, v, ends, "nn"),
+            "wgrad": lambda: wgrad(arrived, hidden, ends),
+            "own wgrad": lambda: weight_gradient(arrived, hidden, self.received),
+            "a2a": partial(known.exchange, dy, known.sent, known.received),
+        }  # fmt: skip
+
+    def _ours(self, operation: Callable[..., Tensor], x: Tensor, w: Tensor) -> Calls:
+        return {n: partial(operation, x, w, self.counts, plan) for n, plan in self.plans.items()}
+
+    def _gradients(
+        self, operation: Callable[..., Tensor], x: Tensor, w: Tensor, dy: Tensor
+    ) -> Calls:
+        x, w = (one.detach().requires_grad_() for one in (x, w))
+        forward = self._ours(operation, x, w)
+        return {
+            name: partial(torch.autograd.grad, made(), (x, w), dy, retain_graph=True)
+            for name, made in forward.items()
+        }

@@ -1,0 +1,174 @@
+"""The processes of `iterations`: Megatron-LM's unedited pretrain_gpt.py, and their ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flux_megatron.lab.results import logs
+from flux_megatron.lab.results.iterations import ResultsError
+from flux_megatron.launch import megatron_arguments
+from flux_megatron.launch.experiment import load
+from flux_megatron.launch.workload import Workload
+
+EXPERIMENTS = (
+    "node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200",
+    "node/qwen3-14b-6-layers_h200",
+)  # fmt: skip
+BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
+WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
+ARMS = ("compare", "te")
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "tp": {},
+    "dp": {
+        "parallel.dp": 2, "training.distributed_optimizer": True,
+        "training.overlap_grad_reduce": True, "training.overlap_param_gather": True,
+    },
+    "pp": {"parallel.pp": 2, "parallel.virtual_stages": 2},
+}  # fmt: skip
+UNFUSED = ["--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
+GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a comparison: iterations of a block, and pairs of blocks. Of another arm: iterations."""
+
+    block: int = BLOCK
+    pairs: int = PAIRS
+    timed: int = TIMED
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process a rank."""
+
+    name: str
+    workload: Workload
+    arguments: list[str]
+    length: Length
+
+    @property
+    def words(self) -> list[str]:
+        """Of pretrain_gpt.py; of an argument that is there twice the last counts."""
+        return [*megatron_arguments.render(self.workload), *self.arguments]
+
+    @property
+    def M(self) -> int:
+        return self.workload.model.seq_length * self.workload.training.micro_batch
+
+
+def jobs(
+    experiment: str, M: int, tp: int, more: Sequence[str], micro_batches: int,
+    arms: Sequence[str], layout: str, length: Length, layers: int,
+) -> Iterator[Job]:  # fmt: skip
+    """The processes of the arms, in their order. Sequences are the model's, or M where that is
+    shorter. `layers`: so many in place of the model's, for GPUs of less memory.
+    """
+    sequence = load(experiment).arms["flux"].model.seq_length
+    micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
+    assert not left, f"M {M} is no multiple of {sequence}"
+    beside = LAYOUTS[layout]
+    replicas = beside.get("parallel.dp", 1)
+    overrides = {
+        "parallel.tp": tp, "cluster.gpus_per_node": tp * replicas * beside.get("parallel.pp", 1),
+        "training.micro_batch": micro_batch,
+        "training.global_batch": micro_batch * micro_batches * replicas,
+        "training.steps": WARM_UP + length.timed, "training.warmup_steps": WARM_UP,
+        "model.seq_length": min(M, sequence), **beside,
+    }  # fmt: skip
+    found = load(experiment, overrides).arms
+    if layers:
+        model = found["flux"].model
+        name = re.sub(r"\d+-layers", f"{layers}-layers", model.name)
+        model = replace(model, name=name, layers=layers)
+        found = {arm: replace(workload, model=model) for arm, workload in found.items()}
+    flux = found["flux"]
+    steps = 2 * length.block * (length.pairs + 1)  # those of the first pair too
+    compared = replace(flux, training=replace(flux.training, steps=steps))
+    words = [*more, *UNFUSED]
+    in_turn, in_graphs = [*words, "--flux-compare", str(length.block)], [*words, *GRAPHS]
+    known = {
+        "compare": [Job("compare", compared, in_turn, length)],
+        "te": [Job("tp_comm_overlap", found["te"], words, length)],
+        "flux": [Job("flux", flux, words, length)],
+        "graphs": 2 * [
+            Job("stock_graphs", found["megatron"], in_graphs, length),
+            Job("flux_graphs", flux, in_graphs, length),
+        ],
+    }  # fmt: skip
+    for arm in arms:
+        yield from known[arm]
+
+
+class Process:
+    """All ranks of a job, each runs `script`; they import and wait until `begin`."""
+
+    def __init__(self, job: Job, checkout: Path, folder: Path, script: str) -> None:
+        self.job, self.logs, self.gate = job, folder / "logs", folder / "begin"
+        rendered = megatron_arguments.render(job.workload, cache=folder.parent / "cache")
+        ranks = job.workload.parallel.world_size
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        # ranks that share a file cut each other's lines
+        command += ["--redirects", "3", "--log-dir", str(self.logs)]
+        command += [script, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        folder.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, *command, *job.arguments],
+            cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        self.gate.touch()
+
+    def times_ms(self, limit_s: float) -> dict[int, float]:
+        """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
+        try:
+            code: int | str = self.process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            code = f"stopped after {limit_s:g} s"
+        if code != 0:
+            said = [_end_of(file) for file in sorted(self.logs.rglob("stderr.log"))]
+            raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
+        series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
+        return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=60)
+
+
+def _end_of(log: Path) -> str:
+    """What a rank said last: of a dump of its threads, where its first thread was."""
+    said, _, _ = log.read_text().partition("\nExtension modules:")
+    before, dumped, first_thread = said.rpartition("(most recent call first):")
+    return f"{before[-500:]}{dumped}{first_thread[:2500]}" if dumped else said[-3000:]
+
+
+def rank(gate: Path, script: str, arguments: list[str]) -> None:
+    """One rank: everything that touches no GPU, then the script. If it is stopped it says where it
+    was.
+    """
+    from flux_megatron.integration import bootstrap
+
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    bootstrap.enter(script, arguments)
+    import megatron.training  # noqa: F401  most of the time of a start
+
+    from flux_megatron.integration.apex_shim import provide_wgrad_kernels
+
+    provide_wgrad_kernels()
+    while not gate.exists():
+        time.sleep(0.02)
+    bootstrap.run()

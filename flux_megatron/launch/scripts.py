@@ -1,0 +1,203 @@
+"""The scripts of a run: command.sh, which starts the ranks of an arm on one node through torchrun,
+and job.sbatch, which trains the arms one after the other on the same nodes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from flux_megatron.launch import CPU, ONE_QUEUE, megatron_arguments, parser_signature
+from flux_megatron.launch.errors import LaunchError
+from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.site import Options, Site, option_words
+from flux_megatron.launch.workload import Arm, Cluster, Workload
+
+PREFLIGHT_S = 300  # after which a node that is silent is unfit
+STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
+TIME = "04:00:00"  # where the site names no limit
+GRACE_S = 60  # for ranks that hang to write where they are
+
+# below an arm's folder: changes with every checkpoint
+PROGRESS = {
+    "train": "train/checkpoints/latest",
+    "pretrain_gpt": "checkpoints/latest_checkpointed_iteration.txt",
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a launch adds to an experiment.
+
+    `run` is the run's folder, `checkout` that of Megatron-LM. `data` is a folder of text for
+    program train, else prefixes of indexed data sets. `save_interval` 0: no checkpoints.
+    """
+
+    run: Path
+    site: Site
+    checkout: Path | None = None
+    data: tuple[str, ...] = ()
+    save_interval: int = 0
+
+    def folders(self) -> list[Path]:
+        """What a rank reads and writes, whatever container it is in."""
+        data = [path for path in map(Path, self.data) if path.is_absolute()]
+        data = [path if path.is_dir() else path.parent for path in data]
+        return [self.run, *([self.checkout] if self.checkout else []), *data]
+
+
+def files(experiment: Experiment, arm: Arm, options: RunOptions, folder: Path) -> dict[str, str]:
+    """The texts of the arm's `folder`. `LaunchError` for arguments that Megatron's parser, of the
+    release that the experiment names, would refuse.
+    """
+    workload, every = experiment.arms[arm], options.save_interval
+    cluster, texts = workload.cluster, {}
+    doctor = ["--gpus", str(0 if cluster.gpu == "cpu" else cluster.gpus_per_node), "--quiet"]
+    if experiment.program == "train":
+        data = Path(options.data[0]) if options.data else None
+        texts["train.yaml"] = megatron_arguments.train_config(workload, data, every)
+        program, directory, shown_rank = ["-m", "flux_megatron.cli", "train"], folder, "0"
+        arguments = ["--config", str(folder / "train.yaml"), "--out", str(folder / "train")]
+        on_resume = ["--resume"]
+    else:
+        save, directory = folder / "checkpoints", options.checkout or Path("Megatron-LM")
+        arguments = megatron_arguments.render(
+            workload, data=options.data, cache=folder / "data", save=save, save_interval=every
+        )
+        arguments += experiment.extra_arguments[arm]
+        if wrong := parser_signature.check(arguments, experiment.megatron_lm):
+            raise LaunchError("\n".join(f"arm {arm}: {one}" for one in wrong))
+        program, needed = megatron_arguments.program(workload, directory, arguments)
+        doctor += ["--megatron-lm", str(directory), *needed]
+        shown_rank = "$((ranks - 1))"  # Megatron logs on the last rank of all
+        on_resume = megatron_arguments.resume(save) if every else []
+    health = {"--allreduce-gbps": cluster.health.allreduce_gbps, "--sm-mhz": cluster.health.sm_mhz}
+    least = [text for name, bound in health.items() if bound for text in (name, f"{bound:g}")]
+    texts["command.sh"] = render(
+        "command.sh.j2",
+        arm=arm,
+        site=options.site,
+        folder=folder,
+        variables=variables(workload, options.run) | options.site.environment,
+        doctor=doctor,
+        preflight=["--gpus", str(cluster.gpus_per_node), "--link", cluster.link.kind, *least],
+        preflight_s=PREFLIGHT_S,
+        program=program,
+        arguments=arguments,
+        on_resume=on_resume,
+        ranks=workload.parallel.world_size,
+        on_gpus=cluster.gpu != "cpu",
+        shown_rank=shown_rank,  # of a node: its output is on the terminal too
+        directory=directory,
+    )
+    return texts
+
+
+def variables(workload: Workload, run: Path) -> dict[str, str]:
+    """What every arm of an experiment sets alike; a site's own variables are added to them.
+
+    Caches are in the run's folder, which every container sees; of the home folder that is not so.
+    """
+    cache, on_cpu = run / "cache", workload.cluster.gpu == "cpu"
+    return {
+        **ONE_QUEUE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
+        "PYTHONFAULTHANDLER": "1",  # a rank that gets SIGABRT first writes its stack
+        "FLUX_MEGATRON_CACHE": str(cache / "plans"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        **(CPU if on_cpu else {"NCCL_DEBUG": "WARN"}),  # it says why it fails
+        **workload.cluster.environment,
+    }
+
+
+def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resume: bool) -> str:
+    """The text of job.sbatch, which trains the arms of these `names`, such as round-1/flux, in
+    turn. The site's options win.
+    """
+    cluster, site = experiment.cluster, options.site
+    ours: Options = {
+        "job-name": experiment.name.replace("/", "-"),
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "time": TIME,
+        "open-mode": "append",  # a job that queues up again keeps what it has said
+        "output": f"{str(options.run).replace('%', '%%')}/slurm-%j.out",
+        "requeue": None,
+    }
+    if cluster.gpu != "cpu":  # 0: all of a node's
+        ours |= {"gpus-per-node": cluster.gpus_per_node, "exclusive": None, "mem": 0}
+    if options.save_interval or len(names) > 1:  # an arm that is done is progress too
+        ours["signal"] = f"B:USR1@{STOP_BEFORE_S}"
+    if "gres" in site.sbatch:
+        ours.pop("gpus-per-node", None)
+    return render(
+        "job.sbatch.j2",
+        name=experiment.name,
+        options=map(_directive, option_words(ours | site.sbatch)),
+        run=options.run,
+        arms=names,
+        mode="resume" if resume else "start",
+        progress=PROGRESS[experiment.program],
+        reach={arm: site.reach(arm, options.folders()) for arm in experiment.arms},
+        preflight=site.preflight and cluster.gpu != "cpu",
+        preflight_s=PREFLIGHT_S,
+        retries=site.retries,
+        silent_s=site.silent_s,
+        poll_s=max(1, min(30, site.silent_s // 4)),
+        grace_s=GRACE_S,
+    )
+
+
+def _directive(option: str) -> str:
+    """An option as #SBATCH wants it: a text with other characters in quotes."""
+    name, equals, text = option.partition("=")
+    if not re.fullmatch(r"[\w%+,./:@=\[\]-]*", text):
+        text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return name + equals + text
+
+
+def check_options(site: Site, cluster: Cluster) -> None:
+    """`LaunchError` for an option of the site that the ranks of this job cannot live with."""
+    expected = {"nodes": cluster.nodes, "ntasks-per-node": 1}
+    if cluster.gpu != "cpu":
+        expected["gpus-per-node"] = cluster.gpus_per_node
+    for name, value in expected.items():
+        given = str(site.sbatch.get(name, value))
+        if given.rpartition(":")[2] != str(value):  # a type of GPU may stand before the number
+            raise LaunchError(
+                f"--sbatch {name}={given} given, {name}={value} expected: the experiment has "
+                f"{cluster.nodes} x {cluster.gpus_per_node} ranks; --set cluster.nodes=N changes it"
+            )
+    if "array" in site.sbatch:
+        raise LaunchError("--sbatch array given: one job trains all arms, --arm chooses among them")
+    if short := [name for name in site.sbatch if len(name) < 2]:
+        raise LaunchError(f"--sbatch {short[0]} given, the long name of an option expected")
+
+
+def render(template: str, **values: object) -> str:
+    """A template of this package with `values`; its filters `sh` and `lines` quote for bash."""
+    engine = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    engine.filters |= {"sh": _quoted, "lines": _lines}
+    return engine.get_template(template).render(**values)
+
+
+def _quoted(arguments: str | Path | Sequence[str]) -> str:
+    return shlex.join([str(arguments)] if isinstance(arguments, str | Path) else arguments)
+
+
+def _lines(arguments: Sequence[str]) -> list[str]:
+    """Each option with its values as one line for bash."""
+    return [shlex.join(option) for option in parser_signature.options(arguments)]

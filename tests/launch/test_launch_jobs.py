@@ -1,0 +1,251 @@
+"""The scripts of a launch under a pretended Slurm, and command.sh alone on a node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2", reason="needs the extra `launch`")
+
+from launched import launch
+
+from flux_megatron.launch import scripts
+
+# What the scripts call, pretended: they run what the real ones would, on one machine.
+PROGRAMS = {
+    # every node, and their worst exit code; USR1 goes to all processes of all nodes
+    "srun": """
+        while [[ $1 == --* ]]; do shift; done
+        pids=()
+        for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
+            SLURM_NODEID=$node setsid "$@" &
+            pids+=($!)
+        done
+        trap 'kill -USR1 -- "${pids[@]/#/-}"; again=yes' USR1
+        code=0
+        for pid in "${pids[@]}"; do
+            again=yes
+            while [ "$again" = yes ]; do again=no; wait "$pid"; last=$?; done
+            [ "$last" -le "$code" ] || code=$last
+        done
+        exit "$code"
+    """,
+    "scontrol": """
+        case "$*" in
+        "show hostnames "*) printf 'first\\nsecond\\n' ;;
+        *"show node first") echo "NodeName=first NodeAddr=10.0.0.1 NodeHostName=first" ;;
+        *"show job "*) echo "JobId=10007 JobState=${STATE:-RUNNING} ExcNodeList=(null)" ;;
+        "requeue "*) echo "$2" >>"$WORK/requeued" ;;
+        *) exit 9 ;;
+        esac
+    """,
+    # the doctor says $DOCTOR; torchrun tells its arguments, and starts one rank of its own
+    "python": """
+        case "$*" in
+        "-m flux_megatron.doctor "*) exit "${DOCTOR:-0}" ;;
+        "-m flux_megatron.preflight "*) exec sleep 50 ;;
+        esac
+        echo "$@" >"$WORK/ranks-$SLURM_NODEID-${SLURM_RESTART_COUNT:-0}"
+        [ "${RANK:-end}" != end ] || exit "${CODE:-0}"
+        # a launcher dies of USR1 unless it ignores it
+        (trap 'echo step_4 >"$WORK/latest"; exit 0' TERM; for _ in {1..1000}; do sleep 0.02; done) &
+        echo ready >"$WORK/ready-$SLURM_NODEID"
+        wait
+    """,
+}
+
+
+class Slurm:
+    """A pretended one, in which a job of two nodes and arm flux lies in a folder with a space."""
+
+    def __init__(self, folder: Path) -> None:
+        self.work, self.run, self.site = folder, folder / "a run", folder / "site.yaml"
+        self.arm, self.requeued = self.run / "flux", folder / "requeued"
+        (folder / "bin").mkdir()
+        for name, text in PROGRAMS.items():
+            self.put(name, text)
+        self.site.write_text("python: python\n")
+        self.launch("--arm", "flux")
+
+    def put(self, name: str, text: str) -> None:
+        file = self.work / "bin" / name
+        file.write_text(f"#!/bin/bash\n{text}")
+        file.chmod(0o755)
+
+    def launch(self, *options: object) -> None:
+        launch("cpu/tiny", "--run-dir", self.run, "--site", self.site, *options)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {key: text for key, text in os.environ.items() if not key.startswith("SLURM")}
+        slurm = {"JOB_ID": "10007", "JOB_NUM_NODES": "2", "JOB_NODELIST": "some[1-2]"}
+        named = {f"SLURM_{name}": value for name, value in slurm.items()}
+        path = f"{self.work / 'bin'}:{os.environ['PATH']}"
+        return kept | {"PATH": path, "WORK": str(self.work)} | named | more
+
+    def start(self, restart: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment(SLURM_RESTART_COUNT=str(restart), **more)
+        return subprocess.run(["bash", str(self.run / "job.sbatch")], env=environment,
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+
+    def ranks(self, node: int, restart: int = 0) -> str:
+        """What the Python of a node was called with; empty if it was not."""
+        file = self.work / f"ranks-{node}-{restart}"
+        return file.read_text().strip() if file.exists() else ""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    return Slurm(tmp_path)
+
+
+def test_nodes_meet_at_the_address_of_the_first(slurm):
+    done = slurm.start()
+    assert done.returncode == 0, done.stderr
+    for node in (0, 1):
+        given = slurm.ranks(node)
+        assert given.startswith("-m torch.distributed.run --nnodes=2 --nproc-per-node=2 ")
+        assert " --rdzv-backend=static --rdzv-endpoint=10.0.0.1:20007 --rdzv-id=10007-0 " in given
+        assert f" --node-rank={node} " in given
+        assert f" --log-dir={slurm.arm}/logs/node-{node} " in given
+        assert given.endswith(
+            f"-m flux_megatron.cli train --config {slurm.arm}/train.yaml --out {slurm.arm}/train"
+        )
+        assert (slurm.arm / "logs" / f"node-{node}").is_dir()
+
+
+def test_every_requeue_resumes_what_had_started(slurm):
+    assert slurm.start(1, CODE="7").returncode == 7
+    assert not slurm.ranks(1, 1).endswith("--resume")
+    for restart in (2, 3):
+        assert slurm.start(restart, CODE="7").returncode == 7
+        assert slurm.ranks(1, restart).endswith("--resume")
+        assert f"--rdzv-id=10007-{restart} " in slurm.ranks(1, restart)
+
+
+def test_what_is_done_is_not_done_again(slurm):
+    assert slurm.start().returncode == 0
+    assert slurm.start(1).returncode == 0
+    assert not slurm.ranks(0, 1)
+    again = slurm.start()
+    assert again.returncode == 2
+    assert f"{slurm.arm} was started before" in again.stderr
+
+
+def test_resumed_launch_goes_on(slurm):
+    """What failed is forgotten, and what is done goes on where it gets more steps."""
+    for code, steps in ((7, 20), (0, 20), (0, 30)):
+        assert slurm.start(CODE=str(code)).returncode == code
+        slurm.launch("--resume", "--set", f"training.steps={steps}")
+        assert (slurm.arm / "done").exists() is (code == 0 and steps == 20)
+    assert not (slurm.arm / "failures").exists()
+    assert slurm.ranks(0).endswith("--resume")
+
+
+def test_unfit_node_stops_the_job_before_it_starts(slurm):
+    done = slurm.start(DOCTOR="1")
+    assert done.returncode == 1
+    assert "a node is not fit to start" in done.stderr
+    assert not slurm.ranks(0)
+    assert slurm.start().returncode == 0
+
+
+def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
+    """Twice without progress; a checkpoint counts as progress. A cancelled job stays cancelled."""
+    assert slurm.start(CODE="7", STATE="CANCELLED").returncode == 7
+    assert not slurm.requeued.exists()
+    for restart, times in enumerate((1, 2, 2), start=1):
+        done = slurm.start(restart, CODE="7")
+        assert done.returncode == 7
+        assert slurm.requeued.read_text() == "10007\n" * times
+    assert "not queued again: 3 failures without progress" in done.stderr
+    latest = slurm.arm / "train" / "checkpoints" / "latest"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("step_4\n")
+    assert "flux: ranks ended with code 7" in slurm.start(4, CODE="7").stdout
+    assert slurm.requeued.read_text() == "10007\n" * 3
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ranks_save_before_the_time_limit_and_the_job_queues_again(slurm, saves):
+    """Slurm tells the batch shell alone. A job that cannot save would go round and round."""
+    if saves:
+        (slurm.arm / "train" / "checkpoints").mkdir(parents=True)
+        (slurm.arm / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
+    job = subprocess.Popen(
+        ["bash", str(slurm.run / "job.sbatch")], env=slurm.environment(RANK="waits")
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not all((slurm.work / f"ready-{node}").exists() for node in (0, 1)):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+        time.sleep(0.1)  # for the rank's trap
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=30) == (0 if saves else 1)
+    finally:
+        job.kill()
+    assert slurm.requeued.exists() is saves
+    assert (slurm.work / "latest").read_text() == "step_4\n"
+
+
+# --- command.sh of a node
+
+OF_SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1",
+    "SLURM_RESTART_COUNT": "0", "SLURMD_NODENAME": "second",
+}  # fmt: skip
+
+
+@pytest.fixture
+def node(slurm, monkeypatch):
+    """A function that runs command.sh on a node with GPUs, with the programs that it needs."""
+    monkeypatch.setattr(scripts, "PREFLIGHT_S", 1)
+    slurm.run = slurm.work / "on GPUs"
+    slurm.launch("--arm", "flux", "--set", "cluster.gpu=H200-SXM5", "--set",
+                 "cluster.link.kind=nvlink")  # fmt: skip
+    for name in ("bash", "mkdir", "sleep", "timeout"):
+        (slurm.work / "bin" / name).symlink_to(str(shutil.which(name)))
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(slurm.work / "bin"), "WORK": str(slurm.work), **variables}
+        script = ["bash", str(slurm.run / "flux" / "command.sh"), *arguments]
+        return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("name", OF_SLURM)
+def test_a_variable_that_does_not_arrive_ends_the_script(tmp_path, slurm, node, name, empty):
+    """Each node would start all ranks as node 0, or write the verdict of another one."""
+    mode = ("preflight", str(tmp_path)) if name == "SLURMD_NODENAME" else ("start", "10.0.0.1:9")
+    variables = OF_SLURM | {name: ""}
+    if not empty:
+        del variables[name]
+    done = node(*mode, **variables)
+    assert done.returncode != 0
+    assert name in done.stderr
+    assert not slurm.ranks(1)
+
+
+def test_examination_of_a_node_is_bounded_from_its_containers_start(tmp_path, node):
+    begun = time.monotonic()
+    done = node("preflight", str(tmp_path), **OF_SLURM)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_ranks_are_bound_to_the_cpus_near_their_gpus(slurm, node, there):
+    if there:
+        slurm.put("numactl", "")
+    done = node("start", "10.0.0.1:20007", **OF_SLURM)
+    assert done.returncode == 0, done.stderr
+    assert ("--numa-binding=node" in slurm.ranks(1)) is there
+    assert ("no numactl here" in done.stderr) is not there
