@@ -36,7 +36,8 @@ def compile_kernels(device: str = "cuda") -> None:
 
 def compile_for(problem: Problem, plan: Plan, device: torch.device) -> None:
     """The kernel of a call without a bias; of a backward the one that lends its rows."""
-    rows, nt = problem.world_size * ROWS, problem.layout == "nt"
+    # of how many parts a local tile of GEMM+RS is depends on K
+    rows, nt, K = problem.world_size * ROWS, problem.layout == "nt", problem.K_local
     x = torch.empty(rows, K, dtype=getattr(torch, problem.dtype), device=device)
     w = x.new_empty(N, K) if nt else x.new_empty(K, N)
     words = torch.zeros(PARTIAL_COUNTERS + WORK_WORDS, dtype=torch.int32, device=device)
