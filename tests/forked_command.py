@@ -59,7 +59,7 @@ class Command:
             limit_s,
         )
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 10
         while (left := children() - self._before) and time.monotonic() < deadline:
             time.sleep(0.02)
         for pid in left:

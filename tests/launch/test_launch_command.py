@@ -324,8 +324,11 @@ def test_local_run_ends_by_ctrl_c(tmp_path, local):
     )
     waits = f"exec {sys.executable} -c {shlex.quote(python)}\n"
     command = [sys.executable, "-m", "flux_megatron", "launch", *map(str, local(waits))]
-    process = subprocess.Popen(command, start_new_session=True, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    process = subprocess.Popen(
+        command, start_new_session=True, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline
