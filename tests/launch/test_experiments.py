@@ -179,17 +179,14 @@ def test_files_that_are_no_experiments(case, tmp_path):
 def test_a_delta_changes_what_it_says_and_nothing_else(tmp_path):
     """Here upon a base of a base from another folder, whose values keep their reasons."""
     (tmp_path / "below").mkdir()
-    put(
-        tmp_path,
-        "first",
-        f"base: {PAPER}\ntraining: {{lr: 1e-3, seed: 5}}\nassumed: {{training: a}}",
-    )
+    why = "assumed: {training: a, training.seed: c}"
+    put(tmp_path, "first", f"base: {PAPER}\ntraining: {{lr: 1e-3, seed: 5}}\n{why}")
     delta = "base: ../first.yaml\ntraining.lr: 2e-3\nassumed: {training.lr: b}"
     new, old = load(put(tmp_path / "below", "second", delta)), load(PAPER)
     for arm, workload in old.arms.items():
         training = dataclasses.replace(workload.training, lr=2e-3, seed=5)
         assert new.arms[arm] == dataclasses.replace(workload, training=training)
-    changed = {"training.lr": "b", "training.seed": "a"}
+    changed = {"training.lr": "b", "training.seed": "c"}
     assert new.assumed == old.assumed | changed
     assert (new.stated, new.paper, new.sweep) == (old.stated, old.paper, old.sweep)
 

@@ -131,7 +131,7 @@ def test_several_arms_alternate_and_a_resumed_run_keeps_its_rounds(options, roun
 
 REFUSED = [
     (("cpu/tiny", "--arm", "te"), "arms ['te'] given, some of ['megatron'"),
-    (("cpu/tini",), "cpu/tini: cpu/tiny? one of cpu/tiny, "),
+    (("cpu/tini",), "cpu/tini: cpu/tiny? one of cpu/tiny"),
     (("cpu/tiny", "--set", "parallel.tp=3"), "cpu/tiny: parallel: tp 3 x pp 1 x dp 2"),
     (("cpu/tiny", "--set", "parallel.tp"), "key=value expected"),
     (("cpu/tiny", "--data-path", "/nowhere"), "--data-path /nowhere given, a folder of text"),
@@ -221,7 +221,7 @@ def test_site_options_stand_instead_of_ours(tmp_path):
         "python: /env/bin/python\n"
         "setup: [module load cuda]\n"
         "environment: {NCCL_SOCKET_IFNAME: ib0, OMP_NUM_THREADS: '7'}\n"
-        "sbatch: {partition: a100, exclusive: null, nodes: 16, gres: 'gpu:8'}\n"
+        "sbatch: {partition: a100, exclusive: null, nodes: 16, gres: 'gpu:8', time: 7-0}\n"
     )
     options = ("account=me", "partition=b", "comment=hello there", "reservation")
     given = ["--site", tmp_path / "site.yaml", "--env", "A=b c", "--env", "NCCL_DEBUG=TRACE"]
@@ -229,7 +229,7 @@ def test_site_options_stand_instead_of_ours(tmp_path):
     given += [text for option in options for text in ("--sbatch", option)]
     output = launch(GPT, "--dry-run", *given)
     found = directives(output)
-    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8",
+    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8", "time": "7-0",
                 "comment": '"hello there"', "reservation": None}  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert "gpus-per-node" not in found
@@ -301,7 +301,7 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
     """The second arm fails in each round."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")  # salloc's
     fails = 'case "$*" in *"/flux/train.yaml"*) exit 5 ;; esac'
-    options = local(f'echo "$*" >>{tmp_path}/calls\n{fails}\n')
+    options = local(f'echo "$*" ${{SLURM_JOB_NUM_NODES-}} >>{tmp_path}/calls\n{fails}\n')
     assert "arm round-1/flux: start ended with code 5" in launch(*options, code=5)
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert "--nnodes=1 --nproc-per-node=4 " in first

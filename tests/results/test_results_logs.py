@@ -62,7 +62,7 @@ def test_only_one_of_many_ranks_logs(tmp_path):
     write(tmp_path / "node1.out", "".join(f"[default7]:{line}\n" for line in text.splitlines()))
     series = logs.of_megatron(tmp_path, 8)
     assert [i.number for i in series.iterations] == [1, 2, 3, 4, 5]
-    assert (series.torn, series.restarts) == (0, ())
+    assert (series.torn, series.restarts, series.replaced) == (0, (), 0)
 
 
 def test_a_later_attempt_replaces_what_it_repeats(tmp_path):
