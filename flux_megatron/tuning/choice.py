@@ -34,7 +34,7 @@ ROUNDS = 5  # of a race
 
 # In races, in this process. A plan's first run is not counted: it compiles and loads kernels, once
 # a process. That takes 5 to 8 s in the first race of each pattern, and the rest of a race .2 s (2 x
-# H100, torch 2.11, 2026-11-26).
+# H100, torch 2.11, 2026-11-26, h100x2/race_at_start.jsonl).
 _spent_s = 0.0
 
 
