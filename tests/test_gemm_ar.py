@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import ON_HOPPER
 from closeness import assert_exact, assert_sums_exact, small_integers
 from races import agreed
 from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
@@ -15,11 +16,13 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 import flux_megatron
 from flux_megatron import ops, reference
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper_config import TILE
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.perf.hardware import H200
 from flux_megatron.lab.perf.linear import operator_us
 from flux_megatron.lab.perf.operator_cost import gemms_us
+from flux_megatron.overlap import hopper
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
@@ -108,6 +111,34 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap(rank):
     assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
+def ragged(rank: int) -> None:
+    group = dist.group.WORLD
+    for M, transport in itertools.product((257, 2049, 3333), ("sm", "copy_engine")):
+        plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
+        for layout in ("nt", "nn"):
+            xs, ws, expected = operands(M, 264, 200, group.size(), torch.bfloat16, layout)
+            x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+            for turn in range(3):
+                y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
+                assert_exact(y, expected[rank], f"{M} {transport} {layout} {turn}")
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_of_the_last_rank_hopper_sums_fewer_rows(world_size):
+    on_device(ragged, world_size)
+
+
+@pytest.mark.parametrize(("M", "R", "fewer"), [(3333, 2, True), (5, 4, False), (9, 8, False)])
+def test_hopper_needs_a_row_for_each_rank(M, R, fewer, monkeypatch):
+    monkeypatch.setattr(hopper.hopper_gemm, "supports", lambda problem: None)
+    problem = Problem(Pattern.GEMM_AR, M, 264, 400, "bfloat16", R)
+    assert hopper.supports(problem) == (
+        None if fewer else f"{M} rows cannot be divided over {R} ranks"
+    )
+    assert hopper.supports(replace(problem, pattern=Pattern.GEMM_RS)) is not None
+
+
 @on_device_ranks(2)
 def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     """Between start and finish the sums are under way, and another layer's calls may run."""
@@ -179,7 +210,7 @@ def test_an_all_reduce_is_predicted_to_take_two_trips():
 def test_in_a_backward_wgrad_hides_the_second_trip():
     """Of Megatron's both, beside what its kernels take from wgrad."""
     forward = Problem(Pattern.GEMM_AR, 8192, 8192, 28672, "bfloat16", 4)
-    backward = dataclasses.replace(forward, layout="nn")
+    backward = replace(forward, layout="nn")
     for strategy in ("megatron", "pipelined", "hopper"):
         exposed = [
             operator_us(one, strategy, H200) - sum(gemms_us(one, H200))

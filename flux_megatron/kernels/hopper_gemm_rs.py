@@ -238,8 +238,8 @@ def _sizes(
 
 
 class Gathering(NamedTuple):
-    """What GEMM+AR adds: this rank's rows y [M / R, N], where the other ranks gather them, and what
-    their signals [A] announce.
+    """What GEMM+AR adds: this rank's rows y [M / R, N], fewer of the last rank where R does not
+    divide M; where the other ranks gather them, and what their signals [A] announce.
     """
 
     y: Any
@@ -264,7 +264,7 @@ def gemm_rs(
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    M_shard, dtype = x.shape[0] // world_size, result_dtype(x, scaling)
+    M_shard, dtype = cdiv(x.shape[0], world_size), result_dtype(x, scaling)
     y = gathering.y if gathering else x.new_empty(M_shard, N, dtype=dtype)
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]

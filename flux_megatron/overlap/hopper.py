@@ -46,7 +46,15 @@ def supports(problem: Problem) -> str | None:
         return f"{problem.world_size} ranks given, 2 to {COMM_TILES_MAX} expected"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1: the kernel would wait for pushes that come after its launch"
-    return transfer.unequal_shards(problem) or hopper_gemm.supports(problem)
+    return _unequal_shards(problem) or hopper_gemm.supports(problem)
+
+
+def _unequal_shards(problem: Problem) -> str | None:
+    """Why not every rank sums rows, or None. Of GEMM+AR the last one may sum fewer."""
+    R = problem.world_size
+    if problem.pattern is Pattern.GEMM_AR and (R - 1) * cdiv(problem.M, R) < problem.M:
+        return None
+    return transfer.unequal_shards(problem)
 
 
 def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
@@ -125,7 +133,7 @@ def _reduced(p: CallProgram, gathering: Gathering | None = None) -> tuple[Slot, 
     """
     from flux_megatron.kernels import hopper_gemm_rs
 
-    M_shard, N = len(p.x) // p.world_size, p.N
+    M_shard, N = cdiv(len(p.x), p.world_size), p.N
     tile, by_sm = p.plan.tile, p.plan.transport == "sm"
     tiles, dtype = tiles_of_shard(M_shard, N, tile), result_dtype(p.x, p.scaling)
     rows = tiles * tile.block_m
@@ -164,8 +172,8 @@ def _gemm_ar(p: CallProgram) -> Slot:
 
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
-    channel = p.channel(transfer.GATHER, y.nbytes)
-    rows = M // p.world_size
+    rows = cdiv(M, p.world_size)  # the last rank may have fewer
+    channel = p.channel(transfer.GATHER, p.world_size * rows * N * y.element_size())
     before, behind = p.rank * rows, (p.rank + 1) * rows
     pointers, pads = channel.fixed("pointers"), channel.fixed("pad_pointers")
     gathering = Gathering(y[before:behind], pointers, pads, channel.epoch)
