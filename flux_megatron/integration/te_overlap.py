@@ -13,6 +13,7 @@ TE pushes x and dy in FP8 where ranks have one scale: it reduces their amax over
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -35,7 +36,9 @@ _FLAGS = (
     "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad"
 )  # fmt: skip
 _IN_FP8 = base.UserBufferQuantizationMode.FP8
+_ROWS = 16  # of FP8 on a rank: as many do in every GEMM of forward and backward
 _general_gemm = linear.general_gemm
+_assert_dim_for_fp8_exec = linear.assert_dim_for_fp8_exec
 
 
 class Communicator:
@@ -132,8 +135,16 @@ def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | No
     """Its elements, and the scale of FP8 ones. These lie along K: `transposed`, its transpose."""
     if not _is_fp8(tensor):
         return tensor, None
-    data = tensor._transpose if transposed else tensor._data
-    return data.view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+    return _stored(tensor, transposed).view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+
+
+def _stored(tensor: Any, transposed: bool) -> Any:
+    """The bytes, None where TE has none of that kind: of a weight that is a parameter the optimizer
+    may have changed them since they were transposed.
+    """
+    if not transposed:
+        return tensor._data
+    return None if tensor._transpose_invalid else tensor._transpose
 
 
 def _is_fp8(tensor: Any) -> bool:
@@ -150,6 +161,8 @@ def _unsupported(A: Any, B: Any, options: dict[str, Any]) -> str | None:
         return f"{type(A).__name__} times {type(B).__name__}"
     if _is_fp8(A) and _DTYPES.get(A._fp8_dtype) is not E4M3:
         return f"a weight in {A._fp8_dtype}"
+    if _is_fp8(A) and _stored(A, options.get("layout") == "NN") is None:
+        return "TransformerEngine has no transpose of the weight"
     return None
 
 
@@ -200,6 +213,19 @@ def _in_force() -> bool:
     return bool(recipe.delayed() or recipe.float8_current_scaling())
 
 
+def assert_dim_for_fp8_exec(x: Any, *weights: Any) -> None:
+    """TE's, before a layer's first communication, with the number of rows that would do."""
+    try:
+        _assert_dim_for_fp8_exec(x, *weights)
+    except AssertionError as error:
+        rows = math.prod(x.shape[:-1])
+        whole = -(-rows // _ROWS) * _ROWS
+        raise ValueError(
+            f"{rows} rows of FP8 on a rank given, a multiple of {_ROWS} expected: pad packed "
+            f"sequences, here to {whole} rows on each tensor-parallel rank ({error})"
+        ) from None
+
+
 def overlaps(layer: Any) -> bool:
     """Whether this is a layer of TE's that asks for overlap and gets it from us."""
     flags = (getattr(type(layer), name, None) for name in _FLAGS)
@@ -218,6 +244,7 @@ def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None
     base.initialize_ub = initialize_ub
     for module in (linear, layernorm_linear, layernorm_mlp):
         module.general_gemm = general_gemm
+        module.assert_dim_for_fp8_exec = assert_dim_for_fp8_exec
     for of_te in (linear.Linear, layernorm_linear.LayerNormLinear):
         for name in _FLAGS:
             setattr(of_te, name, _Flag(name, layers))
