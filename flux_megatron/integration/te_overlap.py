@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
 
 from flux_megatron import ops
-from flux_megatron.integration import arm
+from flux_megatron.integration import arm, coverage
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.scaling import E4M3, E5M2, Scaling
 
@@ -79,7 +79,9 @@ class Communicator:
 
 
 class _Communicators(dict[tuple[str, Any], Communicator]):
-    def __init__(self, group: ProcessGroup) -> None:
+    """Of `group`, and of the groups that names of `name_for` have in front."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
         self._group = group
 
@@ -87,8 +89,10 @@ class _Communicators(dict[tuple[str, Any], Communicator]):
         return True
 
     def __missing__(self, key: tuple[str, Any]) -> Communicator:
-        name, mode = key
-        self[key] = Communicator(self._group, mode is _IN_FP8 and name in GATHERS)
+        (of, _, name), mode = key[0].rpartition("/"), key[1]
+        group = ops.group_named(of) if of else self._group
+        assert group is not None, f"no group for {key[0]}"
+        self[key] = Communicator(group, mode is _IN_FP8 and name in GATHERS)
         return self[key]
 
 
@@ -242,6 +246,22 @@ def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None
         base._ub_communicators = _Communicators(group())
 
     base.initialize_ub = initialize_ub
+    _stand_in(layers)
+
+
+def name_for(name: str, group: ProcessGroup) -> str:
+    """What a layer of this name and group asks for in place of userbuffers. Nobody needs to have
+    initialised those.
+    """
+    if not isinstance(base._ub_communicators, _Communicators):
+        base._ub_communicators = _Communicators(None)
+        _stand_in(None)
+    base._ub_communicators.clear()  # of groups that have ended
+    return f"{group.group_name}/{name}"
+
+
+def _stand_in(layers: Collection[str] | None) -> None:
+    coverage.overlapped_otherwise = overlaps
     for module in (linear, layernorm_linear, layernorm_mlp):
         module.general_gemm = general_gemm
         module.assert_dim_for_fp8_exec = assert_dim_for_fp8_exec

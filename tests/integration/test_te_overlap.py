@@ -228,7 +228,7 @@ def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
         **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
            "tensor_model_parallel_size": 2, **changed}
     )  # fmt: skip
-    found = [str(one) for one in requirements._of_fp8(args, of_te=True)]
+    found = [str(one) for one in requirements.of_fp8(args, of_te=True)]
     assert all(a in b for a, b in zip(said, found, strict=True))
-    (other, *_) = map(str, requirements._of_fp8(args, of_te=False))
+    (other, *_) = map(str, requirements.of_fp8(args, of_te=False))
     assert "--transformer-impl transformer_engine" in other
