@@ -49,7 +49,7 @@ REFUSED = """
 UNTRIED = """
     dataloader-inter-document-masking enable-mhc-connections
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
-    fp8-param-gather fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel
+    fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel
     hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
     log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
     moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling

@@ -102,8 +102,13 @@ def _is_tensor_parallel_linear(module: Any) -> bool:
 
 def is_chosen(name: str, chosen: tuple[str, ...] | None) -> bool:
     """Whether the layer of this name in its model is one of the `chosen`, None for all."""
+    return not chosen or kind_of(name) in chosen
+
+
+def kind_of(name: str) -> str | None:
+    """qkv, proj, fc1, fc2, head or another, by the layer's name in its model."""
     kind = name.rpartition(".")[2].removeprefix("linear_")
-    return not chosen or ("head" if kind == "output_layer" else layer_of(kind)) in chosen
+    return "head" if kind == "output_layer" else layer_of(kind)
 
 
 def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:

@@ -18,7 +18,7 @@ from megatron.core.transformer import torch_norm
 from torch.nn import Module
 
 from flux_megatron import settings
-from flux_megatron.integration import coverage, install, replacing, stand_ins
+from flux_megatron.integration import coverage, fp8, install, replacing, stand_ins
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import NORMS, FluxNorm
@@ -41,7 +41,8 @@ def enable(
     `--flux-overlap`, whose knobs have the same names. `layers`: of qkv, proj, fc1, fc2 and head,
     all by default. What is not given is left to the FLUX_MEGATRON_* variables. Norms that
     megatron-core takes from torch become ours too, because those refuse sequence parallelism.
-    Experts stay as they are. Rank 0 says in a model's first forward which of its layers are not
+    Experts stay as they are, and so do TransformerEngine's layers that compute in FP8: they overlap
+    by our operations. Rank 0 says in a model's first forward which of its layers are not
     ours and why; `strict` raises `FallbackRefused` there. Another call replaces the first.
 
     `ValueError` for a wrong option, and for a megatron-core whose layers differ from all that we
@@ -108,12 +109,19 @@ def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callab
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        chosen = not layers or _built(kwargs) in layers
-        if type(self) is stock and chosen and not kwargs.get("is_expert"):
-            self.__class__ = ours
-            ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        else:
+        name = _built(kwargs)
+        chosen = not layers or name in layers
+        if type(self) is not stock or not chosen or kwargs.get("is_expert"):
             original(self, *args, **kwargs)
+        elif fp8.keeps(stock, kwargs["config"]):
+            fp8.check(kwargs["config"])
+            original(self, *args, **kwargs)
+            vars(self).update(fp8.asking(self, name))
+        else:
+            self.__class__ = ours
+            if name == "head":  # it has 16 bits beside layers of FP8
+                vars(self)["beside"] = fp8.FIELDS
+            ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     return __init__
 

@@ -20,13 +20,13 @@ from flux_megatron.integration import (
     autoload,
     beside,
     checkpoint_arguments,
-    coverage,
     experts,
     explicit_specs,
     fsdp,
     metrics,
     requirements,
 )
+from flux_megatron.integration import fp8 as fp8_layers
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
@@ -104,7 +104,7 @@ def install(
     settings.reload()
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
     # the LM head has 16 bits beside layers of FP8
-    FluxColumnParallelLinear.beside = ("fp8", "fp8_param", "tp_comm_overlap") if fp8 else ()
+    FluxColumnParallelLinear.beside = (*fp8_layers.FIELDS, "tp_comm_overlap") if fp8 else ()
     base: type = FluxTEProvider if of_te else FluxSpecProvider
     provider = provider_of(options.layers, base) if options.layers else base
     if options.experts:
@@ -129,7 +129,6 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
     from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
 
     te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
-    coverage.overlapped_otherwise = te_overlap.overlaps
     provide_wgrad_kernels()
 
 

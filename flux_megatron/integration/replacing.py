@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from flux_megatron.integration import coverage, seams, stand_ins
+from flux_megatron.integration import coverage, fp8, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.ops import Layers
@@ -29,7 +29,8 @@ _before: weakref.WeakKeyDictionary[Module, tuple[type, dict[str, Any]]] = (
 def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None = None) -> Layers:
     """Make the tensor-parallel linear layers of a model, or of a list of its chunks, ours.
 
-    Before data parallelism wraps it, in training or evaluation. Parameters stay the same objects;
+    Before data parallelism wraps it, in training or evaluation. Layers of TransformerEngine that
+    compute in FP8 stay its own and overlap by our operations. Parameters stay the same objects;
     names, state dicts and sharded state dicts stay too, as do experts and norms. `layers`: of qkv,
     proj, fc1, fc2 and head, all by default. The result says which layers are ours and which are
     not and why; rank 0 logs it.
@@ -45,19 +46,19 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
     stand_ins.check_megatron()
     classes = stand_ins.by_class()
     found = [
-        (layer, classes[type(layer)])
+        (layer, coverage.kind_of(name), classes[type(layer)])
         for name, layer in coverage.linear_layers(models)
         if type(layer) in classes and coverage.is_chosen(name, chosen)
     ]
-    for layer, _ in found:
-        _check(layer)
+    for layer, kind, _ in found:
+        _check(layer, kind)
     try:
-        for layer, ours in found:
-            _become(layer, ours)
+        for layer, kind, ours in found:
+            _become(layer, kind, ours)
         result = coverage.layers_of(models, chosen)
         coverage.say(result)
     except BaseException:
-        undo(layer for layer, _ in found)
+        undo(layer for layer, *_ in found)
         raise
     return result
 
@@ -78,8 +79,11 @@ def undo(layers: Iterable[Module] | None = None) -> None:
         now["_parameters"].update({n: p for n, p in parameters.items() if p is not None})
 
 
-def _check(layer: Any) -> None:
-    seams.check_config(layer.config)
+def _check(layer: Any, kind: str | None) -> None:
+    if fp8.keeps(type(layer), layer.config):
+        fp8.check(layer.config)
+    else:  # the LM head has 16 bits beside layers of FP8
+        seams.check_config(layer.config, fp8.FIELDS if kind == "head" else ())
     if any(hasattr(parameter, "main_grad") for parameter in layer.parameters(recurse=False)):
         raise ValueError(
             "replace() was given a model with the gradient buffers of data parallelism, "
@@ -87,8 +91,11 @@ def _check(layer: Any) -> None:
         )
 
 
-def _become(layer: Any, ours: type) -> None:
-    changed = {} if issubclass(ours, type(layer)) else _lent(layer, ours)
+def _become(layer: Any, kind: str | None, ours: type) -> None:
+    if fp8.keeps(type(layer), layer.config):
+        ours, changed = type(layer), fp8.asking(layer, kind)
+    else:
+        changed = {} if issubclass(ours, type(layer)) else _lent(layer, ours)
     now = vars(layer)
     _before[layer] = type(layer), {name: now.get(name, _MISSING) for name in changed}
     layer.__class__ = ours

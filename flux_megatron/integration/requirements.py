@@ -156,7 +156,7 @@ def _of_values(args: Any) -> Iterator[Refusal]:
     if value("flux_experts"):
         yield from _of_experts(args)
     if value("fp8") is not None:
-        yield from _of_fp8(args, of_te)
+        yield from of_fp8(args, of_te)
     yield from _of_modelopt(args)
 
 
@@ -166,8 +166,10 @@ def overlaps_nothing(args: Any) -> bool:
     return getattr(args, "tensor_model_parallel_size", None) == 1 and not experts_too
 
 
-def _of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
-    """TransformerEngine's layers have FP8, and the seam for an operation that overlaps one."""
+def of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
+    """TransformerEngine's layers have FP8, and the seam for an operation that overlaps one. `args`:
+    Megatron's arguments, or a configuration with their names.
+    """
     name = "--fp8-format"
     if not of_te:
         yield Refusal(name, "it needs --transformer-impl transformer_engine, and it installed")
@@ -175,6 +177,7 @@ def _of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
     if not getattr(args, "sequence_parallel", False) and not overlaps_nothing(args):
         yield Refusal(name, "without --sequence-parallel TransformerEngine overlaps nothing")
     recipe = getattr(args, "fp8_recipe", None) or FP8_RECIPES[0]
+    recipe = getattr(recipe, "value", recipe)  # of an enumeration
     if recipe not in FP8_RECIPES:
         yield Refusal(f"--fp8-recipe {recipe}", f"one of {', '.join(FP8_RECIPES)} expected")
 

@@ -27,6 +27,7 @@ REFUSED_VALUES = {
     ),
     ("cuda_graph_impl", "transformer_engine"): "only TransformerEngine's linear layers do it",
 }
+CANNOT = "flux_megatron's layers cannot go with this configuration:"
 _UNKNOWN = "flux_megatron does not know this field"
 
 
@@ -64,7 +65,7 @@ def check_config(config: Any, ignored: Collection[str] = ()) -> None:
     """
     if refused := list(_refused(config, ignored)):
         lines = "\n".join(f"  {line}" for line in refused)
-        raise ValueError(f"flux_megatron's layers cannot go with this configuration:\n{lines}")
+        raise ValueError(f"{CANNOT}\n{lines}")
 
 
 def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:

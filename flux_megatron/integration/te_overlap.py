@@ -13,6 +13,7 @@ TE pushes x and dy in FP8 where ranks have one scale: it reduces their amax over
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
 
 from flux_megatron import ops
-from flux_megatron.integration import arm
+from flux_megatron.integration import arm, coverage
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.scaling import E4M3, E5M2, Scaling
 
@@ -35,7 +36,9 @@ _FLAGS = (
     "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad"
 )  # fmt: skip
 _IN_FP8 = base.UserBufferQuantizationMode.FP8
+_ROWS = 16  # of FP8 on a rank: as many do in every GEMM of forward and backward
 _general_gemm = linear.general_gemm
+_assert_dim_for_fp8_exec = linear.assert_dim_for_fp8_exec
 
 
 class Communicator:
@@ -76,7 +79,9 @@ class Communicator:
 
 
 class _Communicators(dict[tuple[str, Any], Communicator]):
-    def __init__(self, group: ProcessGroup) -> None:
+    """Of `group`, and of the groups that names of `name_for` have in front."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
         self._group = group
 
@@ -84,8 +89,10 @@ class _Communicators(dict[tuple[str, Any], Communicator]):
         return True
 
     def __missing__(self, key: tuple[str, Any]) -> Communicator:
-        name, mode = key
-        self[key] = Communicator(self._group, mode is _IN_FP8 and name in GATHERS)
+        (of, _, name), mode = key[0].rpartition("/"), key[1]
+        group = ops.group_named(of) if of else self._group
+        assert group is not None, f"no group for {key[0]}"
+        self[key] = Communicator(group, mode is _IN_FP8 and name in GATHERS)
         return self[key]
 
 
@@ -132,8 +139,16 @@ def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | No
     """Its elements, and the scale of FP8 ones. These lie along K: `transposed`, its transpose."""
     if not _is_fp8(tensor):
         return tensor, None
-    data = tensor._transpose if transposed else tensor._data
-    return data.view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+    return _stored(tensor, transposed).view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+
+
+def _stored(tensor: Any, transposed: bool) -> Any:
+    """The bytes, None where TE has none of that kind: of a weight that is a parameter the optimizer
+    may have changed them since they were transposed.
+    """
+    if not transposed:
+        return tensor._data
+    return None if tensor._transpose_invalid else tensor._transpose
 
 
 def _is_fp8(tensor: Any) -> bool:
@@ -150,6 +165,8 @@ def _unsupported(A: Any, B: Any, options: dict[str, Any]) -> str | None:
         return f"{type(A).__name__} times {type(B).__name__}"
     if _is_fp8(A) and _DTYPES.get(A._fp8_dtype) is not E4M3:
         return f"a weight in {A._fp8_dtype}"
+    if _is_fp8(A) and _stored(A, options.get("layout") == "NN") is None:
+        return "TransformerEngine has no transpose of the weight"
     return None
 
 
@@ -200,6 +217,19 @@ def _in_force() -> bool:
     return bool(recipe.delayed() or recipe.float8_current_scaling())
 
 
+def assert_dim_for_fp8_exec(x: Any, *weights: Any) -> None:
+    """TE's, before a layer's first communication, with the number of rows that would do."""
+    try:
+        _assert_dim_for_fp8_exec(x, *weights)
+    except AssertionError as error:
+        rows = math.prod(x.shape[:-1])
+        whole = -(-rows // _ROWS) * _ROWS
+        raise ValueError(
+            f"{rows} rows of FP8 on a rank given, a multiple of {_ROWS} expected: pad packed "
+            f"sequences, here to {whole} rows on each tensor-parallel rank ({error})"
+        ) from None
+
+
 def overlaps(layer: Any) -> bool:
     """Whether this is a layer of TE's that asks for overlap and gets it from us."""
     flags = (getattr(type(layer), name, None) for name in _FLAGS)
@@ -216,8 +246,25 @@ def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None
         base._ub_communicators = _Communicators(group())
 
     base.initialize_ub = initialize_ub
+    _stand_in(layers)
+
+
+def name_for(name: str, group: ProcessGroup) -> str:
+    """What a layer of this name and group asks for in place of userbuffers. Nobody needs to have
+    initialised those.
+    """
+    if not isinstance(base._ub_communicators, _Communicators):
+        base._ub_communicators = _Communicators(None)
+        _stand_in(None)
+    base._ub_communicators.clear()  # of groups that have ended
+    return f"{group.group_name}/{name}"
+
+
+def _stand_in(layers: Collection[str] | None) -> None:
+    coverage.overlapped_otherwise = overlaps
     for module in (linear, layernorm_linear, layernorm_mlp):
         module.general_gemm = general_gemm
+        module.assert_dim_for_fp8_exec = assert_dim_for_fp8_exec
     for of_te in (linear.Linear, layernorm_linear.LayerNormLinear):
         for name in _FLAGS:
             setattr(of_te, name, _Flag(name, layers))

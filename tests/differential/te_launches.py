@@ -2,11 +2,16 @@
 its own train the same model?
 
     python tests/differential/te_launches.py path/to/core_v0.16.1 te_launches.jsonl
+    python tests/differential/te_launches.py path/to/core_v0.16.1 te_launches.jsonl --fp8
+    python tests/differential/te_launches.py path/to/core_v0.16.1 te_launches.jsonl --fp8 \
+        --cases "Llama tensorwise" --steps 200
 
-TP 2 with sequence parallelism, bf16, 20 iterations on mock data, of every case of `CASES`: stock,
-ours, and stock in fp32, which is the reference. `differential/comparison.py` says what counts as
-equal. A resumed case goes on in the one arm from what the other has saved after ten iterations.
+TP 2 with sequence parallelism, bf16, 20 iterations on mock data, of the cases of `te_cases`:
+stock, ours, and stock in fp32, which is the reference. `comparison` says what counts as equal. A
+resumed case goes on in the one arm from what the other has saved after ten iterations.
 Cases of `OF_FOUR` take four ranks, but for their reference, and are left out where GPUs are fewer.
+`--fp8`: the cases of `IN_FP8`, whose reference is stock in FP8 once more, with the sums of its
+attention in another order: fp32 is farther from both than they are from each other.
 
 A row a case: its outcome, losses and gradient norms of all arms, and what ours says about its
 layers and calls. Exits 1 if a case is neither equal nor refused by name.
@@ -27,83 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from te_cases import ARMS, CASES, IN_FP8, SAVED, SAVED_BY, STEPS, TP, arguments, ranks
 
-STEPS, SAVED = 20, 10
-TP = 2
-SEQUENCE, HIDDEN, HEADS = 1024, 1024, 16
-COMMON = (
-    f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads {HEADS} "
-    f"--ffn-hidden-size {4 * HIDDEN} --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
-    "--micro-batch-size 2 --global-batch-size 4 --lr 3e-4 --min-lr 3e-4 --lr-decay-style constant "
-    "--clip-grad 1.0 --weight-decay 0.1 --seed 7 --tokenizer-type NullTokenizer --vocab-size 8191 "
-    "--mock-data --split 99,1,0 --eval-iters 0 --eval-interval 1000000 --log-interval 1 "
-    f"--no-masked-softmax-fusion --tensor-model-parallel-size {TP} "
-    "--transformer-impl transformer_engine"
-)
-SP = "--sequence-parallel"
-PLAIN = "--attention-dropout 0 --hidden-dropout 0"
-GPT = f"{SP} {PLAIN} --position-embedding-type learned_absolute --normalization LayerNorm"
-LLAMA = (
-    f"{SP} {PLAIN} --position-embedding-type rope --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --group-query-attention --num-query-groups 4 "
-    "--untie-embeddings-and-output-weights"
-)
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
-ZERO = "--use-distributed-optimizer"
-CASES: Mapping[str, str] = {
-    "GPT": GPT,
-    "Llama": f"{LLAMA} {ZERO}",
-    "dropout": GPT.replace(PLAIN, "--attention-dropout 0.1 --hidden-dropout 0.1"),
-    "zero-centred norms": f"{LLAMA} --apply-layernorm-1p",
-    "q/k norms": f"{LLAMA} --qk-layernorm",
-    "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method uniform "
-                      "--recompute-num-layers 1",
-    "selective recompute": f"{LLAMA} --recompute-granularity selective "
-                           "--recompute-modules core_attn mlp layernorm",
-    "experts": f"{LLAMA} {MOE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
-    "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
-                        "--multi-latent-attention",
-    "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
-    "CUDA graphs of layers": f"{GPT} --cuda-graph-impl local --te-rng-tracker",
-    "offloaded activations": f"{GPT} --cpu-offloading-num-layers 1",
-    "FP8": f"{LLAMA} --fp8-format hybrid",
-    "no sequence parallelism": GPT.replace(SP, ""),
-    "ours from stock's checkpoint": f"{LLAMA} {ZERO}",
-    "stock from ours": f"{LLAMA} {ZERO}",
-    "context parallelism": LLAMA,
-    "overlapped replicas": f"{LLAMA} {ZERO}",
-    "interleaved pipeline": LLAMA,
-}  # fmt: skip
-# their other ranks' share of the work; TransformerEngine has no context parallelism in fp32
-OF_FOUR = {
-    "context parallelism": "--context-parallel-size 2",
-    "overlapped replicas": "--overlap-grad-reduce --overlap-param-gather",
-    "interleaved pipeline": "--pipeline-model-parallel-size 2 "
-                            "--num-layers-per-virtual-pipeline-stage 1",
-}  # fmt: skip
-OURS_ALONE = {"latent attention": "--flux-layers proj fc1 fc2"}  # qkv is refused there
-SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
-ARMS = {
-    # its LM head's wgrad fusion needs apex
-    "stock": "--bf16 --no-gradient-accumulation-fusion",
-    "ours": "--bf16 --flux-overlap",
-    "reference": "--no-gradient-accumulation-fusion",
-}
 HEAD = re.compile(r"\] iteration +(\d+)/ *\d+ \|(.*)")
 FIELDS = {"loss": "lm loss", "grad_norm": "grad norm"}
 NEXT = "\f"
 REFUSED = "--flux-overlap cannot go with"
-
-
-def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
-    """Of pretrain_gpt.py."""
-    more = OURS_ALONE.get(case, "") if arm == "ours" else ""
-    more += OF_FOUR.get(case, "") if arm != "reference" else ""
-    return f"{COMMON} {CASES[case]} {ARMS[arm]} {more} --train-iters {steps}".split()
-
-
-def ranks(case: str, arm: str) -> int:
-    return 2 * TP if case in OF_FOUR and arm != "reference" else TP
 
 
 def iterations(log: str) -> list[dict[str, float]]:
@@ -146,12 +80,12 @@ def launch(
         return code, file.read()
 
 
-def logs(checkout: Path, case: str) -> dict[str, tuple[int, str]]:
+def logs(checkout: Path, case: str, steps: int = STEPS) -> dict[str, tuple[int, str]]:
     """Of each arm. A resumed case: one arm saves, the other goes on; beside it stock from its own
     first iteration.
     """
     if case not in SAVED_BY:
-        return {arm: launch(checkout, case, arm) for arm in ARMS}
+        return {arm: launch(checkout, case, arm, steps=steps) for arm in ARMS}
     saver = SAVED_BY[case]
     other = "ours" if saver == "stock" else "stock"
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +99,7 @@ def logs(checkout: Path, case: str) -> dict[str, tuple[int, str]]:
     return {"stock": whole["stock"], "ours": joined, "reference": whole["reference"]}
 
 
-def judged(found: Mapping[str, tuple[int, str]]) -> tuple[str, str]:
+def judged(found: Mapping[str, tuple[int, str]], steps: int = STEPS) -> tuple[str, str]:
     """The outcome, and why."""
     from comparison import compare
 
@@ -178,7 +112,7 @@ def judged(found: Mapping[str, tuple[int, str]]) -> tuple[str, str]:
         [{"iterations": iterations(found[arm][1]), "evaluations": [], "state": {}}]
         for arm in ("stock", "ours", "reference")
     )
-    if len(stock[0]["iterations"]) != STEPS:
+    if len(stock[0]["iterations"]) != steps:
         return "finding", f"{len(stock[0]['iterations'])} iterations in stock's log"
     wrong = compare(stock, ours, reference, "bf16").wrong
     return ("finding" if wrong else "equal"), "; ".join(wrong[:3])
@@ -191,34 +125,34 @@ def _last_error(log: str) -> str:
     return (errors or log.splitlines()[-1:] or ["nothing was printed"])[-1].strip()[-400:]
 
 
-def row(checkout: Path, case: str, keep: Path | None = None) -> dict[str, Any]:
+def row(checkout: Path, case: str, keep: Path | None = None, steps: int = STEPS) -> dict[str, Any]:
     start = time.monotonic()
-    found = logs(checkout, case)
-    outcome, why = judged(found)
+    found = logs(checkout, case, steps)
+    outcome, why = judged(found, steps)
     if keep and outcome in ("finding", "stock fails"):
         for arm, (_, text) in found.items():
-            (keep / f"{case.replace(' ', '_').replace('/', '_')}-{arm}.log").write_text(text)
+            (keep / f"{re.sub(r'[ /]+', '_', case)}-{arm}.log").write_text(text)
     said = [line for line in found["ours"][1].splitlines() if "flux_megatron:" in line]
     return {
         "table": "te_launches", "case": case, "outcome": outcome, "why": why,
         "said": list(dict.fromkeys(line[line.index("flux_megatron:"):] for line in said)),
         "arms": {arm: iterations(text) for arm, (_, text) in found.items()},
-        "arguments": arguments(case, "ours"), "seconds": round(time.monotonic() - start),
+        "arguments": arguments(case, "ours", steps), "seconds": round(time.monotonic() - start),
     }  # fmt: skip
 
 
 def main(
-    checkout: Path, out: Path, commit: str = "unknown", cases: str = ",".join(CASES),
-    at_once: int = 4, seconds: float = 3600, keep: Path | None = None,
+    checkout: Path, out: Path, commit: str = "unknown", cases: str = "", fp8: bool = False,
+    at_once: int = 4, seconds: float = 3600, keep: Path | None = None, steps: int = STEPS,
 ) -> None:  # fmt: skip
-    """`at_once` cases share the GPUs; none begins after `seconds`. Exits 1 on a finding, where
-    stock fails, and where no case ran.
+    """`cases`, by default all; `at_once` of them share the GPUs; none begins
+    after `seconds`. Exits 1 on a finding, where stock fails, and where no case ran.
     """
     import torch
 
     from flux_megatron.lab.measure.iterations import machine_of
 
-    wanted = cases.split(",")
+    wanted = cases.split(",") if cases else [*(IN_FP8 if fp8 else CASES)]
     if too_many := [case for case in wanted if ranks(case, "ours") > torch.cuda.device_count()]:
         print(f"left out, for want of {2 * TP} GPUs: {', '.join(too_many)}")
     about, end, ends = machine_of(checkout, commit), time.monotonic() + seconds, []
@@ -227,7 +161,7 @@ def main(
         def made(case: str) -> dict[str, Any] | None:
             if time.monotonic() > end:
                 return None
-            return row(checkout, case, keep) | about
+            return row(checkout, case, keep, steps) | about
 
         for each in pool.map(made, [case for case in wanted if case not in too_many]):
             if each is None:

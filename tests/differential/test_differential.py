@@ -7,7 +7,7 @@ import copy
 import comparison
 import drawing
 import pytest
-import te_launches
+import te_cases
 import torch
 
 from flux_megatron.launch.parser_signature import check, recorded, releases
@@ -68,8 +68,9 @@ def test_half_precision_is_held_against_stock_s_own_distance():
 
 
 def test_megatron_knows_the_options_of_every_launch():
-    known = {*recorded()["core_v0.16.1"], "--flux-overlap", "--flux-layers"}
-    for case in te_launches.CASES:
-        for arm in te_launches.ARMS:
-            words = te_launches.arguments(case, arm)
+    ours = {"--flux-overlap", "--flux-layers", "--flux-strict", "--flux-deterministic"}
+    known = {*recorded()["core_v0.16.1"], *ours}
+    for case in {**te_cases.CASES, **te_cases.IN_FP8}:
+        for arm in te_cases.ARMS:
+            words = te_cases.arguments(case, arm)
             assert {word for word in words if word.startswith("--")} <= known

@@ -47,6 +47,7 @@ class Recipe:
 
 class FP8GlobalStateManager:
     enabled, recipe = True, Recipe()
+    reads_rows = False  # GPUs whose FP8 GEMMs need no transpose
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -66,15 +67,48 @@ class Float8TensorStorage:
         return self._data.size()
 
     def update_usage(self, columnwise_usage: bool) -> None:
-        if self._transpose_invalid:
+        if FP8GlobalStateManager.reads_rows:
+            self._transpose, self._transpose_invalid = None, True
+        elif self._transpose_invalid:
             self._transpose = fp8_transpose(self._data, self._fp8_dtype)
             self._transpose_invalid = False
 
     def values(self, transposed: bool) -> Tensor:
         """As the GEMM reads it: the transpose, where it needs one."""
+        transposed = transposed and not FP8GlobalStateManager.reads_rows
         assert not (transposed and self._transpose_invalid), "no transpose was made"
         data = self._transpose.t() if transposed else self._data
         return data.contiguous().view(_TORCH[self._fp8_dtype]).float() * self._scale_inv
+
+
+class Float8Tensor(Float8TensorStorage, torch.Tensor):
+    """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, dtype: DType) -> Float8Tensor:
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"{func} of a weight in FP8")
+        made = cls(args[0]._data, args[0]._scale_inv, args[0]._fp8_dtype)
+        made.__dict__.update(args[0].__dict__)
+        return made
+
+    def size(self) -> torch.Size:
+        return self._data.size()
+
+    def moved(self, buffer: Tensor) -> None:
+        """As a distributed optimizer does it: the bytes lie in its buffer now."""
+        self._data = buffer[: self._data.numel()].view(self._data.shape).copy_(self._data)
+
+    def change(self, values: Tensor) -> None:
+        """As an optimizer's step does it, in place: a transpose of before is stale."""
+        fresh = quantized(values, self._fp8_dtype)
+        self._data.copy_(fresh._data)
+        self._scale_inv.copy_(fresh._scale_inv)
+        self._transpose_invalid = True
 
 
 def fp8_transpose(data: Tensor, dtype: DType, out: Tensor | None = None) -> Tensor:
@@ -82,13 +116,19 @@ def fp8_transpose(data: Tensor, dtype: DType, out: Tensor | None = None) -> Tens
 
 
 def quantized(tensor: Tensor, dtype: DType, group: Any = None) -> Any:
-    if not FP8GlobalStateManager.enabled:
+    if isinstance(tensor, Float8TensorStorage):
         return tensor
     largest = tensor.abs().amax()
     if group is not None:  # ranks whose rows are gathered have one scale
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     scale = torch.tensor([2.0 ** math.ceil(math.log2(largest.item() / 256))])
     return Float8TensorStorage((tensor / scale).to(_TORCH[dtype]).view(torch.uint8), scale, dtype)
+
+
+def assert_dim_for_fp8_exec(*tensors: Any) -> None:
+    for one in tensors:
+        fits = math.prod(one.shape[:-1]) % 8 == 0 == one.shape[-1] % 16
+        assert fits, f"dims={list(one.shape)}"
 
 
 def general_gemm(
@@ -142,8 +182,12 @@ class _Linear(torch.autograd.Function):
         column, fp8 = layer.parallel_mode == "column", FP8GlobalStateManager.enabled
         gathers, scatters = layer.ub_overlap_ag_fprop, layer.ub_overlap_rs_fprop
         ub = get_ub(layer.ub_name + "_fprop", fp8) if gathers or scatters else None
-        shard = quantized(x, DType.kFloat8E4M3, layer.group if column else None)
-        weight, total = quantized(w, DType.kFloat8E4M3), shard
+        shard, weight = x, w
+        if fp8:
+            linear.assert_dim_for_fp8_exec(x, w)
+            shard = quantized(x, DType.kFloat8E4M3, layer.group if column else None)
+            weight = quantized(w, DType.kFloat8E4M3)
+        total = shard
         if gathers:
             total = filled(ub, shard, layer.group)
         elif column:
@@ -172,7 +216,9 @@ class _Linear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         asked = ctx.ub_overlap_ag or ctx.ub_overlap_rs_dgrad
         ub = get_ub(layer.ub_name + "_dgrad", ctx.fp8) if asked else None
-        total = quantized(dy, DType.kFloat8E5M2, None if column else layer.group)
+        total = dy
+        if ctx.fp8:
+            total = quantized(dy, DType.kFloat8E5M2, None if column else layer.group)
         if ctx.ub_overlap_ag:
             total = filled(ub, total, layer.group)
         elif not column:
@@ -246,7 +292,10 @@ def install() -> None:
         Float8TensorStorage=Float8TensorStorage, FP8GlobalStateManager=FP8GlobalStateManager,
         _ub_communicators=None, initialize_ub=None,
     )  # fmt: skip
-    linear = _module(f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear)
+    linear = _module(
+        f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear,
+        assert_dim_for_fp8_exec=assert_dim_for_fp8_exec,
+    )  # fmt: skip
     other = type("LayerNormLinear", (Linear,), {})
     norm = _module(f"{_PACKAGE}.layernorm_linear", LayerNormLinear=other)
     mlp = _module(f"{_PACKAGE}.layernorm_mlp")

@@ -79,6 +79,85 @@ def test_layers_follow_those_without_overlap(fp8):
     assert run_ranks(both, 2, fp8, environment=FUSED) == [BOTH, BOTH]
 
 
+FP8_LAYERS = (1, 2)  # of four
+
+
+def mixed(rank: int, overlap: bool, rows: int) -> list[Tensor]:
+    """One model's layers, some in FP8: y, dx and each dw. All sums are exact."""
+    made = torch.Generator().manual_seed(5 + rank)
+    layers = []
+    for index in range(4):
+        mode, name, shape = (("column", "fc1", (64, 48)), ("row", "fc2", (48, 64)))[index % 2]
+        w = integers(made, *shape) // 3
+        layers.append(te_modules.Linear(w, mode, name, dist.group.WORLD, overlap))
+    x = (integers(made, rows, 1, 48) // 3).requires_grad_()
+    y = x
+    for index, layer in enumerate(layers):
+        te_modules.FP8GlobalStateManager.enabled = index in FP8_LAYERS
+        y = layer(y)
+    y.backward(integers(made, *y.shape) // 3)
+    return [y.detach(), x.grad, *(layer.weight.grad for layer in layers)]
+
+
+def mixed_rows(rank: int) -> dict[str, int]:
+    overlapped()
+    for rows in (8, 40, 8, 24):
+        for one, other in zip(mixed(rank, True, rows), mixed(rank, False, rows), strict=True):
+            assert_exact(one, other, f"{rows} rows")
+    return _totals()
+
+
+def test_layers_of_16_bits_and_fp8_stand_side_by_side_with_rows_that_change():
+    """`--first-last-layers-bf16`, and packed sequences."""
+    assert run_ranks(mixed_rows, 2, environment=FUSED) == [{"ag_gemm": 16, "gemm_rs": 16}] * 2
+
+
+def odd_rows(rank: int) -> None:
+    overlapped()
+    stepped_rows = integers(torch.Generator().manual_seed(rank), 12, 1, SIZES["column"][1])
+    layer(rank, "column", True)(stepped_rows)
+
+
+def test_rows_that_fp8_does_not_take_are_refused_with_the_number_that_would_do():
+    with pytest.raises(RankFailure) as refused:
+        run_ranks(odd_rows, 2, environment=FUSED)
+    assert str(refused.value).count("12 rows of FP8 on a rank given, a multiple of 16") == 2
+    assert "to 16 rows on each tensor-parallel rank" in str(refused.value)
+
+
+def of_parameters(rank: int, mode: str, overlap: bool, reads_rows: bool) -> list[Tensor]:
+    """Two steps of a layer whose weight is FP8 in a buffer, changed in between."""
+    te_modules.FP8GlobalStateManager.reads_rows = reads_rows
+    made = layer(rank, mode, overlap)
+    w = te_modules.quantized(made.weight.data, te_modules.DType.kFloat8E4M3)
+    weight = te_modules.Float8Tensor(w._data, w._scale_inv, w._fp8_dtype)
+    made.weight = torch.nn.Parameter(weight)
+    made.weight.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
+    found = stepped(rank, made, mode)
+    made.weight.grad = None
+    made.weight.change(integers(torch.Generator().manual_seed(rank), *made.weight.shape) * 8)
+    return found + stepped(rank, made, mode)
+
+
+def weights_of_fp8(rank: int, reads_rows: bool) -> list[int]:
+    overlapped()
+    for mode in SIZES:
+        ours, plain = (of_parameters(rank, mode, overlap, reads_rows) for overlap in (True, False))
+        for one, other in zip(ours, plain, strict=True):
+            assert_exact(one, other, mode)
+    report = flux_megatron.report()
+    return [sum(_totals().values()), *report.fallbacks.values(), *report.copies.values()]
+
+
+def test_weights_that_are_fp8_parameters():
+    """`--fp8-param-gather`: the optimizer moves the bytes and changes them in place."""
+    assert run_ranks(weights_of_fp8, 2, False, environment=FUSED) == [[8]] * 2
+
+
+def test_a_weight_that_te_does_not_transpose_has_no_overlap_in_backward():
+    assert run_ranks(weights_of_fp8, 2, True, environment=FUSED) == [[8, 2, 2]] * 2
+
+
 def not_ours(rank: int) -> dict[str, int]:
     te_overlap = overlapped(("fc1",))
     column, row = layer(rank, "column", True), layer(rank, "row", True)
@@ -149,7 +228,7 @@ def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
         **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
            "tensor_model_parallel_size": 2, **changed}
     )  # fmt: skip
-    found = [str(one) for one in requirements._of_fp8(args, of_te=True)]
+    found = [str(one) for one in requirements.of_fp8(args, of_te=True)]
     assert all(a in b for a, b in zip(said, found, strict=True))
-    (other, *_) = map(str, requirements._of_fp8(args, of_te=False))
+    (other, *_) = map(str, requirements.of_fp8(args, of_te=False))
     assert "--transformer-impl transformer_engine" in other

@@ -1,0 +1,43 @@
+"""FP8 in models that others build or hold: TransformerEngine's layers stay and ask for overlap,
+which our operations give them (`te_overlap`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from flux_megatron.integration import requirements, seams
+
+FIELDS = ("fp8", "fp8_param")  # what our own layers do not do, and need not beside these
+_NAMES = ("qkv", "proj", "fc1", "fc2")
+
+
+def keeps(kind: type, config: Any) -> bool:
+    """Whether a layer of this class of Megatron's computes in FP8, as none of ours does."""
+    in_fp8 = getattr(config, "fp8", None) is not None
+    return in_fp8 and not issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
+
+
+def check(config: Any) -> None:
+    """`ValueError` that lists what such a layer's configuration asks for and we do not overlap."""
+    seams.check_config(config, FIELDS)
+    if refused := [f"  {one}" for one in requirements.of_fp8(config, of_te=True)]:
+        raise ValueError("\n".join([seams.CANNOT, *refused]))
+
+
+def asking(layer: Any, name: str | None) -> dict[str, Any]:
+    """The attributes by which a layer of TransformerEngine's, one of qkv, proj, fc1 and fc2, asks
+    for overlap; none where it has no communication that could be overlapped.
+    """
+    if name not in _NAMES or not layer.sequence_parallel:
+        return {}
+    from flux_megatron.integration import te_overlap  # TransformerEngine is there
+
+    column = layer.parallel_mode == "column"
+    return {
+        "ub_name": te_overlap.name_for(name, layer.tp_group),
+        "ub_overlap_ag_fprop": column, "ub_overlap_rs_dgrad": column,
+        "ub_overlap_rs_fprop": not column, "ub_overlap_ag_dgrad": not column,
+    }  # fmt: skip

@@ -1,0 +1,175 @@
+"""FP8 models that others build and hold: TransformerEngine's layers overlap, as without us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import side_by_side as sbs
+import te_modules
+import torch
+from closeness import assert_exact
+from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from ranks import FUSED
+from torch import Tensor
+
+import flux_megatron
+from flux_megatron import errors
+from flux_megatron.integration import FluxColumnParallelLinear
+
+SIZE, VOCAB = 32, 64
+
+
+def pretend() -> dict[str, type]:
+    """Megatron's wrappers of layers that compute in FP8 on the CPU, by their names."""
+    te_modules.install()
+    norm_linear = te_modules.sys.modules[f"{te_modules._PACKAGE}.layernorm_linear"].LayerNormLinear
+    made = {
+        "TEColumnParallelLinear": _wrapper("column", te_modules.Linear),
+        "TERowParallelLinear": _wrapper("row", te_modules.Linear),
+        "TELayerNormColumnParallelLinear": _wrapper("column", norm_linear),
+    }
+    transformer_engine.HAVE_TE = True
+    for name, kind in made.items():
+        kind.__name__ = kind.__qualname__ = name
+        setattr(transformer_engine, name, kind)
+    return made
+
+
+def _wrapper(mode: str, base: type[Any]) -> type[Any]:
+    class Wrapper(base):
+        def __init__(self, inputs: int, outputs: int, *, config: Any, **named: Any) -> None:
+            group = named["tp_group"]
+            rank, size = group.rank(), group.size()
+            shape = (outputs // size, inputs) if mode == "column" else (outputs, inputs // size)
+            w = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(rank)).float()
+            super().__init__(w, mode, None, group, overlap=False)
+            self.config, self.sequence_parallel = config, config.sequence_parallel and size > 1
+            self.tp_group = group
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return super().forward(x), None
+
+    return Wrapper
+
+
+class Model(torch.nn.Module):
+    """A layer's MLP and an LM head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.mlp = MLP(
+            config,
+            MLPSubmodules(
+                linear_fc1=transformer_engine.TELayerNormColumnParallelLinear,
+                linear_fc2=transformer_engine.TERowParallelLinear,
+            ),
+            tp_group=sbs.parallel_state.get_tensor_model_parallel_group(),
+        )
+        self.output_layer = ColumnParallelLinear(
+            SIZE, VOCAB, config=config, init_method=torch.nn.init.ones_, bias=False,
+            skip_weight_param_allocation=False,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output_layer(self.mlp(x)[0])[0]
+
+
+def config(**more: Any) -> Any:
+    return sbs.settings(
+        2, more.pop("sp", True), torch.float32,
+        **{"hidden_size": SIZE, "ffn_hidden_size": 2 * SIZE, "add_bias_linear": False,
+           "activation_func": torch.nn.functional.relu, "fp8": "hybrid",
+           "fp8_recipe": "tensorwise", **more},
+    )  # fmt: skip
+
+
+def step(model: torch.nn.Module, rank: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(rank + 20)
+    x = torch.randint(-1, 2, (8, 1, SIZE), generator=made).float().requires_grad_()
+    y = model(x)
+    y.backward(torch.randint(-1, 2, y.shape, generator=made).float())
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
+def test_fp8_layers_follow_stock(rank, way):
+    pretend()
+    expected = step(Model(config()), rank)
+    if way == "enable":
+        flux_megatron.enable()
+        model = Model(config())
+    else:
+        model = Model(config())
+        attributes = [[*vars(module)] for module in model.modules()]
+        assert str(flux_megatron.replace(model)) == "3 of 3 tensor-parallel linear layers are ours"
+    flux_megatron.reset_report()
+    for one, other in zip(step(model, rank), expected, strict=True):
+        assert_exact(one, other, way)
+    assert type(model.mlp.linear_fc1) is transformer_engine.TELayerNormColumnParallelLinear
+    assert isinstance(model.output_layer, FluxColumnParallelLinear)
+    report = flux_megatron.report()
+    assert report.overlapped == report.total == 6
+    flux_megatron.disable()
+    flux_megatron.reset_report()
+    for one, other in zip(step(Model(config()), rank), expected, strict=True):
+        assert_exact(one, other)
+    assert not flux_megatron.report().total
+    if way == "replace":
+        assert [[*vars(module)] for module in model.modules()] == attributes
+        model.zero_grad()
+        step(model, rank)
+        assert not flux_megatron.report().total
+
+
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_chosen_layers_alone_overlap(rank):
+    pretend()
+    flux_megatron.enable(layers=["fc1"])
+    step(Model(config()), rank)
+    flux_megatron.disable()
+    model = Model(config())
+    layers = flux_megatron.replace(model, layers=["fc1"])
+    assert (layers.ours, layers.total) == (1, 3)
+    step(model, rank)
+    assert {p for p, _ in flux_megatron.report().calls} == {"ag_gemm", "gemm_rs"}
+    assert flux_megatron.report().total == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: one of delayed, tensorwise"),
+        ({"sp": False}, "without --sequence-parallel TransformerEngine overlaps nothing"),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap is True: "),
+    ],
+)
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2)
+def test_what_te_cannot_overlap_is_refused_by_name(rank, way, changed, why):
+    pretend()
+    stock = Model(config(**changed))
+    if way == "enable":
+        flux_megatron.enable()
+    with pytest.raises(ValueError, match=why):
+        Model(config(**changed)) if way == "enable" else flux_megatron.replace(stock)
+    flux_megatron.disable()
+
+
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1"})
+def test_megatron_s_own_layers_have_no_fp8(rank):
+    pretend()
+    flux_megatron.enable(layers=["fc1"])
+    with pytest.raises(ValueError, match="fp8 is 'hybrid': only TransformerEngine's linear"):
+        ColumnParallelLinear(
+            SIZE, SIZE, config=config(), init_method=torch.nn.init.ones_,
+            tp_comm_buffer_name="fc1",
+        )  # fmt: skip
+    flux_megatron.disable()
+    model = Model(config())
+    model.mlp.linear_fc2.sequence_parallel = False  # a layer that does not communicate
+    with pytest.raises(errors.FallbackRefused, match="2 of 3"):
+        flux_megatron.replace(model)
