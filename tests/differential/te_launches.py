@@ -49,6 +49,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+EP = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 ZERO = "--use-distributed-optimizer"
 CASES: Mapping[str, str] = {
     "GPT": GPT,
@@ -60,7 +61,9 @@ CASES: Mapping[str, str] = {
                       "--recompute-num-layers 1",
     "selective recompute": f"{LLAMA} --recompute-granularity selective "
                            "--recompute-modules core_attn mlp layernorm",
-    "experts": f"{LLAMA} {MOE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "experts": f"{LLAMA} {MOE} {EP}",
+    "expert overlap": f"{LLAMA} {MOE} {EP}",
+    "delayed weight gradients": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024",
     "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
                         "--multi-latent-attention",
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
@@ -81,6 +84,11 @@ OF_FOUR = {
     "interleaved pipeline": "--pipeline-model-parallel-size 2 "
                             "--num-layers-per-virtual-pipeline-stage 1",
 }  # fmt: skip
+# for which Megatron asks for 16 bits, and the reference has 32
+OF_16_BITS = {
+    "expert overlap": "--overlap-moe-expert-parallel-comm",
+    "delayed weight gradients": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+}
 OURS_ALONE = {"latent attention": "--flux-layers proj fc1 fc2"}  # qkv is refused there
 SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
 ARMS = {
@@ -98,7 +106,8 @@ REFUSED = "--flux-overlap cannot go with"
 def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
     """Of pretrain_gpt.py."""
     more = OURS_ALONE.get(case, "") if arm == "ours" else ""
-    more += OF_FOUR.get(case, "") if arm != "reference" else ""
+    if arm != "reference":
+        more += OF_FOUR.get(case, "") + OF_16_BITS.get(case, "")
     return f"{COMMON} {CASES[case]} {ARMS[arm]} {more} --train-iters {steps}".split()
 
 

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as checkpointing
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 from training_run import Feature
 
 from flux_megatron.integration import apex_shim
@@ -176,6 +177,9 @@ ALL_TO_ALL = {
 }  # fmt: skip
 # for which Megatron's configuration asks for 16 bits
 TWO_MICROBATCHES = {"overlap_moe_expert_parallel_comm": True}
+EARLY = dict.fromkeys(  # from 0.16 on
+    {"ep_overlap_early_attn_memory_release"} & {*TransformerConfig.__dataclass_fields__}, True
+)
 DELAYED = {**TWO_MICROBATCHES, "delay_wgrad_compute": True}
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 ZERO = {"use_distributed_optimizer": True}
@@ -248,7 +252,8 @@ FEATURES: dict[str, Feature] = {
         dp=2, config={**MOE, "expert_model_parallel_size": 2}, around=names_of_te
     ),
     "MoE, expert parallel, overlapped": Feature(
-        config=ALL_TO_ALL, unchecked=TWO_MICROBATCHES, microbatches=3, around=two_streams
+        config=ALL_TO_ALL, unchecked={**TWO_MICROBATCHES, **EARLY}, microbatches=3,
+        around=two_streams,
     ),
     "MoE, expert parallel, overlapped, delayed weight gradients": Feature(
         dp=2, config={**ALL_TO_ALL, **FUSION, "moe_shared_expert_intermediate_size": 64},
