@@ -37,7 +37,7 @@ def test_rows_are_in_order():
 
 # whoever changes a verdict changes it here too, with a test of what is right
 REFUSED = """
-    batch-invariant-mode delay-wgrad-compute experimental-attention-variant external-cuda-graph
+    batch-invariant-mode experimental-attention-variant external-cuda-graph
     fake-process-group fp4-format fp4-param-gather fp8-output-proj
     heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
     init-model-with-meta-device kitchen-config-file kitchen-recipe-number load-model-opt-format
@@ -54,7 +54,7 @@ UNTRIED = """
     log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
     moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph
-    overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm
+    overlap-dispatch-backward-with-experts-wgrad
     perform-rl-step qk-clip sft tensor-parallel-num-weight-shards use-megatron-fsdp
     use-te-activation-func
 """

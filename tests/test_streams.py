@@ -131,6 +131,49 @@ def test_backward_on_autograd_s_thread(rank):
     assert_exact(w.grad, torch.full_like(w, 2 * 1024))
 
 
+@pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined"])
+@on_cpu_ranks(
+    2, device="cuda", environment={**SHORT, "FLUX_MEGATRON_STRATEGY": "{strategy}"}
+)  # fmt: skip
+def test_two_micro_batches_in_flight(rank, strategy):
+    """One's forward and the other's backward in turn, on two streams of one group, beside an
+    all-to-all on a third. Gathered rows are kept for the weight's gradient, as if it came later.
+    """
+    group, tokens = dist.group.WORLD, dist.new_group([0, 1])
+    streams, other = [torch.cuda.Stream() for _ in range(2)], torch.cuda.Stream()
+    w = torch.ones(2048, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    sent, received = (torch.ones(1 << 22, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
+
+    def forward(n):
+        """Of the n-th; by powers of two they differ, and bf16 is exact."""
+        kept = []
+        with torch.cuda.stream(streams[n % 2]):
+            if n % 7 == rank:
+                be_late(0.001)
+            x = torch.full_like(w, 2.0 ** (n % 4), requires_grad=True)[:1024]
+            x.retain_grad()
+            wgrad = lambda w, dy, x: kept.append((dy, x.clone()))  # noqa: E731
+            return x, kept, column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
+
+    waiting = forward(0)
+    for n in range(1, 40):
+        with torch.cuda.stream(other):
+            dist.all_to_all_single(received, sent, group=tokens)
+        following = forward(n)
+        x, kept, y = waiting
+        scale = 2.0 ** ((n - 1) % 4)
+        with torch.cuda.stream(streams[(n - 1) % 2]):
+            y.backward(torch.full_like(y, scale))
+            ((dy, gathered),) = kept
+            dw = plain_wgrad(w, dy, gathered)
+        _done()
+        assert_exact(y, torch.full_like(y, 512 * scale), f"y of {n}")
+        assert_exact(x.grad, torch.full_like(x, 2 * 2048 * scale), f"dx of {n}")
+        assert_exact(dw, torch.full_like(dw, 2 * 1024 * scale**2), f"dw of {n}")
+        waiting = following
+
+
 @on_cpu_ranks(2, device="cuda", environment=SHORT)
 def test_a_capture_on_two_streams(rank):
     """A capture that goes to another stream and back, replayed between eager calls."""

@@ -20,7 +20,7 @@ from torch.nn import Module
 from flux_megatron import settings
 from flux_megatron.integration import coverage, fp8, install, replacing, stand_ins
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
-from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
 from flux_megatron.integration.norm import NORMS, FluxNorm
 from flux_megatron.integration.selection import layer_of
 
@@ -127,9 +127,8 @@ def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callab
 
 
 def _built(kwargs: dict[str, Any]) -> str | None:
-    """Which layer a constructor is called for: only heads can take the weight of an embedding."""
-    name = layer_of(kwargs.get("tp_comm_buffer_name"))
-    return "head" if name is None and "skip_weight_param_allocation" in kwargs else name
+    """Which layer a constructor is called for."""
+    return "head" if is_head(kwargs) else layer_of(kwargs.get("tp_comm_buffer_name"))
 
 
 def _ours_for_norms() -> Any:

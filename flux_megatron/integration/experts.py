@@ -82,6 +82,7 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "moe_single_grouped_weight": "the experts of a linear are one parameter",
         "use_transformer_engine_op_fuser": "TransformerEngine fuses the experts' operations",
         "moe_mlp_glu_interleave_size": "gates and linear halves are interleaved",
+        "overlap_moe_expert_parallel_comm": "Megatron overlaps the all-to-all itself",
         "delay_wgrad_compute": "weight gradients are computed later",
         "overlap_dispatch_backward_with_experts_wgrad": "weight gradients are computed later",
         "add_bias_linear": "experts have a bias",

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flux_megatron.integration import arm, seams
-from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
+from flux_megatron.integration.delayed_wgrad import DelayedWgrad
+from flux_megatron.integration.main_grad import placeholder_gradient
 from flux_megatron.nn import all_reduced, functions
 from flux_megatron.ops import note_fallback
 
@@ -32,7 +33,7 @@ _UNDERSTOOD = {
 _OFF = {"gtp_remat_size": 1}
 
 
-class FluxColumnParallelLinear(ColumnParallelLinear):
+class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
     """megatron-core's `ColumnParallelLinear`: x [s / R, b, K] -> (y [s, b, N / R], bias or None).
 
     Under sequence parallelism forward is AG+GEMM and backward GEMM+RS. `save_gathered = True`, on
@@ -66,6 +67,8 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
         if config.defer_embedding_wgrad_compute and self.grad_output_buffer is None:
             # megatron-core's forward keeps the input of every layer, not the LM head's alone
             self.embedding_activation_buffer: Any = deque(maxlen=0)
+        if config.delay_wgrad_compute and not is_head(kwargs):  # whose backward_dw nobody calls
+            self.delay_wgrad()
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         buffer = kwargs["grad_output_buffer"]
@@ -77,7 +80,10 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
             if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
                 note_fallback("ag_gemm" if kwargs["sequence_parallel"] else "gemm_ar", reason)
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
-        wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
+        gathers = kwargs["sequence_parallel"] and not self.save_gathered
+        wgrad = self.wgrad_of(
+            weight, self.gradient_accumulation_fusion, borrowed="x" if gathers else None
+        )
         dy_buffer: list[Tensor] | None = None
         if buffer is not None and weight.requires_grad and self._was_kept(input):
             dy_buffer = []
@@ -98,7 +104,7 @@ class FluxColumnParallelLinear(ColumnParallelLinear):
         return bool(kept) and kept[-1] is input
 
 
-class FluxRowParallelLinear(RowParallelLinear):
+class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
     """megatron-core's `RowParallelLinear`: x [s, b, K / R] -> (y [s / R, b, N], bias or None).
 
     Under sequence parallelism forward is GEMM+RS and backward AG+GEMM, which leaves the gathered dy
@@ -113,6 +119,8 @@ class FluxRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **kwargs)
         if unknown := seams.unknown_arguments(RowParallelLinear, kwargs):
             self.unknown_arguments = unknown
+        if self.config.delay_wgrad_compute:
+            self.delay_wgrad()
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         options = {"gtp_remat_size": getattr(self, "gtp_remat_size", 1)}
@@ -125,7 +133,10 @@ class FluxRowParallelLinear(RowParallelLinear):
         if offloading is not None and offloading.inside_context:
             # as the forward that this one replaces: older hooks of TransformerEngine look for it
             input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
-        wgrad = into_main_grad(self.weight) if self.gradient_accumulation_fusion else None
+        wgrad = self.wgrad_of(
+            self.weight, self.gradient_accumulation_fusion,
+            borrowed="dy" if self.sequence_parallel else None,
+        )  # fmt: skip
         linear = functions.row_parallel_linear if self.sequence_parallel else all_reduced.row_linear
         output = linear(input_, self.weight, group=self.tp_group, wgrad=wgrad)
         if self.skip_bias_add:
@@ -140,7 +151,7 @@ class FluxRowParallelLinear(RowParallelLinear):
             if self._communicates():
                 note_fallback("gemm_rs" if self.sequence_parallel else "gemm_ar", reason)
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
-        wgrad = into_main_grad(weight) if self.gradient_accumulation_fusion else None
+        wgrad = self.wgrad_of(weight, self.gradient_accumulation_fusion, borrowed=None)
         return all_reduced.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
 
     def _communicates(self) -> bool:
@@ -172,6 +183,13 @@ class _Deferred(torch.autograd.Function):
         buffer.append(dy.view(-1, *ctx.inner, dy.shape[-1]))
         ctx.weight.main_grad = ctx.main_grad
         return placeholder_gradient(ctx.weight, dy.dtype), None, None, None
+
+
+def is_head(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a constructor is called for an LM head, which has no name, but can take the weight of
+    an embedding.
+    """
+    return "skip_weight_param_allocation" in kwargs and not kwargs.get("tp_comm_buffer_name")
 
 
 def _without_fusion(config: Any) -> Any:

@@ -128,6 +128,10 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         yield Refusal("--position-embedding-type relative", _TE_ALONE)
     if value("spec") not in (None, OUR_SPEC):
         yield _of_spec(args.spec, of_te)
+    if value("delay_wgrad_compute") and not of_te:
+        yield Refusal(
+            "--delay-wgrad-compute", "Megatron delays with TransformerEngine's layers alone"
+        )
     if (
         value("defer_embedding_wgrad_compute")
         and layers

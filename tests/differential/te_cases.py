@@ -25,6 +25,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+EP = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 ZERO = "--use-distributed-optimizer"
 CASES: Mapping[str, str] = {
     "GPT": GPT,
@@ -36,7 +37,9 @@ CASES: Mapping[str, str] = {
                       "--recompute-num-layers 1",
     "selective recompute": f"{LLAMA} --recompute-granularity selective "
                            "--recompute-modules core_attn mlp layernorm",
-    "experts": f"{LLAMA} {MOE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "experts": f"{LLAMA} {MOE} {EP}",
+    "expert overlap": f"{LLAMA} {MOE} {EP}",
+    "delayed weight gradients": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024",
     "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
                         "--multi-latent-attention",
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
@@ -56,6 +59,11 @@ OF_FOUR = {
     "interleaved pipeline": "--pipeline-model-parallel-size 2 "
                             "--num-layers-per-virtual-pipeline-stage 1",
 }  # fmt: skip
+# for which Megatron asks for 16 bits, and the reference has 32
+OF_16_BITS = {
+    "expert overlap": "--overlap-moe-expert-parallel-comm",
+    "delayed weight gradients": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+}
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 DELAYED = (
     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
@@ -71,8 +79,7 @@ IN_FP8: Mapping[str, str] = {
     "first and last layers in bf16": f"{LLAMA} {TENSORWISE} --first-last-layers-bf16",
     "recomputed tensorwise": f"{LLAMA} {TENSORWISE} --recompute-granularity full "
                               "--recompute-method uniform --recompute-num-layers 1",
-    "experts tensorwise": f"{LLAMA} {MOE} {TENSORWISE} --expert-model-parallel-size 2 "
-                           "--expert-tensor-parallel-size 1 --moe-router-padding-for-quantization",
+    "experts tensorwise": f"{LLAMA} {MOE} {EP} {TENSORWISE} --moe-router-padding-for-quantization",
     "multi-token prediction tensorwise": f"{LLAMA} {TENSORWISE} --mtp-num-layers 1",
     "CUDA graphs of layers tensorwise": f"{GPT} {TENSORWISE} --cuda-graph-impl local "
                                          "--te-rng-tracker",
@@ -96,7 +103,8 @@ ARMS_IN_FP8 = {
 def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
     """Of pretrain_gpt.py."""
     more = OURS_ALONE.get(case, "") if arm == "ours" else ""
-    more += OF_FOUR.get(case, "") if arm != "reference" else ""
+    if arm != "reference":
+        more += OF_FOUR.get(case, "") + OF_16_BITS.get(case, "")
     arms = ARMS_IN_FP8 if case in IN_FP8 else ARMS
     model = {**CASES, **IN_FP8}[case]
     return f"{COMMON} {model} {arms[arm]} {more} --train-iters {steps}".split()

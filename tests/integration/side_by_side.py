@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers as stock
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import on_cpu_ranks
 
@@ -99,6 +102,21 @@ def give_stock_a_wgrad_kernel() -> None:
     kernels = {f"wgrad_gemm_accum_fp{bits}": accumulate for bits in (16, 32)}
     stock.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(**kernels)
     stock._grad_accum_fusion_available = True
+
+
+@contextlib.contextmanager
+def splits_as_lists() -> Iterator[None]:
+    """Megatron's all-to-all takes splits that lie on the CPU as they are there after a copy from a
+    GPU.
+    """
+    exchange = token_dispatcher.all_to_all
+
+    def with_lists(group: Any, rows: torch.Tensor, *splits: Any, **more: Any) -> torch.Tensor:
+        lists = (s.tolist() if isinstance(s, torch.Tensor) else s for s in splits)
+        return exchange(group, rows, *lists, **more)
+
+    with mock.patch.object(token_dispatcher, "all_to_all", with_lists):
+        yield
 
 
 def build(case: Case, ours: bool, config: Any) -> Any:

@@ -7,6 +7,7 @@ FP8 by one power of two a tensor, so that small integers are exact.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import sys
 import types
@@ -239,7 +240,12 @@ class _Linear(torch.autograd.Function):
         x = gathered(shard, layer.group) if column else shard
         for one in (x, total) if ctx.fp8 else ():
             one.update_usage(columnwise_usage=True)
-        dw, *_ = linear.general_gemm(x, total, layout="NT", grad=True, out_dtype=dtype)
+        wgrad = functools.partial(
+            linear.general_gemm, x, total, layout="NT", grad=True, out_dtype=dtype
+        )
+        if layer.delay_wgrad_compute:
+            layer.delayed = wgrad
+        dw = None if layer.delay_wgrad_compute else wgrad()[0]
         return dx.view(ctx.shape), dw, None, None
 
 
@@ -250,6 +256,8 @@ def scatter(y: Tensor, group: Any) -> Tensor:
 
 
 class Linear(torch.nn.Module):
+    delay_wgrad_compute = False
+
     def __init__(
         self, w: Tensor, mode: str, name: str, group: Any, overlap: bool, bias: Any = None
     ) -> None:
@@ -262,6 +270,9 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Linear.apply(x, self.weight, self.bias, self)
+
+    def backward_dw(self) -> None:
+        self.weight.grad, *_ = self.delayed()
 
 
 def _module(name: str, **names: Any) -> Any:

@@ -270,6 +270,14 @@ def test_deferred_gradients_need_our_layers_in_megatron_s_local_ones(
 
 
 @pytest.mark.parametrize("of_te", [True, False])
+def test_delayed_gradients_need_transformer_engine(monkeypatch, of_te):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    args = argparse.Namespace(transformer_impl="transformer_engine", delay_wgrad_compute=True)
+    found = [refusal.name for refusal in requirements.refusals(args, {})]
+    assert found == ([] if of_te else ["--delay-wgrad-compute"])
+
+
+@pytest.mark.parametrize("of_te", [True, False])
 def test_hybrid_specifications_need_to_be_allowed(monkeypatch, of_te):
     monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
     spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]

@@ -55,12 +55,16 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     x.requires_grad_()
     y = layer(x)
     y.backward(integers(made, *y.shape))
+    if layer.delay_wgrad_compute:
+        layer(x.detach() + 1)  # overwrites what ranks share
+        layer.backward_dw()
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-def both(rank: int, fp8: bool) -> dict[str, int]:
+def both(rank: int, fp8: bool, delayed: bool) -> dict[str, int]:
     overlapped()
     te_modules.FP8GlobalStateManager.enabled = fp8
+    te_modules.Linear.delay_wgrad_compute = delayed
     for mode in SIZES:
         ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
         plain = stepped(rank, layer(rank, mode, False, bias=mode == "column"), mode)
@@ -74,9 +78,11 @@ def _totals() -> dict[str, int]:
     return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
 
 
+@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed weight gradients"])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "16 bits"])
-def test_layers_follow_those_without_overlap(fp8):
-    assert run_ranks(both, 2, fp8, environment=FUSED) == [BOTH, BOTH]
+def test_layers_follow_those_without_overlap(fp8, delayed):
+    calls = {name: count + delayed for name, count in BOTH.items()}
+    assert run_ranks(both, 2, fp8, delayed, environment=FUSED) == [calls, calls]
 
 
 FP8_LAYERS = (1, 2)  # of four

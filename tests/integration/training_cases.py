@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import side_by_side as sbs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as checkpointing
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 from training_run import Feature
 
 from flux_megatron.integration import apex_shim
@@ -130,6 +132,29 @@ def name_of_apex() -> Iterator[None]:
         yield
 
 
+class _Event:
+    """Of the only stream."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+@contextlib.contextmanager
+def two_streams() -> Iterator[None]:
+    """What the schedule of two micro-batches asks of a GPU; also `names_of_te`."""
+    nothing = dict.fromkeys(("range", "range_push"), lambda name: contextlib.nullcontext())
+    nothing["range_pop"] = lambda: None
+    with (
+        names_of_te(),
+        sbs.splits_as_lists(),
+        mock.patch.object(torch.cuda, "Event", _Event),
+        mock.patch.multiple(torch.cuda.nvtx, **nothing),
+        mock.patch.object(torch.Tensor, "record_stream"),
+    ):
+        yield
+
+
 LLAMA = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
     "add_bias_linear": False, "num_query_groups": 4, "num_attention_heads": 8,
@@ -146,10 +171,22 @@ MOE = {
     "num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False,
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
 }  # fmt: skip
+ALL_TO_ALL = {
+    **MOE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+# for which Megatron's configuration asks for 16 bits
+TWO_MICROBATCHES = {"overlap_moe_expert_parallel_comm": True}
+EARLY = dict.fromkeys(  # from 0.16 on
+    {"ep_overlap_early_attn_memory_release"} & {*TransformerConfig.__dataclass_fields__}, True
+)
+DELAYED = {**TWO_MICROBATCHES, "delay_wgrad_compute": True}
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
+DELAYED_DDP = {**OVERLAP, "delay_wgrad_compute": True}
 FOUR_LAYERS = {"num_layers": 4}
+OVERLAPPED_P2P = {**FOUR_LAYERS, "overlap_p2p_comm": True, "batch_p2p_comm": False}
 LENGTHS = (16, 8, 24)
 # Megatron asks for this dispatcher also where there are no experts
 LENGTHS_BETWEEN_STAGES = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
@@ -195,7 +232,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "pipeline, interleaved": Feature(**VPP, config=FOUR_LAYERS, quick=True),
     "pipeline, interleaved, overlapped p2p": Feature(
-        **VPP, config={**FOUR_LAYERS, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+        **VPP, config=OVERLAPPED_P2P
     ),
     "pipeline, variable sequence lengths": Feature(
         **PP, config=LENGTHS_BETWEEN_STAGES, lengths=LENGTHS
@@ -213,6 +250,19 @@ FEATURES: dict[str, Feature] = {
     ),
     "MoE, expert parallel": Feature(
         dp=2, config={**MOE, "expert_model_parallel_size": 2}, around=names_of_te
+    ),
+    "MoE, expert parallel, overlapped": Feature(
+        config=ALL_TO_ALL, unchecked={**TWO_MICROBATCHES, **EARLY}, microbatches=3,
+        around=two_streams,
+    ),
+    "MoE, expert parallel, overlapped, delayed weight gradients": Feature(
+        dp=2, config={**ALL_TO_ALL, **FUSION, "moe_shared_expert_intermediate_size": 64},
+        ddp=DELAYED_DDP, unchecked=DELAYED, microbatches=3, around=two_streams, quick=True,
+    ),
+    "pipeline, interleaved, MoE, expert parallel, overlapped, delayed weight gradients": Feature(
+        pp=2, vp=2, microbatches=4,
+        config={**ALL_TO_ALL, **OVERLAPPED_P2P, "moe_layer_freq": [0, 1] * 2},
+        ddp={"delay_wgrad_compute": True}, unchecked=DELAYED, around=two_streams,
     ),
     "TP 4": Feature(tp=4, config={**LLAMA, **FUSION}),
     "bf16": Feature(**LOW, dtype=torch.bfloat16, quick=True),

@@ -32,7 +32,8 @@ VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 @dataclass(frozen=True)
 class Feature:
     """One way to train: what it sets beside a plain run, and how its linear layers run then.
-    `only_ours` is set with our layers alone, for what Megatron's local ones cannot do.
+    `only_ours` is set with our layers alone, for what Megatron's local ones cannot do; `unchecked`
+    also, but behind the configuration's own checks.
 
     `lengths` are the sequence lengths of the steps, in turn. `prepare` changes a model that was
     just built; `around` is entered for the steps. `runs` is "overlapped", or part of the reason why
@@ -41,6 +42,7 @@ class Feature:
 
     config: dict[str, Any] = field(default_factory=dict)
     only_ours: dict[str, Any] = field(default_factory=dict)
+    unchecked: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     tp: int = 2
@@ -183,7 +185,11 @@ def _config(feature: Feature, layers: str) -> Any:
         "virtual_pipeline_model_parallel_size": feature.vp,
     }  # fmt: skip
     options = {**defaults, **feature.config, **(feature.only_ours if layers == "flux" else {})}
-    return sbs.settings(feature.tp, feature.sp, feature.dtype, **options)
+    config = sbs.settings(feature.tp, feature.sp, feature.dtype, **options)
+    for name, value in feature.unchecked.items() if layers == "flux" else ():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
 
 
 def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -204,11 +210,12 @@ def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.
         yield tokens[:, :-1].contiguous(), positions, mask, tokens[:, 1:].contiguous()
 
 
-def _forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     *inputs, labels = next(batches)
 
     def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = losses.float().mean()
         return loss, {"loss": loss.detach().clone()}
 
-    return model(*inputs, labels=labels), mean
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(*inputs, labels=labels), mean
