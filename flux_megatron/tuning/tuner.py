@@ -26,7 +26,7 @@ from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import STRETCH, NoRoom
 from flux_megatron.tuning.plan_entry import E, Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
-from flux_megatron.tuning.trial import Trial
+from flux_megatron.tuning.trial import AnyTrial, Trial
 
 ROUNDS, FEWEST_ROUNDS, RUN_OFF = 12, 4, 4  # of a run-off so many times the rounds
 AGAIN = "sequential again"  # its second turn in every round
@@ -58,28 +58,34 @@ def measure(
     before its turn; `all_ran`, when each has run once, which compiles and loads kernels. A problem
     `beside` others is raced beside all-reduces.
     """
-    entry = None
-    with suppress(NoRoom):  # on all ranks alike
-        entry = _measure(problem, plans, group, device, seconds, rounds, watch, all_ran)
-    return entry
+    return race_plans(
+        Entry, lambda: Trial(problem, group, device), plans, group, device, seconds=seconds,
+        most_rounds=rounds, watch=watch, all_ran=all_ran,
+    )  # fmt: skip
 
 
-def _measure(
-    problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device,
-    seconds: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
-) -> Entry | None:  # fmt: skip
+def race_plans(
+    kind: type[E], make: Callable[[], AnyTrial], plans: Sequence[Plan], group: ProcessGroup,
+    device: torch.device, *, seconds: float = math.inf, most_rounds: int = ROUNDS,
+    watch: Watch = lambda plan: None, all_ran: Callable[[], None] = lambda: None,
+) -> E | None:  # fmt: skip
+    """`measure` of any kind of trial."""
     started = time.monotonic()
-    trial = _trial(problem, group, device)
-    if trial is None:
-        return None
-    with closing(trial):  # its symmetric memory is the run's
-        return _raced(trial, plans, group, device, seconds, started, most_rounds, watch, all_ran)
+    with suppress(NoRoom):  # on all ranks alike
+        if (trial := _begun(make, group)) is None:
+            return None
+        with closing(trial):  # its symmetric memory is the run's
+            return _raced(
+                kind, trial, plans, group, device, seconds, started, most_rounds, watch, all_ran
+            )
+    return None
 
 
 def _raced(
-    trial: Trial, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, seconds: float,
-    started: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
-) -> Entry | None:  # fmt: skip
+    kind: type[E], trial: AnyTrial, plans: Sequence[Plan], group: ProcessGroup,
+    device: torch.device, seconds: float, started: float, most_rounds: int, watch: Watch,
+    all_ran: Callable[[], None],
+) -> E | None:  # fmt: skip
     problem = trial.problem
     tried: dict[Plan, float] = {}
     failed: list[Failed] = []
@@ -114,13 +120,12 @@ def _raced(
         more = rounds_in_time(RUN_OFF * most_rounds, [tried[plan] for plan in pair])
         again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
         settled = settle(again, plans[0]) if again else settled
-    where = environment.of(device, settled[0].strategy)
-    entry = entry_of(Entry, problem, where, plans, failed, times_us, rounds, settled)
-    return Entry.loads(leaders(group, entry.dumps()))
+    entry = _entry(kind, problem, device, plans, failed, times_us, rounds, settled)
+    return kind.loads(leaders(group, entry.dumps()))
 
 
 def _final(
-    trial: Trial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
+    trial: AnyTrial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
     device: torch.device, rounds: int,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Times of the plans, by their text, and of `AGAIN`; nothing if `sequential` fails.
@@ -177,11 +182,11 @@ def _nearly_always(
     return ways / 3**rounds <= CHANCE
 
 
-def _trial(problem: Problem, group: ProcessGroup, device: torch.device) -> Trial | None:
+def _begun(make: Callable[[], AnyTrial], group: ProcessGroup) -> AnyTrial | None:
     """The operands and what they must give; None on all ranks if one has no room for them."""
     trial = None
     with suppress(torch.OutOfMemoryError):
-        trial = Trial(problem, group, device)
+        trial = make()
     if not all(objects.all_gather(trial is not None, group)) or trial is None:
         return None
     trial.begin()
@@ -199,8 +204,8 @@ def _rounds(seconds: float, times_us: Iterable[float], most: int) -> int:
     return int(max(FEWEST_ROUNDS, min(most, seconds / one)))
 
 
-def entry_of(
-    kind: type[E], problem: object, where: environment.Environment, plans: Sequence[Plan],
+def _entry(
+    kind: type[E], problem: object, device: torch.device, plans: Sequence[Plan],
     failed: Sequence[Failed], times_us: Mapping[str, Sequence[float]], rounds: int,
     settled: tuple[Plan, float],
 ) -> E:  # fmt: skip
@@ -213,7 +218,7 @@ def entry_of(
     ]
     return kind(
         problem=problem,
-        environment=where,
+        environment=environment.of(device),
         plan=winner,
         measured=tuple(sorted(measured, key=lambda one: one.median_us)),
         failed=tuple(failed),
