@@ -179,7 +179,7 @@ def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
 def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes_s, raced_ranges):
     """Every plan's first run, which compiles, takes as long again, and does not count."""
     fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=takes_s)
-    tuner.race = tuner.time = choice.time = fake
+    tuner.race = choice.time = fake
     for case in (SMALL, LARGER):
         check(case)
     assert len(tuner.race.turns) > 2

@@ -70,9 +70,8 @@ def measure(
     """
     plans = candidates(problem, workspace(group, device))
     return tuner.race_plans(
-        ExpertEntry, lambda: Trial(problem, group, device), plans, group, device,
-        most_rounds=rounds,
-    )  # fmt: skip
+        ExpertEntry, lambda: Trial(problem, group, device), plans, group, device, rounds=rounds
+    )
 
 
 def candidates(problem: ExpertProblem, space: Workspace) -> list[Plan]:

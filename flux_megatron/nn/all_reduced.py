@@ -92,33 +92,16 @@ class _AllReduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
         if torch.is_grad_enabled():
-            return *_again(ctx, dy), None
+            # What all ranks have, each uses for its shard of the weight.
+            if (group := ctx.options.fprop_group) is not None:
+                of_dy = ops.differentiable.copy
+                return *functions.again(ctx, "gemm_ar", dy, group, of_dy=of_dy), None
+            of_x, of_dx = ops.differentiable.copy, ops.differentiable.reduce
+            group = ctx.options.dgrad_group
+            return *functions.again(ctx, "gemm_ar", dy, group, of_x=of_x, of_dx=of_dx), None
         x, w = functions._saved(ctx)
         gradients = local_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
         return *gradients, None
-
-
-def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw, db of torch's operations, for autograd to differentiate again. What all ranks have,
-    dy of a row layer and x of a column one, each rank uses for its shard of the weight.
-    """
-    x, w = ctx.saved_tensors
-    options = ctx.options
-    functions.differentiated_again("gemm_ar", options)
-    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-    dy = functions.flat(dy)
-    if options.fprop_group is not None:
-        dy = ops.differentiable.copy(dy, options.fprop_group)
-    dx = dw = None
-    if needs_dx:
-        dx = (dy @ w).reshape(ctx.shape)
-        if options.dgrad_group is not None:
-            dx = ops.differentiable.reduce(dx, options.dgrad_group)
-    if needs_dw:
-        if options.dgrad_group is not None:
-            x = ops.differentiable.copy(x, options.dgrad_group)
-        dw = dy.t() @ functions.flat(x)
-    return dx, dw, dy.sum(0) if needs_db else None
 
 
 def local_backward(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.ops import differentiable
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
@@ -197,21 +198,34 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         if torch.is_grad_enabled():
-            return *_column_again(ctx, dy), None
+            collectives = {"of_x": differentiable.gather, "of_dx": differentiable.scatter}
+            return *again(ctx, "gemm_rs", dy, ctx.options.group, **collectives), None
         x, w = _saved(ctx)
         gradients = column_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
         return *gradients, None
 
 
-def _column_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw, db of torch's operations, for autograd to differentiate again."""
-    differentiated_again("gemm_rs", ctx.options)
-    x, w = ctx.saved_tensors
-    group, dy = ctx.options.group, flat(dy)
-    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-    dx = ops.differentiable.scatter(dy @ w, group).reshape(ctx.shape) if needs_dx else None
-    dw = dy.t() @ ops.differentiable.gather(flat(x), group) if needs_dw else None
-    return dx, dw, dy.sum(0) if needs_db else None
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def again(
+    ctx: Any, pattern: str, dy: Tensor, group: ProcessGroup | None, *,
+    of_dy: Collective | None = None, of_x: Collective | None = None,
+    of_dx: Collective | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, dw, db of torch's operations, for autograd to differentiate again, with these collectives
+    over the group.
+    """
+    differentiated_again(pattern, ctx.options)
+
+    def through(collective: Collective | None, tensor: Tensor) -> Tensor:
+        return tensor if collective is None or group is None else collective(tensor, group)
+
+    (x, w), needs = ctx.saved_tensors, ctx.needs_input_grad
+    dy = through(of_dy, _flat(dy))
+    dx = through(of_dx, dy @ w).reshape(ctx.shape) if needs[0] else None
+    dw = dy.t() @ through(of_x, _flat(x)) if needs[1] else None
+    return dx, dw, dy.sum(0) if needs[2] else None
 
 
 def differentiated_again(pattern: str, options: Any) -> None:
@@ -228,7 +242,7 @@ def differentiated_again(pattern: str, options: Any) -> None:
     ops.note_fallback(pattern, "create_graph=True: torch computes what is differentiated again")
 
 
-def flat(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -276,19 +290,10 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         if torch.is_grad_enabled():
-            return *_row_again(ctx, dy), None
+            return again(ctx, "ag_gemm", dy, ctx.options.group, of_dy=differentiable.gather)
         x, w = _saved(ctx)
         needs_dx = ctx.needs_input_grad[0]
         return *row_backward(dy, x, w, ctx.shape, ctx.options, needs_dx), None
-
-
-def _row_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw of torch's operations, for autograd to differentiate again."""
-    x, w = ctx.saved_tensors
-    differentiated_again("ag_gemm", ctx.options)
-    gathered = ops.differentiable.gather(flat(dy), ctx.options.group)
-    dx = (gathered @ w).reshape(ctx.shape) if ctx.needs_input_grad[0] else None
-    return dx, gathered.t() @ flat(x) if ctx.needs_input_grad[1] else None
 
 
 def row_backward(

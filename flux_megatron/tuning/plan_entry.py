@@ -37,9 +37,8 @@ class AnyEntry:
 
     `FOLDER`, in that of a GPU, has its files; `FILE` is how they are called after the problem.
 
-    `environment.sources` is the digest of what calls of the best plan's strategy run. `untried`
-    counts the plans for which there was no time. `noise_us` is how much `sequential` differs from
-    itself between two calls of one round.
+    `untried` counts plans for which a time limit left no time; there is none any more. `noise_us`
+    is how much `sequential` differs from itself between two calls of one round.
     """
 
     FOLDER: ClassVar[str] = ""
