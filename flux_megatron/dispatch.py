@@ -96,24 +96,12 @@ def decide(
     decision = space.checked.get(key)
     if decision is None:
         with space.guard():  # measuring makes calls
-            decision = _decide(pattern, x, w, bias, layout, plan, space, scaling)
+            if error := _error(pattern, x, w, bias, space, layout, plan, scaling):
+                refuse(f"{pattern}: {error}", space.group, x.device)
+            decision = _new_decision(pattern, x, w, layout, plan, space, scaling)
         space.checked[key] = decision
     space.note(decision.description)
     return decision
-
-
-def _decide(
-    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan | None,
-    space: Workspace, scaling: Scaling | None,
-) -> Decision:  # fmt: skip
-    if error := _error(pattern, x, w, bias, space, layout, plan, scaling):
-        refuse(f"{pattern}: {error}", space.group, x.device)
-    key = (
-        pattern, x.shape, w.shape, x.dtype, layout, plan, space.settings, scaling and scaling[2:],
-    )  # fmt: skip
-    if key not in space.decisions:
-        space.decisions[key] = _new_decision(pattern, x, w, layout, plan, space, scaling)
-    return space.decisions[key]
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

@@ -1,14 +1,14 @@
 """The public operations.
 
-`all_gather_gemm`, `gemm_reduce_scatter` and `gemm_all_reduce` are torch custom operators, which
-torch.compile keeps whole. They are not differentiable: `nn.functions` joins each to its dual. The
-functions below them are the same operations in pieces, for the schedules of backward.
+They are torch custom operators, which torch.compile keeps whole. AG+GEMM and GEMM+RS are not
+differentiable: `nn.functions` joins each to its dual. The functions below them are the same
+operations in pieces, for the schedules of backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,42 +23,19 @@ from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
-from flux_megatron.overlap.registry import ReductionInFlight
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
 from flux_megatron.problem import Pattern, Plan
 from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
 
+# with what layers and experts take from rooms below
 __all__ = [
-    "OPERATIONS",
-    "Layers",
-    "all_gather_gemm",
-    "awaited",
-    "differentiable",
-    "gemm_all_reduce",
-    "gemm_reduce_scatter",
-    "gemv_all_reduce",
-    "group_named",
-    "guard",
-    "is_plain",
-    "is_traced",
-    "local",
-    "local_shards",
-    "note_fallback",
-    "note_layers",
-    "phase",
-    "plan_of",
-    "plan_text",
-    "refuse",
-    "refuse_wrappers",
-    "run_ag_gemm",
-    "run_gemm_ar",
-    "run_gemm_rs",
-    "start_gather",
-    "start_gather_and_gemm_rs",
-    "start_gemm_ar",
-    "start_gemm_rs",
-]
+    "OPERATIONS", "Layers", "all_gather_gemm", "awaited", "differentiable", "gemm_all_reduce",
+    "gemm_reduce_scatter", "gemv_all_reduce", "group_named", "guard", "is_plain", "is_traced",
+    "local", "local_shards", "note_fallback", "note_layers", "phase", "plan_of", "plan_text",
+    "refuse", "refuse_wrappers", "run_ag_gemm", "run_gemm_ar", "run_gemm_rs", "start_gather",
+    "start_gather_and_gemm_rs", "start_gemm_ar", "start_gemm_rs",
+]  # fmt: skip
 
 
 def all_gather_gemm(
@@ -135,7 +112,7 @@ def gemm_reduce_scatter(
 def gemm_all_reduce(
     x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
 ) -> Tensor:
-    """GEMM+AR: a row layer without sequence parallelism.
+    """GEMM+AR: a row layer without sequence parallelism; differentiable.
 
         y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
 
@@ -146,7 +123,8 @@ def gemm_all_reduce(
     | result | [M, N], the same on every rank |
 
     Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. If M is no multiple of R
-    only `signalled` and, for few rows, `low_latency` overlap.
+    only `signalled` and, for few rows, `low_latency` overlap. dy is the same on all ranks, so
+    dx = dy @ w and dw = dy.t() @ x need no communication.
     """
     x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):
@@ -155,24 +133,17 @@ def gemm_all_reduce(
 
 
 def gemv_all_reduce(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt") -> Tensor:
-    """GEMM+AR of the few rows of a decoding step; differentiable.
+    """`gemm_all_reduce` of the few rows of a decoding step: M is 1 to 128, `ValueError` for more.
 
-        y = sum([x of rank s @ w.t() of rank s for s in range(R)])  # "nn": w, not w.t()
-
-    Shapes, errors and rounding as for `gemm_all_reduce`; M is 1 to 128, `ValueError` for more. It
-    gets the plan of that: one kernel (`low_latency`) where ranks share symmetric memory and nothing
-    was measured to be faster; for more than 64 rows only where it was measured. With that kernel
-    every rank has the same bits, in every run. dy is the same on all ranks, so dx = dy @ w and
-    dw = dy.t() @ x need no communication.
+    One kernel (`low_latency`) computes it where ranks share symmetric memory and nothing was
+    measured to be faster; for more than 64 rows only where it was measured. With that kernel every
+    rank has the same bits, in every run.
     """
     if x.dim() == 2 and x.shape[0] > MOST_ROWS:
         name_of(group)
         error = f"gemv_all_reduce: {x.shape[0]} rows given, {MOST_ROWS} at most expected"
         refuse(error, group, x.device)
-    x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
-    if _eager(x, w):
-        return run_gemm_ar(x, w, group, layout=layout)
-    return _gemv_all_reduce(x, w, name_of(group), layout)
+    return gemm_all_reduce(x, w, group, layout=layout)
 
 
 def local_shards(
@@ -286,18 +257,8 @@ def _(x, w, group, layout, plan):
     return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
 
 
-@torch.library.custom_op("flux_megatron::gemv_all_reduce", mutates_args=())
-def _gemv_all_reduce(x: Tensor, w: Tensor, group: str, layout: str) -> Tensor:
-    return run_gemm_ar(x, w, group_named(group), layout=layout)
-
-
-@_gemv_all_reduce.register_fake
-def _(x, w, group, layout):
-    return x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
-
-
 def _keep_operands(ctx, inputs, output) -> None:
-    x, w, ctx.group, ctx.layout = inputs
+    x, w, ctx.group, ctx.layout, _ = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
 
@@ -309,10 +270,10 @@ def _local_gradients(ctx, dy: Tensor):
     nt = ctx.layout == "nt"
     dx = None if w is None else dy @ (w if nt else w.t())
     dw = None if x is None else (dy.t() @ x if nt else x.t() @ dy)
-    return dx, dw, None, None
+    return dx, dw, None, None, None
 
 
-_gemv_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
+_gemm_all_reduce.register_autograd(_local_gradients, setup_context=_keep_operands)
 
 
 def plan_text(plan: Plan | None) -> str:
@@ -397,48 +358,9 @@ def run_ag_gemm(
     return y
 
 
-def run_gemm_rs(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None,
-    scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
-    """`gemm_reduce_scatter` without torch's operator."""
-    y: Tensor = _reduced(Pattern.GEMM_RS, "gemm_rs", x, w, group, layout, plan, scaling)
-    return y
-
-
-def run_gemm_ar(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-) -> Tensor:
-    """`gemm_all_reduce` without torch's operator."""
-    y: Tensor = _reduced(Pattern.GEMM_AR, "gemm_ar", x, w, group, layout, plan)
-    return y
-
-
-def start_gemm_rs(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-) -> ReductionInFlight:
-    """`gemm_reduce_scatter` in two steps: the `finish` of what this returns gives the result. The
-    caller may enqueue other work in between.
-    """
-    started: ReductionInFlight = _reduced(
-        Pattern.GEMM_RS, "start_gemm_rs", x, w, group, layout, plan
-    )
-    return started
-
-
-def start_gemm_ar(
-    x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None
-) -> ReductionInFlight:
-    """`gemm_all_reduce` in two steps, as `start_gemm_rs` for `gemm_reduce_scatter`."""
-    started: ReductionInFlight = _reduced(
-        Pattern.GEMM_AR, "start_gemm_ar", x, w, group, layout, plan
-    )
-    return started
-
-
 def _reduced(
-    pattern: Pattern, function: str, x: Tensor, w: Tensor, group: ProcessGroup, layout: str,
-    plan: Plan | None, scaling: Scaling | None = None,
+    pattern: Pattern, function: str, x: Tensor, w: Tensor, group: ProcessGroup, *,
+    layout: str = "nt", plan: Plan | None = None, scaling: Scaling | None = None,
 ) -> Any:  # fmt: skip
     """What this function of the chosen strategy gives."""
     x, w = _memory(pattern, x, w, group)
@@ -452,6 +374,15 @@ def _reduced(
         made = getattr(decision.strategy, function)(x, w, layout, plan, space, *scaled)
     decision.count()
     return made
+
+
+# `gemm_reduce_scatter` and `gemm_all_reduce` without torch's operator
+run_gemm_rs = partial(_reduced, Pattern.GEMM_RS, "gemm_rs")
+run_gemm_ar = partial(_reduced, Pattern.GEMM_AR, "gemm_ar")
+# The same in two steps: the `finish` of what these return gives the result. The caller may enqueue
+# other work in between.
+start_gemm_rs = partial(_reduced, Pattern.GEMM_RS, "start_gemm_rs")
+start_gemm_ar = partial(_reduced, Pattern.GEMM_AR, "start_gemm_ar")
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):

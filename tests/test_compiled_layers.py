@@ -202,9 +202,10 @@ def test_shapes_follow_from_the_arguments_alone(rank):
     name = dist.group.WORLD.group_name
     with FakeTensorMode():
         x, w = torch.empty(6, BATCH, K), torch.empty(N, K)
-        y, kept = operators.column_parallel_linear(x, w, None, name, 3, None, True)
+        y, kept = operators.linear("column", x, w, None, name, 3, None, True)
         assert (y.shape, kept.shape) == ((18, BATCH, N), (18 * BATCH, K))
-        assert operators.row_parallel_linear(x, w, None, name, 3).shape == (2, BATCH, N)
+        y, kept = operators.linear("row", x, w, None, name, 3, None, False)
+        assert (y.shape, kept.shape) == ((2, BATCH, N), (0, K))
         assert ops._all_gather_gemm(x[:, 0], w, None, name, 3, "nt", "").shape == (18, N)
         assert ops._gemm_reduce_scatter(x[:, 0], w, name, 3, "nt", "").shape == (2, N)
 
@@ -218,16 +219,17 @@ def test_opcheck(rank):
     x, w, bias = operands()
     main_grad, dy = torch.zeros_like(w), torch.ones(4, BATCH, N, device=DEVICE)
     check = partial(torch.library.opcheck, test_utils=CHEAP)
-    torch.library.opcheck(operators.column_parallel_linear, (x, w, None, name, 1, bias, False))
+    torch.library.opcheck(operators.linear, ("column", x, w, None, name, 1, bias, False))
     for into in (None, main_grad):
         for keep in (False, True):
-            check(operators.column_parallel_linear, (x, w, into, name, 1, bias, keep))
-        check(operators.row_parallel_linear, (x, w, into, name, 1))
-        check(operators.local_linear, (x, w, into, name, 1, bias))
-        check(operators.local_linear, (x, w, into, "", 1, None))
-        check(operators.row_linear, (x, w, into, name, 1))
+            check(operators.linear, ("column", x, w, into, name, 1, bias, keep))
+        check(operators.linear, ("row", x, w, into, name, 1, None, False))
+        check(operators.linear, ("local", x, w, into, name, 1, bias, False))
+        check(operators.linear, ("local", x, w, into, "", 1, None, False))
+        check(operators.linear, ("whole", x, w, into, name, 1, None, False))
     for layer in ("column", "row", "local"):
-        given = (layer, dy, x.detach(), w.detach(), name, 1, [True, True, layer != "row"])
+        needs = [True, True, layer != "row"]
+        given = (layer, dy, x.detach(), w.detach(), name, 1, False, needs)
         check(operators._backward, given)
         check(operators._backward_into, (main_grad, *given))
     check(operators.sum_over_group, (x.detach(), name))

@@ -124,8 +124,9 @@ def test_opcheck(rank):
         for bias in (None, integers(N)):
             check(ops._all_gather_gemm, (x, weight, bias, name, 1, layout, ""))
         check(ops._gemm_reduce_scatter, (x, weight, name, 1, layout, ""))
-        check(ops._gemm_all_reduce, (x, weight, name, layout, ""))
-    check(ops._gemv_all_reduce, (x.requires_grad_(), w.requires_grad_(), name, "nt"))
+    given = (x.requires_grad_(), w.requires_grad_(), name)
+    for layout, weight in (("nt", given), ("nn", (x, w.detach().t().contiguous(), name))):
+        check(ops._gemm_all_reduce, (*weight, layout, ""))
     rows, counts = rows_and_counts()
     up, down = (integers(E, *shape).requires_grad_() for shape in ((N, K), (K, N)))
     for keep in (False, True):

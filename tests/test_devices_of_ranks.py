@@ -30,7 +30,6 @@ from flux_megatron.nn import functions, norm
 from flux_megatron.patterns import Pattern
 from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import link
-from flux_megatron.wgrad import plain_wgrad
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
@@ -194,10 +193,10 @@ def backward_of_a_new_thread(rank: int, device: torch.device) -> None:
     made = layer("column", 2, torch.bfloat16, (256,), 512, 512, bias=False, kept=0.15)
     x, w = (one[rank].to(device).requires_grad_() for one in (made.x, made.w))
     dy = made.dy[rank].to(device)
-    options = functions._Options(dist.group.WORLD, plain_wgrad)
+    options = functions.Options("column", dist.group.WORLD)
     with torch.no_grad():  # lists of its pieces, which autograd's thread runs first of all
         for _ in range(CALLS):
-            functions.column_backward(dy, x, w, x.shape, options, (True, True, False))
+            functions.backward(dy, x, w, x.shape, options, (True, True, False))
     y = functions.column_parallel_linear(x, w, None, group=dist.group.WORLD)
     y.backward(dy)
     assert_exact(x.grad, made.dx[rank], "dx")

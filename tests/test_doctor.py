@@ -16,7 +16,7 @@ import pytest
 from flux_megatron import doctor, settings
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.tuning import choice, environment
+from flux_megatron.tuning import environment, plan_cache
 from flux_megatron.tuning.environment import Environment
 from flux_megatron.tuning.plan_entry import Entry, Measured
 
@@ -293,16 +293,16 @@ def test_plans_that_the_user_has_measured_are_counted(tmp_path, monkeypatch):
     problem = Problem(Pattern.AG_GEMM, 512, 512, 512, "bfloat16", 4)
     entry = Entry(problem, here, plan, (Measured(plan, 1.0),), (), 0, 0.1, 12, "2026-01-31")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(environment, "of", lambda device, strategy=None: here)
+    monkeypatch.setattr(environment, "of", lambda device: here)
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     settings.reload()
     try:
         assert "0 of just this software" in found("measured plans").text
-        choice.keep(entry, tmp_path, torch.device("cuda", 0))
-        choice._opened.cache_clear()
+        plan_cache.keep(entry, tmp_path, torch.device("cuda", 0))
+        plan_cache._opened.cache_clear()
         plans = found("measured plans")
         assert (plans.status, plans.text.split(", ")[1]) == ("ok", "1 of just this software")
     finally:
         monkeypatch.delenv("FLUX_MEGATRON_CACHE")
         settings.reload()
-        choice._opened.cache_clear()
+        plan_cache._opened.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -19,7 +18,7 @@ from flux_megatron.expert_parallel import fused, plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.problem import Plan
 from flux_megatron.tune_command import experts as tune_experts
-from flux_megatron.tuning import environment
+from flux_megatron.tuning import environment, plan_cache
 from flux_megatron.tuning.plan_entry import Measured
 
 CPU = torch.device("cpu")
@@ -29,25 +28,30 @@ PROBLEM = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, device="cpu")
 
 def entry_of(problem: ExpertProblem, plan: Plan, device: torch.device = CPU) -> ExpertEntry:
     measured = (Measured(plan, 1.0),)
-    where = plans.here(device, plan)
-    return ExpertEntry(problem, where, plan, measured, (), 0.0, 12, "today")
+    return ExpertEntry(problem, environment.of(device), plan, measured, (), 0, 0.0, 12, "today")
+
+
+def keep(entry: ExpertEntry) -> Path:
+    folder = flux_megatron.settings.get().cache
+    plan_cache.keep(entry, folder, CPU)
+    return plan_cache.store(plan_cache.user_folder(folder), entry)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     flux_megatron.settings.reload()
-    plans._opened.cache_clear()
+    plan_cache._opened.cache_clear()
     yield tmp_path
-    plans._opened.cache_clear()
+    plan_cache._opened.cache_clear()
     monkeypatch.undo()
     flux_megatron.settings.reload()
 
 
 def test_exactly_this_problem_and_environment_hit(cache):
     entry = entry_of(PROBLEM, Plan("signalled", splits=2))
-    file = plans.keep(entry, CPU)
-    plans._opened.cache_clear()
+    file = keep(entry)
+    plan_cache._opened.cache_clear()
     assert plans.kept(PROBLEM, CPU) == entry
     others = {
         "operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17,
@@ -60,46 +64,28 @@ def test_exactly_this_problem_and_environment_hit(cache):
         raw = json.loads(file.read_text())
         raw["entries"][0]["environment"][name] = "another"
         file.write_text(json.dumps(raw))
-        plans._opened.cache_clear()
+        plan_cache._opened.cache_clear()
         assert plans.kept(PROBLEM, CPU) is None, name
-        plans.keep(entry, CPU)
-
-
-def test_the_sources_are_those_of_its_strategy():
-    digests = {name: plans.here(CPU, Plan(name)).sources for name in ("fused", "signalled")}
-    assert digests["fused"] != digests["signalled"]
-    assert digests["fused"] != environment.of(CPU, "fused").sources
+        keep(entry)
 
 
 def test_what_is_measured_again_takes_the_place_and_what_cannot_be_read_is_a_miss(cache):
-    first = plans.keep(entry_of(PROBLEM, PLAIN), CPU)
-    assert plans.keep(entry_of(PROBLEM, Plan("fused")), CPU) == first
-    plans._opened.cache_clear()
+    first = keep(entry_of(PROBLEM, PLAIN))
+    assert keep(entry_of(PROBLEM, Plan("fused"))) == first
+    plan_cache._opened.cache_clear()
     found = plans.kept(PROBLEM, CPU)
     assert found is not None
     assert found.plan.strategy == "fused"
     first.write_text(first.read_text().replace('"noise_us"', '"silence_us"'))
-    plans._opened.cache_clear()
-    with pytest.warns(UserWarning, match=r"entry 0: left out, .*noise_us"):
+    plan_cache._opened.cache_clear()
+    with pytest.warns(UserWarning, match=r"left out: .*entry 0: .*noise_us"):
         assert plans.kept(PROBLEM, CPU) is None
-
-
-def test_entries_of_earlier_versions_are_read_as_those_of_linear_layers_are(cache):
-    entry = entry_of(PROBLEM, PLAIN)
-    file = plans.keep(entry, CPU)
-    text = file.read_text().replace('"untried": 0, ', "").replace('"format": 4', '"format": 3')
-    assert text.count('"splits": 0') == 2
-    file.write_text(text.replace('"splits": 0', '"splits": 0, "split_k_shards": 0'))
-    plans._opened.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert plans.kept(PROBLEM, CPU) == entry
 
 
 def chosen(rank: int, folder: Path, entries: list[ExpertEntry]) -> dict:
     """What calls run that name no strategy; only rank 0 has entries."""
     for entry in entries if rank == 0 else ():
-        plans.keep(entry, CPU)
+        keep(entry)
     calls(rank, "fused", ("nt",), (even,))  # no plan
     return flux_megatron.report().calls
 

@@ -52,7 +52,7 @@ def test_memory_is_released_on_request_and_taken_again(rank):
     space = workspace(group, here())
     flux_megatron.release(group)
     assert [one.group for one in workspaces()] == [other]
-    assert (space.size_bytes, space.channels, space.decisions) == (0, {}, {})
+    assert (space.size_bytes, space.channels, space.checked) == (0, {}, {})
     check(case, group)  # takes memory again
     assert workspace(group, here()) is not space
     flux_megatron.release()

@@ -27,7 +27,7 @@ ENTRY = Entry(
 
 
 def opened(*folders: Path, where: Environment = HERE) -> PlanCache:
-    return PlanCache(folders, lambda strategy: where)
+    return PlanCache(Entry, folders, where)
 
 
 def test_a_hit(tmp_path):
@@ -78,21 +78,10 @@ def test_alone_and_beside_others_are_two_problems(tmp_path):
     assert cache.of_kind(replace(KIND, beside=True), here=True) == [beside]
 
 
-def test_an_entry_is_of_here_if_the_sources_of_its_own_plan_are(tmp_path):
-    """Whatever became of the sources of other strategies."""
-    plan_cache.store(tmp_path, ENTRY)
-
-    def where(changed: str):
-        return lambda strategy: replace(HERE, sources="new") if strategy == changed else HERE
-
-    assert PlanCache([tmp_path], where("hopper")).find(PROBLEM) == ENTRY
-    assert PlanCache([tmp_path], where("pipelined")).find(PROBLEM) is None
-
-
 def test_what_is_measured_again_takes_the_place_of_what_was(tmp_path):
-    """Whichever plan wins then, whose sources are others."""
+    """Whatever became of the sources meanwhile."""
     first = plan_cache.store(tmp_path, ENTRY)
-    other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="of sequential"))
+    other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="later"))
     assert plan_cache.store(tmp_path, other) == first
     assert opened(tmp_path).entries == [other]
 

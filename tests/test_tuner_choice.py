@@ -38,12 +38,12 @@ def store(
     the fastest, then `others`.
     """
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
-    where = environment.of(device, strategy)
+    where = environment.of(device)
     problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
     plans = [Plan(name, comm_rows=3) for name in (strategy, *others.split())]
     measured = tuple(Measured(plan, float(place)) for place, plan in enumerate(plans))
     entry = Entry(problem, replace(where, **changes), plans[0], measured, (), 0, 0.0, 12, "today")
-    plan_cache.store(choice.user_folder(folder), entry)
+    plan_cache.store(plan_cache.user_folder(folder), entry)
 
 
 def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
@@ -179,7 +179,7 @@ def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
 def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes_s, raced_ranges):
     """Every plan's first run, which compiles, takes as long again, and does not count."""
     fake = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0, takes_s=takes_s)
-    tuner.race = tuner.time = choice.time = fake
+    tuner.race = choice.time = fake
     for case in (SMALL, LARGER):
         check(case)
     assert len(tuner.race.turns) > 2

@@ -115,6 +115,15 @@ def data_error(indices: Tensor, offsets: Tensor, rows: int) -> str:
     return ""
 
 
+def bags_of_entries(indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each bag's number of entries, and the number of each entry's bag, [nnz]; the host does not
+    wait for it.
+    """
+    lengths = offsets.diff()
+    numbers = torch.arange(lengths.numel(), device=lengths.device)
+    return lengths, torch.repeat_interleave(numbers, lengths, output_size=indices.numel())
+
+
 def _words(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{list(tensor.shape)} {dtype} on {tensor.device}"

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flux_megatron.embedding.bags import Bags
+from flux_megatron.embedding.bags import Bags, bags_of_entries
 from flux_megatron.kernels import embedding_a2a as pooling
 from flux_megatron.kernels.embedding_gradient import CHUNK, embedding_gradient
 from flux_megatron.kernels.sizes import cdiv
@@ -98,9 +98,7 @@ def sorted_entries(
     order of the bags: `keys` [nnz], the row; `entries` [nnz], the row of gradients [B, T_local];
     `starts` [T_local * rows + 1], the first entry of each row; `scales` [nnz], for means.
     """
-    lengths, device = offsets.diff(), indices.device
-    numbers = torch.arange(lengths.numel(), device=device)
-    bag = torch.repeat_interleave(numbers, lengths, output_size=indices.numel())
+    (lengths, bag), device = bags_of_entries(indices, offsets), indices.device
     table_rows = bags.local * bags.rows
     narrow = torch.int32 if table_rows < 2**31 else torch.int64  # half the work of sorting
     keys, order = (bag // bags.batch * bags.rows + indices).to(narrow).sort(stable=True)

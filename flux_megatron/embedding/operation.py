@@ -106,43 +106,28 @@ def _(weight, indices, offsets, tables, group, mode, strategy, validate, sparse=
 @torch.library.custom_op("flux_megatron::embedding_all_to_all_backward", mutates_args=())
 def _backward(
     dy: Tensor, indices: Tensor, offsets: Tensor, rows: int, tables: Sequence[int], group: str,
-    mode: str, strategy: str,
+    mode: str, strategy: str, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
+    """dw, or with `sparse` what each entry adds to it (`sparse_gradient`)."""
     space = workspace(group_named(group), dy.device)
     space.check()
+    rank, D = space.group.rank(), dy.shape[2]
     if not dy.shape[0]:
-        return dy.new_zeros(tables[space.group.rank()], rows, dy.shape[2])
-    bags = Bags(
-        tuple(tables), space.group.rank(), rows, dy.shape[2], dy.shape[0] * len(tables), mode,
-        dy.dtype,
-    )  # fmt: skip
+        return dy.new_zeros(0, D) if sparse else dy.new_zeros(tables[rank], rows, D)
+    bags = Bags(tuple(tables), rank, rows, D, dy.shape[0] * len(tables), mode, dy.dtype)
+    if sparse:
+        with _call(bags, "sequential", space, "sparse backward"):
+            return sparse_gradient.values(dy, indices, offsets, bags, space)
     with _call(bags, strategy, space, "backward") as module:
         return module.backward(dy, indices, offsets, bags, space)
 
 
 @_backward.register_fake
-def _(dy, indices, offsets, rows, tables, group, mode, strategy):
+def _(dy, indices, offsets, rows, tables, group, mode, strategy, sparse=False):
+    if sparse:
+        return dy.new_empty(indices.shape[0], dy.shape[2])
     local = (offsets.shape[0] - 1) // max(1, dy.shape[0] * len(tables))
     return dy.new_empty(local, rows, dy.shape[2])
-
-
-@torch.library.custom_op("flux_megatron::embedding_all_to_all_entries", mutates_args=())
-def _entry_gradients(
-    dy: Tensor, indices: Tensor, offsets: Tensor, tables: Sequence[int], group: str, mode: str
-) -> Tensor:
-    space = workspace(group_named(group), dy.device)
-    space.check()
-    if not dy.shape[0]:
-        return dy.new_zeros(0, dy.shape[2])
-    samples = dy.shape[0] * len(tables)
-    bags = Bags(tuple(tables), space.group.rank(), 0, dy.shape[2], samples, mode, dy.dtype)
-    with _call(bags, "sequential", space, "sparse backward"):
-        return sparse_gradient.values(dy, indices, offsets, bags, space)
-
-
-@_entry_gradients.register_fake
-def _(dy, indices, offsets, tables, group, mode):
-    return dy.new_empty(indices.shape[0], dy.shape[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -153,12 +138,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw = None
-    if ctx.needs_input_grad[0] and ctx.sparse:
-        (indices, offsets), (tables, group, mode, _) = ctx.saved_tensors, ctx.options
-        values = _entry_gradients(dy, indices, offsets, tables, group, mode)
-        dw = sparse_gradient.as_tensor(values, indices, offsets, ctx.local, ctx.rows)
-    elif ctx.needs_input_grad[0]:
-        dw = _backward(dy, *ctx.saved_tensors, ctx.rows, *ctx.options)
+    if ctx.needs_input_grad[0]:
+        indices, offsets = ctx.saved_tensors
+        dw = _backward(dy, indices, offsets, ctx.rows, *ctx.options, ctx.sparse)
+        if ctx.sparse:
+            dw = sparse_gradient.as_tensor(dw, indices, offsets, ctx.local, ctx.rows)
     return dw, *(None,) * 8
 
 

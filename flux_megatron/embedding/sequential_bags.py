@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flux_megatron.embedding.bags import MODES, Bags
+from flux_megatron.embedding.bags import MODES, Bags, bags_of_entries
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.workspace import Workspace
 
@@ -43,9 +43,7 @@ def backward(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Wo
     """dy [B / R, T, D]  ->  dw [T_local, rows, D]."""
     gradients = exchanged(dy, bags, space)
     with phase("gradient of rows"):
-        lengths = offsets.diff()
-        numbers = torch.arange(lengths.numel(), device=offsets.device)
-        bag_of_entry = torch.repeat_interleave(numbers, lengths, output_size=indices.numel())
+        lengths, bag_of_entry = bags_of_entries(indices, offsets)
         dw = torch.ops.aten._embedding_bag_dense_backward(
             gradients.transpose(0, 1).flatten(0, 1),
             as_one_table(indices, offsets, bags), bag_of_entry, lengths, lengths,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flux_megatron.embedding.bags import Bags
+from flux_megatron.embedding.bags import Bags, bags_of_entries
 from flux_megatron.embedding.sequential_bags import exchanged
 from flux_megatron.symm.workspace import Workspace
 
@@ -18,23 +18,16 @@ from flux_megatron.symm.workspace import Workspace
 def values(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Workspace) -> Tensor:
     """dy [B / R, T, D]  ->  of each entry what it adds to its row, [nnz, D]."""
     gradients = exchanged(dy, bags, space).transpose(0, 1).flatten(0, 1)
-    lengths = offsets.diff()
-    bag = bag_of_entry(lengths, indices.numel())
+    lengths, bag = bags_of_entries(indices, offsets)
     found = gradients.index_select(0, bag)
     return found / lengths[bag][:, None] if bags.mode == "mean" else found
 
 
 def as_tensor(values: Tensor, indices: Tensor, offsets: Tensor, local: int, rows: int) -> Tensor:
     """The values as a sparse tensor [T_local, rows, D], not coalesced."""
-    lengths = offsets.diff()
-    table = bag_of_entry(lengths, indices.numel()) // (lengths.numel() // local)
+    lengths, bag = bags_of_entries(indices, offsets)
+    table = bag // (lengths.numel() // local)
     return torch.sparse_coo_tensor(
         torch.stack([table, indices]), values, (local, rows, values.shape[1]),
         check_invariants=False,
     )  # fmt: skip
-
-
-def bag_of_entry(lengths: Tensor, nnz: int) -> Tensor:
-    """The number of each entry's bag, [nnz]; the host does not wait for it."""
-    numbers = torch.arange(lengths.numel(), device=lengths.device)
-    return torch.repeat_interleave(numbers, lengths, output_size=nnz)

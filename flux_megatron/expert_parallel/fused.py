@@ -1,10 +1,13 @@
 """Communication inside the GEMM's kernel: rows and tiles go straight into the other rank's buffer.
 
 Each call begins with an exchange of counts, after which every rank knows all offsets. The host
-never reads them.
+never reads them. `hopper` runs the same calls by the Hopper kernels, of the same routes and
+signals, so ranks need not run the same ones.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,15 +53,20 @@ def a2a_gemm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
     K = x.shape[1]
-    call, routes, received = begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
-    with phase("a2a_gemm kernel"):
-        y = a2a_gemm_kernels.a2a_gemm(
-            x, w, routes, **about(call), capacity=capacity, layout=layout, tile=plan.tile,
-            comm_rows=plan.comm_rows, keep=keep,
-        )  # fmt: skip
+    call, routes, received = _begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
+    how = _about(call) | {"layout": layout, "tile": plan.tile, "comm_rows": plan.comm_rows}
+    arrived = _received_rows(call, counts, x, capacity, K)
     rows = x.new_empty(capacity if keep else 0, K)
-    if keep:
-        rows.copy_(received_rows(call, counts, x, capacity, K))
+    with phase("a2a_gemm kernel"):
+        if _by_hopper(plan, x, w):
+            from flux_megatron.kernels import hopper_a2a_gemm
+
+            words = call.channel.work_counter
+            y = hopper_a2a_gemm.a2a_gemm(x, arrived, w, rows, routes, work_words=words, **how)
+        else:
+            y = a2a_gemm_kernels.a2a_gemm(x, w, routes, capacity=capacity, keep=keep, **how)
+            if keep:
+                rows.copy_(arrived)
     space.end(call)
     return y, received, rows
 
@@ -69,17 +77,29 @@ def gemm_a2a(
 ) -> Tensor:  # fmt: skip
     """y [tokens, N], in the order in which the tokens were sent."""
     N = w.matrices.shape[1 if layout == "nt" else 2]
-    call, routes, _ = begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
+    call, routes, _ = _begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
+    how = _about(call) | {"layout": layout, "tile": plan.tile, "comm_rows": plan.comm_rows}
     with phase("gemm_a2a kernel"):
-        y = gemm_a2a_kernels.gemm_a2a(
-            x, w, routes, **about(call), tokens=tokens, layout=layout, tile=plan.tile,
-            comm_rows=plan.comm_rows,
-        )  # fmt: skip
+        if _by_hopper(plan, x, w):
+            from flux_megatron.kernels import hopper_gemm_a2a
+
+            arrived = _received_rows(call, counts, x, x.shape[0], N)
+            words = call.channel.work_counter
+            y = hopper_gemm_a2a.gemm_a2a(
+                x, w, arrived, routes, work_words=words, tokens=tokens, **how
+            )
+        else:
+            y = gemm_a2a_kernels.gemm_a2a(x, w, routes, tokens=tokens, **how)
     space.end(call)
     return y
 
 
-def begin(
+def _by_hopper(plan: Plan, x: Tensor, w: ExpertWeights) -> bool:
+    """Whether the Hopper kernels compute it: TMA needs whole units."""
+    return plan.strategy == "hopper" and launch.has_whole_units(x, w.matrices)
+
+
+def _begin(
     channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, plan: Plan,
     space: Workspace,
 ) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
@@ -88,7 +108,7 @@ def begin(
     """
     header = header_bytes(*counts.shape)
     call = transfer.begin(space, channel, header + capacity * columns * x.element_size())
-    known = about(call)
+    known = _about(call)
     del known["world_size"]
     with phase("exchange of counts"):
         routes, received = exchange_counts(
@@ -98,23 +118,17 @@ def begin(
     return call, routes, received
 
 
-def about(call: Call) -> dict:
+def _about(call: Call) -> dict[str, Any]:
     """What every kernel of a call is told."""
     return {
-        "pointers": call.pointers,
-        "pad": call.pads[call.rank],
-        "pad_pointers": call.pad_pointers,
-        "status": call.status,
-        "rank": call.rank,
-        "world_size": call.world_size,
+        "pointers": call.pointers, "pad": call.pads[call.rank], "pad_pointers": call.pad_pointers,
+        "status": call.status, "rank": call.rank, "world_size": call.world_size,
         "epoch": as_int32(call.epoch),
         "timeout_ns": call.timeout_ns,
-    }
+    }  # fmt: skip
 
 
-def received_rows(call: Call, counts: Tensor, x: Tensor, capacity: int, columns: int) -> Tensor:
+def _received_rows(call: Call, counts: Tensor, x: Tensor, capacity: int, columns: int) -> Tensor:
     """The rows [capacity, columns] of this rank's region."""
     header = header_bytes(*counts.shape)
-    size_bytes = capacity * columns * x.element_size()
-    region = call.view(call.rank, (header + size_bytes,), torch.uint8)
-    return region[header:].view(x.dtype).view(capacity, columns)
+    return call.region.view(call.rank, (capacity, columns), x.dtype, header)

@@ -6,23 +6,15 @@ first strategy that can run is taken.
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from flux_megatron import settings
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
-from flux_megatron.tuning import environment, plan_cache
-from flux_megatron.tuning.choice import user_folder
-from flux_megatron.tuning.environment import Environment
-from flux_megatron.tuning.plan_cache import Entries
+from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import AnyEntry
-
-ROOM = "expert_parallel"
 
 
 @dataclass(frozen=True)
@@ -43,6 +35,11 @@ class ExpertProblem:
     layout: str = "nt"
     device: str = "cuda"
 
+    @property
+    def beside(self) -> bool:
+        """Nothing else runs while experts are timed."""
+        return False
+
     def __str__(self) -> str:
         return (
             f"{self.operation} capacity {self.capacity} E={self.experts} N={self.N} K={self.K} "
@@ -52,31 +49,18 @@ class ExpertProblem:
 
 @dataclass(frozen=True)
 class ExpertEntry(AnyEntry):
-    """That of experts. Older ones do not say that no plan was `untried`."""
+    """That of experts."""
 
     FOLDER = "experts"
     _SIZES = "{0.capacity}x{0.experts}x{0.N}x{0.K}_{0.layout}_{0.dtype}_ep{0.world_size}"
     FILE = "{0.operation}_" + _SIZES
 
     problem: ExpertProblem
-    untried: int = field(default=0, kw_only=True)
-
-
-def here(device: torch.device, plan: Plan) -> Environment:
-    """The environment of this process, with the sources of the plan's strategy."""
-    return environment.of(device, plan.strategy, ROOM)
 
 
 def kept(problem: ExpertProblem, device: torch.device) -> ExpertEntry | None:
     """The entry of exactly this problem, measured in this environment."""
-    return _opened(settings.get().cache, device).find(problem)
-
-
-def keep(entry: ExpertEntry, device: torch.device) -> Path:
-    """Use the entry from now on, here and in later runs. `OSError` where it cannot be written."""
-    folder = settings.get().cache
-    _opened(folder, device).entries.insert(0, entry)
-    return plan_cache.store(user_folder(folder), entry)
+    return plan_cache.opened(ExpertEntry, settings.get().cache, device).find(problem)
 
 
 def agreed(problem: ExpertProblem, space: Workspace) -> Plan | None:
@@ -84,16 +68,3 @@ def agreed(problem: ExpertProblem, space: Workspace) -> Plan | None:
     entry = kept(problem, space.device) if space.group.rank() == 0 else None
     answer, *_ = space.agreement.ask(str(problem), entry.plan.dumps() if entry else "")
     return Plan.loads(answer) if answer else None
-
-
-@lru_cache(maxsize=8)
-def _opened(folder: Path, device: torch.device) -> Entries[ExpertEntry]:
-    """The user's entries, then those we ship; what cannot be read is left out with a warning."""
-    found = Entries(
-        ExpertEntry, [user_folder(folder), plan_cache.shipped()],
-        lambda strategy: environment.of(device, strategy, ROOM),
-    )  # fmt: skip
-    for reason in found.left_out:
-        text = f"flux_megatron: measured plans of experts are left out, or read in part: {reason}"
-        warnings.warn(text, stacklevel=2)
-    return found

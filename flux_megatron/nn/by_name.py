@@ -15,21 +15,21 @@ from flux_megatron.nn import all_reduced, functions, operators
 def column_parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
     """`functions.column_parallel_linear`."""
     if ops.is_traced():
-        return operators.column_parallel_linear(x, w, None, name, R, bias, False)[0]
+        return operators.linear("column", x, w, None, name, R, bias, False)[0]
     return functions.column_parallel_linear(x, w, bias, group=ops.group_named(name))
 
 
 def row_parallel_linear(x: Tensor, w: Tensor, name: str, R: int) -> Tensor:
     """`functions.row_parallel_linear`."""
     if ops.is_traced():
-        return operators.row_parallel_linear(x, w, None, name, R)
+        return operators.linear("row", x, w, None, name, R, None, False)[0]
     return functions.row_parallel_linear(x, w, group=ops.group_named(name))
 
 
 def local_linear(x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
     """`all_reduced.local_linear`; with the name "" dx stays this rank's partial sum."""
     if ops.is_traced():
-        return operators.local_linear(x, w, None, name, R, bias)
+        return operators.linear("local", x, w, None, name, R, bias, False)[0]
     group = ops.group_named(name) if name else None
     return all_reduced.local_linear(x, w, bias, allreduce_group=group)
 
@@ -37,5 +37,5 @@ def local_linear(x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -
 def row_linear(x: Tensor, w: Tensor, name: str, R: int) -> Tensor:
     """`all_reduced.row_linear`."""
     if ops.is_traced():
-        return operators.row_linear(x, w, None, name, R)
+        return operators.linear("whole", x, w, None, name, R, None, False)[0]
     return all_reduced.row_linear(x, w, group=ops.group_named(name))

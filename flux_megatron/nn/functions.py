@@ -1,18 +1,21 @@
-"""Column- and row-parallel linear layers under sequence parallelism: forward, and backward as its
-dual.
+"""Linear layers: forward, and backward as its dual.
 
 | layer | fprop | dgrad | wgrad |
 | --- | --- | --- | --- |
 | column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or saved |
 | row | RS(x w^T) | AG(dy) w | AG(dy)^T x: dy as dgrad has gathered it |
+| local | x w^T | dy w, or AR(dy w), which hides behind wgrad | dy^T x |
+| whole | AR(x w^T) | dy w | dy^T x |
 
-The weight keeps torch's layout [N, K]; dgrad reads it without a copy. In the column layer's
-backward the scatter of dx also hides behind wgrad, and its sum comes last.
+The first two are those of sequence parallelism, the others have every token on every rank
+(`all_reduced`). The weight keeps torch's layout [N, K]; dgrad reads it without a copy. In the
+column layer's backward the scatter of dx also hides behind wgrad, and its sum comes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
+from flux_megatron.ops import differentiable
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
+_UNGUARDED = nullcontext()
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 
 
@@ -44,23 +49,15 @@ def column_parallel_linear(
     are those of `ops.all_gather_gemm`. Under torch.compile the call is one operator; `wgrad` is
     None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
-    name = ops.name_of(group)
+    ops.name_of(group)
     x, w, bias = ops.local_shards(COLUMN, x, w, bias, group, "nt")
     if bias is not None and bias.dtype != x.dtype and bias.dtype.is_floating_point:
         y = column_parallel_linear(
             x, w, None, group=group, wgrad=wgrad, save_gathered=save_gathered, dy_buffer=dy_buffer
         )
         return y + bias  # as torch promotes them
-    if ops.is_traced() and traceable("column_parallel_linear", wgrad, dy_buffer):
-        from flux_megatron.nn import operators
-
-        return operators.column_parallel_linear(
-            x, w, main_grad(wgrad), name, group.size(), bias, save_gathered
-        )[0]
-    if not torch.is_grad_enabled():
-        return _column_forward(x, _rows(x), w, bias, group)
-    options = _Options(group, wgrad or plain_wgrad, save_gathered, dy_buffer)
-    return _ColumnParallel.apply(dense(x), w, bias, options)
+    options = Options("column", group, wgrad or plain_wgrad, save_gathered, dy_buffer)
+    return linear("column_parallel_linear", x, w, bias, options)
 
 
 def row_parallel_linear(
@@ -76,34 +73,45 @@ def row_parallel_linear(
 
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
-    name = ops.name_of(group)
+    ops.name_of(group)
     x, w, _ = ops.local_shards(ROW, x, w, None, group, "nt")
-    if ops.is_traced() and traceable("row_parallel_linear", wgrad):
+    options = Options("row", group, wgrad or plain_wgrad)
+    return linear("row_parallel_linear", x, w, None, options)
+
+
+class Options(NamedTuple):
+    """`group` is the process group that communicates; None where none does."""
+
+    layer: str
+    group: Any
+    wgrad: Wgrad = plain_wgrad
+    save_gathered: bool = False
+    dy_buffer: list[Tensor] | None = None
+
+
+def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """The layer that `options` name, called by this name: one operator where it is traced, one node
+    of autograd where gradients are enabled.
+    """
+    layer, group, wgrad, save_gathered, _ = options
+    if ops.is_traced() and _traceable(name, options):
         from flux_megatron.nn import operators
 
-        return operators.row_parallel_linear(x, w, main_grad(wgrad), name, group.size())
-    check_tokens(x, group)
+        into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
+        named = ("", 1) if group is None else (group.group_name, group.size())
+        return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
     if not torch.is_grad_enabled():
-        return _row_forward(x, _rows(x), w, group)
-    return _RowParallel.apply(dense(x), w, _Options(group, wgrad or plain_wgrad))
+        return forward(layer, x, _rows(x), w, bias, group)
+    return _Linear.apply(dense(x), w, bias, options)
 
 
-def check_tokens(x: Tensor, group: ProcessGroup) -> None:
-    """Refuse tokens that the ranks cannot share evenly."""
-    if x.shape[0] % group.size():
-        error = (
-            f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
-            f"group's {group.size()} ranks expected"
-        )
-        ops.refuse(error, group, x.device)
-
-
-def traceable(name: str, wgrad: Wgrad | None, dy_buffer: list[Tensor] | None = None) -> bool:
+def _traceable(name: str, options: Options) -> bool:
     """Whether an operator can do it: it takes tensors, neither functions nor lists of the caller.
 
     Otherwise torch.compile breaks the graph here, or says why it cannot.
     """
-    if dy_buffer is None and (wgrad is None or isinstance(wgrad, IntoMainGrad)):
+    known = options.wgrad is plain_wgrad or isinstance(options.wgrad, IntoMainGrad)
+    if known and options.dy_buffer is None:
         return True
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
@@ -113,16 +121,14 @@ def traceable(name: str, wgrad: Wgrad | None, dy_buffer: list[Tensor] | None = N
     return False
 
 
-def main_grad(wgrad: Wgrad | None) -> Tensor | None:
-    """The tensor to which a traceable `wgrad` adds."""
-    return wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
-
-
-class _Options(NamedTuple):
-    group: ProcessGroup
-    wgrad: Wgrad
-    save_gathered: bool = False
-    dy_buffer: list[Tensor] | None = None
+def _check_tokens(x: Tensor, group: ProcessGroup) -> None:
+    """Refuse tokens that the ranks cannot share evenly."""
+    if x.shape[0] % group.size():
+        error = (
+            f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
+            f"group's {group.size()} ranks expected"
+        )
+        ops.refuse(error, group, x.device)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -143,12 +149,6 @@ def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
         return wgrad(w, dy, x)
 
 
-def _saved(ctx) -> tuple[Any, Tensor]:
-    """The rows of x, or None if they were not saved, and the weight."""
-    x, w = ctx.saved_tensors
-    return x if x is None else _rows(x), w
-
-
 def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
     """A new matrix, resized to another shape. Not a view: the caller of a Function may not modify
     one in place, as Megatron's loss does.
@@ -157,39 +157,41 @@ def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
     return made.resize_(*shape)  # which takes the host half as long as of a tuple
 
 
-def _like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
-    """A new y [tokens * ..., n] in the shape [tokens, ..., n], for x [s, ..., k]."""
-    return _shaped(y, (tokens, *x.shape[1:-1], y.shape[1]))
-
-
 # Each layer is one node of autograd, reshapes included: every further node costs the host some
 # microseconds in forward and in backward. Without gradients there is not even that one, as where
 # activations are computed anew.
 
 
-def _column_forward(
-    x: Tensor, rows: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup,
+def forward(
+    layer: str, x: Tensor, rows: Tensor, w: Tensor, bias: Tensor | None, group: Any,
     consume: Callable[[Tensor], None] | None = None,
 ) -> Tensor:  # fmt: skip
+    """y; `consume` borrows what a column layer gathers."""
+    tokens = x.shape[0]
+    if layer == "row":
+        _check_tokens(x, group)
     with ops.phase("fprop"):
-        y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
-        return _like(y, x, x.shape[0] * group.size())
+        if layer == "column":
+            tokens *= group.size()
+            y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
+        elif layer == "row":
+            tokens //= group.size()
+            y = ops.run_gemm_rs(rows, w, group)
+        else:
+            y = rows @ w.t() if layer == "local" else ops.run_gemm_ar(rows, w, group)
+            y = y if bias is None else y + bias
+        return _shaped(y, (tokens, *x.shape[1:-1], y.shape[1]))
 
 
-def _row_forward(x: Tensor, rows: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    with ops.phase("fprop"):
-        return _like(ops.run_gemm_rs(rows, w, group), x, x.shape[0] // group.size())
-
-
-class _ColumnParallel(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
         rows = _rows(x)
         kept: list[Tensor] = []
         keep = options.save_gathered and needs_x
         consume = (lambda gathered: kept.append(gathered.clone())) if keep else None
-        y = _column_forward(x, rows, w, bias, options.group, consume)
+        y = forward(options.layer, x, rows, w, bias, options.group, consume)
         ctx.save_for_backward(kept[0] if keep else x if needs_x else None, w)
         ctx.options, ctx.shape = options, x.shape
         return y
@@ -197,29 +199,43 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         if torch.is_grad_enabled():
-            return *_column_again(ctx, dy), None
-        x, w = _saved(ctx)
-        gradients = column_backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad)
-        return *gradients, None
+            return *_again(ctx, dy), None
+        x, w = ctx.saved_tensors
+        x = x if x is None else _rows(x)
+        return *backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad), None
 
 
-def _column_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+# how dy, x and dx travel where torch computes gradients that are differentiated again: what all
+# ranks have each uses for its shard of the weight
+_AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
+    "column": ("gemm_rs", None, differentiable.gather, differentiable.scatter),
+    "row": ("ag_gemm", differentiable.gather, None, None),
+    "local": ("gemm_ar", None, differentiable.copy, differentiable.reduce),
+    "whole": ("gemm_ar", differentiable.copy, None, None),
+}
+
+
+def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dw, db of torch's operations, for autograd to differentiate again."""
-    differentiated_again("gemm_rs", ctx.options)
-    x, w = ctx.saved_tensors
-    group, dy = ctx.options.group, flat(dy)
-    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-    dx = ops.differentiable.scatter(dy @ w, group).reshape(ctx.shape) if needs_dx else None
-    dw = dy.t() @ ops.differentiable.gather(flat(x), group) if needs_dw else None
-    return dx, dw, dy.sum(0) if needs_db else None
+    pattern, of_dy, of_x, of_dx = _AGAIN[ctx.options.layer]
+    _note_again(pattern, ctx.options)
+
+    def through(collective: Any, tensor: Tensor) -> Tensor:
+        group = ctx.options.group
+        return tensor if collective is None or group is None else collective(tensor, group)
+
+    (x, w), needs = ctx.saved_tensors, ctx.needs_input_grad
+    dy = through(of_dy, dy.reshape(-1, dy.shape[-1]))
+    dx = through(of_dx, dy @ w).reshape(ctx.shape) if needs[0] else None
+    dw = dy.t() @ through(of_x, x.reshape(-1, x.shape[-1])) if needs[1] else None
+    return dx, dw, dy.sum(0) if needs[2] else None
 
 
-def differentiated_again(pattern: str, options: Any) -> None:
+def _note_again(pattern: str, options: Options) -> None:
     """Count a backward of which gradients are to be differentiated; `RuntimeError` where they
     cannot be.
     """
-    kept = getattr(options, "save_gathered", False)
-    if options.wgrad is not plain_wgrad or options.dy_buffer is not None or kept:
+    if options.wgrad is not plain_wgrad or options.dy_buffer is not None or options.save_gathered:
         raise RuntimeError(
             f"{pattern}: create_graph=True given, but weight gradients are accumulated elsewhere, "
             "deferred, or formed of gathered rows that were kept: for second derivatives leave "
@@ -228,30 +244,28 @@ def differentiated_again(pattern: str, options: Any) -> None:
     ops.note_fallback(pattern, "create_graph=True: torch computes what is differentiated again")
 
 
-def flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def column_backward(
-    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
+def backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: Options,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx, dw, db of `column_parallel_linear`, each None where `needs` has False.
+    """dx, dw, db of a layer, each None where `needs` has False.
 
     x has the rows that forward saved, None if no gradient needs them; `shape` is that of dx.
     """
-    needs_dx, needs_dw, needs_db = needs[:3]
-    dy = _rows(dy)
-    gather = scatter = dx = dw = None
-    local = None if options.save_gathered else x
-    with ops.guard(options.group, dy.device):
+    dy, (needs_dx, needs_dw, needs_db) = _rows(dy), needs[:3]
+    if options.layer == "row":
+        return *_row_backward(dy, x, w, shape, options, needs_dx), None
+    column = options.layer == "column"
+    group: Any = None if options.layer == "whole" else options.group
+    gather = reduction = dx = dw = None
+    with _UNGUARDED if group is None or not (column or needs_dx) else ops.guard(group, dy.device):
         with ops.phase("dgrad"):
-            if local is not None and needs_dx:
-                gather, scatter = ops.start_gather_and_gemm_rs(local, dy, w, options.group)
-            elif local is not None:
-                gather = ops.start_gather(local, w, options.group)
+            if column:
+                gather, reduction = _column_dgrad(dy, x, w, options, needs_dx)
+            elif needs_dx and group is None:
+                dx = dy @ w
             elif needs_dx:
-                scatter = ops.start_gemm_rs(dy, w, options.group, layout="nn")
+                reduction = ops.start_gemm_ar(dy, w, group, layout="nn")
         if x is not None:
             dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
         elif needs_dw and options.dy_buffer is not None:
@@ -259,58 +273,43 @@ def column_backward(
         if gather:
             gather.close()
         db = dy.sum(0) if needs_db else None
-        if scatter:
-            dx = _shaped(scatter.finish(), shape)
-    return dx, dw, db
+        if reduction:
+            dx = reduction.finish()
+    return None if dx is None else _shaped(dx, shape), dw, db
 
 
-class _RowParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, options: _Options) -> Tensor:
-        rows = _rows(x)
-        y = _row_forward(x, rows, w, options.group)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
-        ctx.options, ctx.shape = options, x.shape
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        if torch.is_grad_enabled():
-            return *_row_again(ctx, dy), None
-        x, w = _saved(ctx)
-        needs_dx = ctx.needs_input_grad[0]
-        return *row_backward(dy, x, w, ctx.shape, ctx.options, needs_dx), None
+def _column_dgrad(
+    dy: Tensor, x: Tensor | None, w: Tensor, options: Options, needs_dx: bool
+) -> tuple[Any, Any]:
+    """What is in flight for wgrad, if forward has kept a shard of x, and for dx."""
+    local = None if options.save_gathered else x
+    if local is not None and needs_dx:
+        return ops.start_gather_and_gemm_rs(local, dy, w, options.group)
+    if local is not None:
+        return ops.start_gather(local, w, options.group), None
+    return None, ops.start_gemm_rs(dy, w, options.group, layout="nn") if needs_dx else None
 
 
-def _row_again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw of torch's operations, for autograd to differentiate again."""
-    x, w = ctx.saved_tensors
-    differentiated_again("ag_gemm", ctx.options)
-    gathered = ops.differentiable.gather(flat(dy), ctx.options.group)
-    dx = (gathered @ w).reshape(ctx.shape) if ctx.needs_input_grad[0] else None
-    return dx, gathered.t() @ flat(x) if ctx.needs_input_grad[1] else None
-
-
-def row_backward(
-    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: _Options,
+def _row_backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: Options,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx and dw of `row_parallel_linear`; dw is None without x, the rows of forward."""
+    """dx and dw; dw is None without x, the rows of forward."""
     dw: list[Tensor | None] = [None]
+    group = options.group
 
     def weight_gradient(gathered_dy: Tensor) -> None:
         dw[0] = _run_wgrad(options.wgrad, w, gathered_dy, x)
 
-    dy = _rows(dy)
     dx = None
     consume = weight_gradient if x is not None else None
     if needs_dx:
         with ops.phase("dgrad"):
-            dx = ops.run_ag_gemm(dy, w, None, options.group, layout="nn", consume=consume)
+            dx = ops.run_ag_gemm(dy, w, None, group, layout="nn", consume=consume)
         dx = _shaped(dx, shape)
     elif consume:
-        with ops.guard(options.group, dy.device):
-            gather = ops.start_gather(dy, w, options.group, layout="nn")
+        with ops.guard(group, dy.device):
+            gather = ops.start_gather(dy, w, group, layout="nn")
             consume(gather.complete())
             gather.close()
     return dx, dw[0]

@@ -19,66 +19,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Gather.apply(x, group)
-
-
-def scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Scatter.apply(x, group)
-
-
-def copy(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Copy.apply(x, group)
-
-
-def reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Reduce.apply(x, group)
-
-
-class _Gather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        shards = [x.new_empty(x.shape) for _ in range(group.size())]
-        dist.all_gather(shards, x.contiguous(), group=group)
-        return torch.cat(shards)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, name: str) -> Tensor:
+        ctx.group, ctx.name = group, name
+        return _FORWARD[name](x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return scatter(dy, ctx.group), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _Collective.apply(dy, ctx.group, _BACKWARD[ctx.name]), None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group).chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return gather(dy, ctx.group), None
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    shards = [x.new_empty(x.shape) for _ in range(group.size())]
+    dist.all_gather(shards, x.contiguous(), group=group)
+    return torch.cat(shards)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce(dy, ctx.group), None
+def _scattered(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _summed(x, group).chunk(group.size())[group.rank()].clone()
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return copy(dy, ctx.group), None
+def _copied(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -86,3 +49,23 @@ def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous()
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
+
+
+_FORWARD = {"gather": _gathered, "scatter": _scattered, "copy": _copied, "reduce": _summed}
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "copy": "reduce", "reduce": "copy"}
+
+
+def gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _Collective.apply(x, group, "gather")
+
+
+def scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _Collective.apply(x, group, "scatter")
+
+
+def copy(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _Collective.apply(x, group, "copy")
+
+
+def reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _Collective.apply(x, group, "reduce")

@@ -61,8 +61,8 @@ class Workspace:
         self.calls: CallLog | None = None
         # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
         self.agreed: dict[Hashable, Any] = {}
-        self.decisions: Recent[Hashable, Any] = Recent(SHAPES)  # by the shapes of a call
-        self.checked: Recent[Hashable, Any] = Recent(SHAPES)  # by all that a rank checks of a call
+        # decisions, by all that a rank checks of a call
+        self.checked: Recent[Hashable, Any] = Recent(SHAPES)
         self.programs: Recent[Hashable, Any] = Recent(SHAPES)  # of `overlap.calls`
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
@@ -214,7 +214,6 @@ class Workspace:
         self.channels.clear()
         self.kept.clear()
         self.agreed.clear()
-        self.decisions.clear()
         self.checked.clear()
         self.programs.clear()
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from flux_megatron import settings
 from flux_megatron.errors import BadInput
 from flux_megatron.expert_parallel import plans, tune
 from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.tune_command.measure import join, table
-from flux_megatron.tuning import tuner
+from flux_megatron.tuning import plan_cache, tuner
 
 
 def problems(
@@ -64,14 +63,7 @@ def run(wanted: Sequence[ExpertProblem], again: bool) -> None:
                 console.print(f"[red]{problem}: no memory, or `sequential` failed: not kept[/red]")
                 continue
             if not known:
-                _keep(entry, device)
+                plan_cache.keep(entry, settings.get().cache, device)
             console.print(table(entry, known))
     finally:
         dist.destroy_process_group()
-
-
-def _keep(entry: plans.ExpertEntry, device: torch.device) -> None:
-    try:
-        plans.keep(entry, device)
-    except OSError as error:
-        warnings.warn(f"flux_megatron: a measured plan is not kept: {error}", stacklevel=2)

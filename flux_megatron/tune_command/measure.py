@@ -23,7 +23,7 @@ from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tune_command.rank_processes import rendezvous
-from flux_megatron.tuning import choice, environment, plan_cache, tuner
+from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 
 Advance = Callable[[Problem, "Plan | None", int], None]
@@ -41,7 +41,7 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
     try:
         entries = _tune_all(problems, group, device, again)
         if dist.get_rank() == 0:
-            where = choice.user_folder(settings.get().cache)
+            where = plan_cache.user_folder(settings.get().cache)
             Console().print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
         if out is not None and dist.get_rank() == 0:
             connections = environment.of(device).max_connections
@@ -67,7 +67,7 @@ def _tune_all(
     problems: Sequence[Problem], group: dist.ProcessGroup, device: torch.device, again: bool
 ) -> list[Entry]:
     folder = settings.get().cache
-    cache = choice.opened(folder, device)
+    cache = plan_cache.opened(Entry, folder, device)
     plans = {problem: _plans(problem, group, device) for problem in problems}
     entries = []
     with _display(sum(map(len, plans.values()))) as (console, advance):
@@ -84,7 +84,7 @@ def _tune_all(
                 console.print(f"[red]{problem}: `sequential` failed, nothing is kept[/red]")
                 continue
             if not known:
-                choice.keep(entry, folder, device)
+                plan_cache.keep(entry, folder, device)
             entries.append(entry)
             console.print(table(entry, known))
     return entries

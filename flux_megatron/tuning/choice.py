@@ -10,13 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
@@ -25,8 +21,7 @@ from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import Workspace, capturing
-from flux_megatron.tuning import environment, plan_cache, tuner
-from flux_megatron.tuning.plan_cache import PlanCache
+from flux_megatron.tuning import plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
 
@@ -52,7 +47,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     answer: dict[str, Any] = {"races": False, "points": []}
     if space.group.rank() == 0 and plan is None and settings.get().strategy == "auto":
         races = answer["races"] = _may_race(space)
-        entries = opened(settings.get().cache, space.device).of_kind(kind, here=races)
+        cache = plan_cache.opened(Entry, settings.get().cache, space.device)
+        entries = cache.of_kind(kind, here=races)
         answer["points"] = [(entry.problem.M, entry.plan.dumps()) for entry in entries]
     question = f"{problem} with {plan.dumps()}" if plan else str(problem)
     said = json.loads(space.agreement.ask(question, json.dumps(answer))[0])
@@ -80,37 +76,6 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, names), None
-
-
-def opened(folder: Path, device: torch.device) -> PlanCache:
-    """The entries of the user's cache and those we ship, for this environment; read once."""
-    return _opened(folder, device)
-
-
-@lru_cache(maxsize=8)
-def _opened(folder: Path, device: torch.device) -> PlanCache:
-    where = partial(environment.of, device)
-    cache = PlanCache([user_folder(folder), plan_cache.shipped()], where)
-    for reason in cache.left_out:
-        warnings.warn(
-            f"flux_megatron: measured plans are left out, or read in part: {reason}",
-            stacklevel=2,
-        )
-    return cache
-
-
-def user_folder(folder: Path) -> Path:
-    """Where in FLUX_MEGATRON_CACHE measured plans are."""
-    return folder / "plans"
-
-
-def keep(entry: Entry, folder: Path, device: torch.device) -> None:
-    """Use the entry from now on, here and in later runs."""
-    opened(folder, device).entries.insert(0, entry)
-    try:
-        plan_cache.store(user_folder(folder), entry)
-    except OSError as error:
-        warnings.warn(f"flux_megatron: a measured plan is not kept: {error}", stacklevel=2)
 
 
 def _may_race(space: Workspace) -> bool:
@@ -173,7 +138,7 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
     if entry is None:
         return None
     if space.group.rank() == 0:
-        keep(entry, settings.get().cache, space.device)
+        plan_cache.keep(entry, settings.get().cache, space.device)
     if dist.get_rank() == 0:
         print(f"flux_megatron: {_described(entry, time.monotonic() - started)}", file=sys.stderr)
     return entry

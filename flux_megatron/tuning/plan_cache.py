@@ -13,31 +13,30 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
+
+import torch
 
 from flux_megatron.problem import Problem
+from flux_megatron.tuning import environment
 from flux_megatron.tuning.environment import PACKAGE, Environment
-from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, Entry, read_entry
+from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, decode
 
 
-class Entries(Generic[E]):
-    """The entries of a kind in some folders, for one machine; earlier folders come first.
+class PlanCache(Generic[E]):
+    """The entries of a kind in some folders, for one machine; earlier folders come first."""
 
-    `where` is the environment of this process for calls of a strategy.
-    """
-
-    def __init__(
-        self, kind: type[E], folders: Iterable[Path], where: Callable[[str], Environment]
-    ) -> None:
-        self.where = where
-        self.environment = where("sequential")
+    def __init__(self, kind: type[E], folders: Iterable[Path], environment: Environment) -> None:
+        self.environment = environment
         self.entries: list[E] = []
         self.left_out: list[str] = []
         for folder in folders:
-            entries, left_out = read_folder(kind, folder / slug(self.environment.gpu) / kind.FOLDER)
+            entries, left_out = read_folder(kind, folder / slug(environment.gpu) / kind.FOLDER)
             self.entries += entries
             self.left_out += left_out
 
@@ -46,17 +45,10 @@ class Entries(Generic[E]):
         return next((e for e in self.entries if e.problem == problem and self.is_here(e)), None)
 
     def is_here(self, entry: E) -> bool:
-        """Whether it was measured in this environment, with what its plan would run today."""
-        return entry.environment == self.where(entry.plan.strategy)
+        """Whether it was measured in this environment, with what would run today."""
+        return entry.environment == self.environment
 
-
-class PlanCache(Entries[Entry]):
-    """The entries of linear layers."""
-
-    def __init__(self, folders: Iterable[Path], where: Callable[[str], Environment]) -> None:
-        super().__init__(Entry, folders, where)
-
-    def of_kind(self, kind: Problem, here: bool) -> list[Entry]:
+    def of_kind(self, kind: Problem, here: bool) -> list[E]:
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
         environment, then, unless only they are wanted (`here`), those with other software.
         """
@@ -67,6 +59,35 @@ class PlanCache(Entries[Entry]):
         ]  # fmt: skip
         found.sort(key=lambda one: not self.is_here(one))
         return [one for one in found if self.is_here(one)] if here else found
+
+
+def opened(kind: type[E], folder: Path, device: torch.device) -> PlanCache[E]:
+    """The entries of the user's cache, in `folder`, and those we ship, for this environment; read
+    once.
+    """
+    return _opened(kind, folder, device)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=8)
+def _opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
+    cache = PlanCache(kind, [user_folder(folder), shipped()], environment.of(device))
+    for reason in cache.left_out:
+        warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=3)
+    return cache
+
+
+def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
+    """Use the entry from now on, here and in later runs."""
+    opened(type(entry), folder, device).entries.insert(0, entry)
+    try:
+        store(user_folder(folder), entry)
+    except OSError as error:
+        warnings.warn(f"flux_megatron: a measured plan is not kept: {error}", stacklevel=2)
+
+
+def user_folder(folder: Path) -> Path:
+    """Where in FLUX_MEGATRON_CACHE measured plans are."""
+    return folder / "plans"
 
 
 def _machine(environment: Environment) -> tuple[str, str]:
@@ -85,7 +106,7 @@ def shipped() -> Path:
 
 
 def read_folder(kind: type[E], folder: Path) -> tuple[list[E], list[str]]:
-    """All entries of the folder's JSON files, and what was left out or ignored."""
+    """All entries of the folder's JSON files, and what was left out."""
     entries: list[E] = []
     left_out: list[str] = []
     for file in sorted(folder.glob("*.json")):
@@ -96,32 +117,23 @@ def read_folder(kind: type[E], folder: Path) -> tuple[list[E], list[str]]:
 
 
 def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
-    """Its entries, and what of it was left out or ignored."""
+    """Its entries, and what of it was left out."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        return [], [f": left out, {error}"]
-    written_in = content.get("format") if isinstance(content, dict) else None
-    if (
-        type(written_in) is not int
-        or written_in < 1
-        or not isinstance(content.get("entries"), list)
-    ):
-        return [], [": left out, a format and a list of entries expected"]
-    if written_in > FORMAT:
-        return [], [f": left out, format {written_in}; this version reads 1 to {FORMAT}"]
+        return [], [f": {error}"]
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+        return [], [": a format and a list of entries expected"]
+    if (written_in := content.get("format")) != FORMAT:
+        return [], [f": format {written_in}; this version reads {FORMAT}"]
     entries: list[E] = []
     left_out: list[str] = []
-    notes: dict[str, None] = {}  # once a file
     for number, raw in enumerate(content["entries"]):
         try:
-            entry, ignored = read_entry(kind, raw, written_in)
+            entries.append(decode(kind, raw, "entry"))
         except ValueError as error:  # noqa: PERF203, the others of the file may be good
-            left_out.append(f", entry {number}: left out, {error}")
-        else:
-            entries.append(entry)
-            notes |= dict.fromkeys(f": {note}" for note in ignored)
-    return entries, [*left_out, *notes]
+            left_out.append(f", entry {number}: {error}")
+    return entries, left_out
 
 
 def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
@@ -138,7 +150,7 @@ def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
 
 def store(folder: Path, entry: AnyEntry) -> Path:
     """Write the entry to the file of its key in the user's cache. The sources are no part of the
-    file's name: they depend on the plan, and what is measured again takes the place of what was.
+    file's name: what is measured again takes the place of what was.
     """
     name, where = entry.FILE.format(entry.problem), replace(entry.environment, sources="")
     key = json.dumps([dataclasses.asdict(entry.problem), dataclasses.asdict(where)])

@@ -14,12 +14,13 @@ of what is chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import low_latency, registry, sequential
+from flux_megatron.overlap import low_latency, registry
 from flux_megatron.overlap.registry import forward
 from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
@@ -33,34 +34,28 @@ LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
 TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, rounding by 0.05
 
 
-class Trial:
+class AnyTrial:
     """Operands of one problem on this rank; `begin` it before anything else.
 
     Calls run in a workspace of the trial's own. A plan that fails may leave that unusable: `renew`
     it.
     """
 
-    def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
+    problem: Any
+
+    def __init__(self, problem: Any, group: ProcessGroup, device: torch.device) -> None:
         self.problem, self._group, self._device = problem, group, device
         self._spaces: list[Workspace] = []  # the one in use, if any
-        generator = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
-        dtype = getattr(torch, problem.dtype)
+        self._random = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-        N, K = problem.N_local, problem.K_local
-        self._x = random(problem.x_rows, K)
-        self._w = random(*((N, K) if problem.layout == "nt" else (K, N)))
-        if problem.is_backward:
-            rows = problem.M_shard if problem.spec.scatters else problem.M
-            self._layer_x = random(rows, N)
-            self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
+    def random(self, *shape: int) -> Tensor:
+        dtype = getattr(torch, self.problem.dtype)
+        return torch.randn(shape, dtype=dtype, device=self._device, generator=self._random)
 
     def begin(self) -> None:
         """Take a workspace, and learn what the plans must give. Collective."""
         self.renew()
-        self._expected = self._outputs(sequential.default_plan(self.problem))
+        self._expected = self.outputs(Plan("sequential"))
 
     def renew(self) -> None:
         """Take a new workspace, large enough for every call. Collective.
@@ -68,19 +63,10 @@ class Trial:
         A call that made it grow, while another rank fails before it gets there, would hang.
         """
         self.close()
-        space = self._space = Workspace(self._group, self._device)
-        self._spaces.append(space)
-        if space.unavailable is not None:
-            return
-        p, element = self.problem, self._x.element_size()
-        if p.spec.gathers:
-            _reserve(space, GATHER, p.M * p.K * element)
-        else:
-            _reserve(space, GATHER, p.M * p.N * element)
-            whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
-            _reserve(space, SCATTER, whole * element)
-        if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
-            _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
+        self._space = Workspace(self._group, self._device)
+        self._spaces.append(self._space)
+        if self._space.unavailable is None:
+            self.reserve(self._space)
 
     def close(self) -> None:
         """Give the workspace's memory back."""
@@ -88,25 +74,20 @@ class Trial:
             space.close()
         self._spaces.clear()
 
+    def reserve(self, space: Workspace) -> None:
+        raise NotImplementedError
+
     def call(self, plan: Plan) -> Callable[[], Tensor]:
-        """The forward operation, or the whole backward; gives y or dx."""
-        module = registry.strategy(self.problem, plan.strategy)
-        x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if not self.problem.is_backward:
-            whole = forward(module, self.problem.pattern)
-            return lambda: whole(x, w, layout, plan, space)
-        if self.problem.spec.gathers:
-            return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
-        if not self.problem.spec.scatters:
-            return lambda: self._all_reduced_backward(plan)
-        gather_plan = registry.gather_plan(self.problem, plan)
-        return lambda: self._column_backward(plan, gather_plan)
+        raise NotImplementedError
+
+    def outputs(self, plan: Plan) -> list[Tensor]:
+        return [self.call(plan)()]
 
     def verified(self, plan: Plan) -> Callable[[], None]:
         """`call`, compared with what `sequential` gives; `ArithmeticError` where it differs."""
 
         def check() -> None:
-            outputs = self._outputs(plan)
+            outputs = self.outputs(plan)
             self.check()
             for name, given, expected in zip(("y", "dw"), outputs, self._expected, strict=False):
                 limit = TOLERANCE * expected.float().square().mean().sqrt()
@@ -125,7 +106,48 @@ class Trial:
             torch.cuda.synchronize(self._device)
         self._space.check()
 
-    def _outputs(self, plan: Plan) -> list[Tensor]:
+
+class Trial(AnyTrial):
+    """That of a linear layer."""
+
+    problem: Problem
+
+    def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(problem, group, device)
+        N, K = problem.N_local, problem.K_local
+        self._x = self.random(problem.x_rows, K)
+        self._w = self.random(*((N, K) if problem.layout == "nt" else (K, N)))
+        if problem.is_backward:
+            rows = problem.M_shard if problem.spec.scatters else problem.M
+            self._layer_x = self.random(rows, N)
+            self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
+
+    def reserve(self, space: Workspace) -> None:
+        p, element = self.problem, self._x.element_size()
+        if p.spec.gathers:
+            _reserve(space, GATHER, p.M * p.K * element)
+        else:
+            _reserve(space, GATHER, p.M * p.N * element)
+            whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
+            _reserve(space, SCATTER, whole * element)
+        if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
+            _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
+
+    def call(self, plan: Plan) -> Callable[[], Tensor]:
+        """The forward operation, or the whole backward; gives y or dx."""
+        module = registry.strategy(self.problem, plan.strategy)
+        x, w, layout, space = self._x, self._w, self.problem.layout, self._space
+        if not self.problem.is_backward:
+            whole = forward(module, self.problem.pattern)
+            return lambda: whole(x, w, layout, plan, space)
+        if self.problem.spec.gathers:
+            return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
+        if not self.problem.spec.scatters:
+            return lambda: self._all_reduced_backward(plan)
+        gather_plan = registry.gather_plan(self.problem, plan)
+        return lambda: self._column_backward(plan, gather_plan)
+
+    def outputs(self, plan: Plan) -> list[Tensor]:
         if not self.problem.is_backward:
             return [self.call(plan)()]
         self._main_grad.zero_()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -23,23 +22,21 @@ from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
-from flux_megatron.tuning.beside import STRETCH, NoRoom
+from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.plan_entry import E, Entry, Failed, Measured
 from flux_megatron.tuning.timing import race
-from flux_megatron.tuning.trial import Trial
+from flux_megatron.tuning.trial import AnyTrial, Trial
 
-ROUNDS, FEWEST_ROUNDS, RUN_OFF = 12, 4, 4  # of a run-off so many times the rounds
+ROUNDS, RUN_OFF = 12, 4  # of a run-off so many times the rounds
 AGAIN = "sequential again"  # its second turn in every round
 CHANCE = 0.01  # of a plan that is just as fast to be taken for faster
-
-ROUND_OVERHEAD_S = 0.005  # of one call in one round: alignment of the ranks and sleeps
 
 Watch = Callable[[Plan], None]
 
 
 def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
     """What to measure of the strategies `names`, after `sequential`: their default plans, then all
-    variants, in case time runs out.
+    variants.
     """
     plans = [registry.candidates(problem, name) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
@@ -48,79 +45,67 @@ def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
 
 def measure(
     problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, *,
-    seconds: float = math.inf, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
+    rounds: int = ROUNDS, watch: Watch = lambda plan: None,
     all_ran: Callable[[], None] = lambda: None,
 ) -> Entry | None:  # fmt: skip
     """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
-    After `seconds` on the leader's clock no further plan is tried, and fewer rounds are run. None
-    if there is no memory for the operands, or `sequential` itself fails. `watch` is told each plan
-    before its turn; `all_ran`, when each has run once, which compiles and loads kernels. A problem
-    `beside` others is raced beside all-reduces.
+    None if there is no memory for the operands, or `sequential` itself fails. `watch` is told each
+    plan before its turn; `all_ran`, when each has run once, which compiles and loads kernels. A
+    problem `beside` others is raced beside all-reduces.
     """
-    entry = None
+    return race_plans(
+        Entry, lambda: Trial(problem, group, device), plans, group, device, rounds=rounds,
+        watch=watch, all_ran=all_ran,
+    )  # fmt: skip
+
+
+def race_plans(
+    kind: type[E], make: Callable[[], AnyTrial], plans: Sequence[Plan], group: ProcessGroup,
+    device: torch.device, *, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
+    all_ran: Callable[[], None] = lambda: None,
+) -> E | None:  # fmt: skip
+    """`measure` of any kind of trial."""
     with suppress(NoRoom):  # on all ranks alike
-        entry = _measure(problem, plans, group, device, seconds, rounds, watch, all_ran)
-    return entry
-
-
-def _measure(
-    problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device,
-    seconds: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
-) -> Entry | None:  # fmt: skip
-    started = time.monotonic()
-    trial = _trial(problem, group, device)
-    if trial is None:
-        return None
-    with closing(trial):  # its symmetric memory is the run's
-        return _raced(trial, plans, group, device, seconds, started, most_rounds, watch, all_ran)
+        if (trial := _begun(make, group)) is None:
+            return None
+        with closing(trial):  # its symmetric memory is the run's
+            return _raced(kind, trial, plans, group, device, rounds, watch, all_ran)
+    return None
 
 
 def _raced(
-    trial: Trial, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, seconds: float,
-    started: float, most_rounds: int, watch: Watch, all_ran: Callable[[], None],
-) -> Entry | None:  # fmt: skip
-    problem = trial.problem
-    tried: dict[Plan, float] = {}
+    kind: type[E], trial: AnyTrial, plans: Sequence[Plan], group: ProcessGroup,
+    device: torch.device, rounds: int, watch: Watch, all_ran: Callable[[], None],
+) -> E | None:  # fmt: skip
+    running: list[Plan] = []
     failed: list[Failed] = []
     for plan in plans:
-        if tried and leaders(group, time.monotonic() - started > seconds):
-            break
         watch(plan)
         warm = race({"": trial.verified(plan)}, group=group, device=device, rounds=1, warmup=1)
         if warm.failures:
             failed.append(Failed(plan, warm.failures[""]))
             trial.renew()
         else:
-            tried[plan] = statistics.median(warm.times_us[""])
-        if not tried:
+            running.append(plan)
+        if not running:
             return None
     all_ran()
 
-    def rounds_in_time(most: int, times_us: Iterable[float]) -> int:
-        left = seconds - (time.monotonic() - started)
-        if problem.beside:  # a turn lasts as long as its all-reduces
-            left /= STRETCH
-        return int(leaders(group, _rounds(left, times_us, most)))
-
-    rounds = rounds_in_time(most_rounds, tried.values())
-    times_us = _final(trial, [*tried], failed, group, device, rounds)
+    times_us = _final(trial, running, failed, group, device, rounds)
     if not times_us:
         return None
     settled = settle(times_us, plans[0])
     fastest, won = leaders(group, (_fastest(times_us), settled[0]))
     if fastest != won:
-        pair = [plans[0], fastest]
-        more = rounds_in_time(RUN_OFF * most_rounds, [tried[plan] for plan in pair])
-        again = _final(trial, pair, failed, group, device, more) if more > rounds else {}
+        again = _final(trial, [plans[0], fastest], failed, group, device, RUN_OFF * rounds)
         settled = settle(again, plans[0]) if again else settled
-    where = environment.of(device, settled[0].strategy)
-    entry = entry_of(Entry, problem, where, plans, failed, times_us, rounds, settled)
-    return Entry.loads(leaders(group, entry.dumps()))
+    entry = _entry(kind, trial.problem, device, plans, failed, times_us, rounds, settled)
+    return kind.loads(leaders(group, entry.dumps()))
 
 
 def _final(
-    trial: Trial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
+    trial: AnyTrial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
     device: torch.device, rounds: int,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Times of the plans, by their text, and of `AGAIN`; nothing if `sequential` fails.
@@ -177,11 +162,11 @@ def _nearly_always(
     return ways / 3**rounds <= CHANCE
 
 
-def _trial(problem: Problem, group: ProcessGroup, device: torch.device) -> Trial | None:
+def _begun(make: Callable[[], AnyTrial], group: ProcessGroup) -> AnyTrial | None:
     """The operands and what they must give; None on all ranks if one has no room for them."""
     trial = None
     with suppress(torch.OutOfMemoryError):
-        trial = Trial(problem, group, device)
+        trial = make()
     if not all(objects.all_gather(trial is not None, group)) or trial is None:
         return None
     trial.begin()
@@ -193,14 +178,8 @@ def leaders(group: ProcessGroup, value: Any) -> Any:
     return objects.broadcast(value, group)
 
 
-def _rounds(seconds: float, times_us: Iterable[float], most: int) -> int:
-    """As many rounds as fit, within reason."""
-    one = sum(time_us * 1e-6 + ROUND_OVERHEAD_S for time_us in times_us)
-    return int(max(FEWEST_ROUNDS, min(most, seconds / one)))
-
-
-def entry_of(
-    kind: type[E], problem: object, where: environment.Environment, plans: Sequence[Plan],
+def _entry(
+    kind: type[E], problem: object, device: torch.device, plans: Sequence[Plan],
     failed: Sequence[Failed], times_us: Mapping[str, Sequence[float]], rounds: int,
     settled: tuple[Plan, float],
 ) -> E:  # fmt: skip
@@ -213,11 +192,11 @@ def entry_of(
     ]
     return kind(
         problem=problem,
-        environment=where,
+        environment=environment.of(device),
         plan=winner,
         measured=tuple(sorted(measured, key=lambda one: one.median_us)),
         failed=tuple(failed),
-        untried=len(plans) - len(measured) - len(failed),
+        untried=0,
         noise_us=noise_us,
         rounds=rounds,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

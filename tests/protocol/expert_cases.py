@@ -142,7 +142,7 @@ class Host:
         self.strategy = package.hopper_experts if case.hopper else package.experts
         problem = package.problem
         tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
-        self.plan = problem.Plan("fused", COMM_ROWS, tile)
+        self.plan = problem.Plan("hopper" if case.hopper else "fused", COMM_ROWS, tile)
         self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)
         self.results: dict[tuple[str, int], Tensor] = {}
         self._inputs: dict[str, Tensor] = {}

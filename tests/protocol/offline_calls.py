@@ -361,7 +361,6 @@ def main(path: str, timed: bool) -> None:
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
                 if timed and kind == "native" and "layer" not in name and "low" not in name:
                     new_us(name)  # symmetric memory grows
-                    workspace.workspaces()[0].decisions.clear()
                     workspace.workspaces()[0].checked.clear()
                     workspace.workspaces()[0].programs.clear()
                     written["new_us"][name] = new_us(name)
