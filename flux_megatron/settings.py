@@ -26,10 +26,11 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # the first is the default
 STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
@@ -56,17 +57,13 @@ class Settings:
     enable: bool = False
 
 
-def _switch(environment: Mapping[str, str], name: str, default: str = "0") -> bool:
-    text = environment.get(name, default)
+def _switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{name}={text!r}, expected 0 or 1")
     return text == "1"
 
 
-def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    text = environment.get(name)
-    if text is None:
-        return None
+def _seconds(name: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -76,38 +73,38 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
     return seconds
 
 
-def _one_of(environment: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
-    text = environment.get(name, values[0])
-    if text not in values:
-        raise ValueError(f"{name}={text!r}, expected one of {', '.join(values)}")
-    return text
+def _one_of(values: tuple[str, ...]) -> Callable[[str, str], str]:
+    def read(name: str, text: str) -> str:
+        if text not in values:
+            raise ValueError(f"{name}={text!r}, expected one of {', '.join(values)}")
+        return text
+
+    return read
+
+
+_READ: dict[str, Callable[[str, str], Any]] = {
+    "strategy": _one_of(STRATEGIES), "tune": _one_of(TUNE), "beside": _one_of(BESIDE),
+    "timeout_s": _seconds, "tune_seconds": _seconds, "allow": lambda _, text: tuple(text.split()),
+    "cache": lambda _, text: Path(text).expanduser() if text else CACHE,
+}  # fmt: skip
 
 
 def read(environment: Mapping[str, str]) -> Settings:
     """Settings from a mapping of variables; `ValueError` names the variable that is wrong."""
-    default = Settings()
-    cache = environment.get("FLUX_MEGATRON_CACHE")
-    return Settings(
-        strategy=_one_of(environment, "FLUX_MEGATRON_STRATEGY", STRATEGIES),
-        strict=_switch(environment, "FLUX_MEGATRON_STRICT"),
-        timeout_s=_seconds(environment, "FLUX_MEGATRON_TIMEOUT_S"),
-        poison=_switch(environment, "FLUX_MEGATRON_POISON"),
-        tune=_one_of(environment, "FLUX_MEGATRON_TUNE", TUNE),
-        tune_seconds=_seconds(environment, "FLUX_MEGATRON_TUNE_SECONDS") or default.tune_seconds,
-        beside=_one_of(environment, "FLUX_MEGATRON_BESIDE", BESIDE),
-        cache=Path(cache).expanduser() if cache else default.cache,
-        nvtx=_switch(environment, "FLUX_MEGATRON_NVTX"),
-        native=_switch(environment, "FLUX_MEGATRON_NATIVE", "1"),
-        allow=tuple(environment.get("FLUX_MEGATRON_ALLOW", "").split()),
-        enable=_switch(environment, "FLUX_MEGATRON_ENABLE"),
-    )
+    names = {field.name: PREFIX + field.name.upper() for field in fields(Settings)}
+    given = {
+        field: _READ.get(field, _switch)(name, environment[name])
+        for field, name in names.items()
+        if name in environment
+    }
+    return Settings(**given)
 
 
 def enabled() -> bool:
     """FLUX_MEGATRON_ENABLE alone: it is read in every process that imports torch, and those are not
     to fail for another variable.
     """
-    return _switch(os.environ, "FLUX_MEGATRON_ENABLE")
+    return _switch("FLUX_MEGATRON_ENABLE", os.environ.get("FLUX_MEGATRON_ENABLE", "0"))
 
 
 def unknown(environment: Mapping[str, str]) -> dict[str, str]:

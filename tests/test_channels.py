@@ -193,6 +193,8 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     """Captured calls share a region and an epoch; memory can only be had before."""
     space = workspace(dist.group.WORLD, here())
     eager = [half_of(space, rank, 5000) for _ in range(2)]
+    channel = space.channels["gather"]
+    before = channel.size_bytes
     with mock.patch.object(workspace_module, "capturing", return_value=True):
         captured = [half_of(space, rank, 5000) for _ in range(3)]
         for name in ("gather", "scatter"):
@@ -200,17 +202,21 @@ def test_captured_calls_have_a_part_of_their_own(rank):
                 space.begin(name, 10**6)
         call = space.begin("gather", 5000)
         space.end(call)
-    assert len({*captured, *eager}) == 3
+    assert {*captured} < {*eager}, "a capture cannot allocate"
+    assert channel.size_bytes == before
     assert call.epoch == signals.CAPTURED_EPOCH
     assert call.region.entries is not None, "it begins with a rank barrier"
-    channel = space.channels["gather"]
-    assert channel.epoch == 2
+    later = [half_of(space, rank, 5000) for _ in range(4)]
+    assert later[:2] == later[2:]
+    assert len({*later, *captured}) == 3
+    assert {*eager} - {*captured} < {*later}, "only what captured calls have taken is replaced"
+    assert channel.epoch == 6
+    with mock.patch.object(workspace_module, "capturing", return_value=True):
+        assert half_of(space, rank, 5000) == captured[0]
     held = channel.size_bytes
     half_of(space, rank, 10**6)
-    assert channel.size_bytes >= held + 3 * 10**6, "graphs need the memory that they know"
-    held = channel.size_bytes
-    half_of(space, rank, 2 * 10**6)
-    assert held < channel.size_bytes < held + 4 * 10**6, "nothing was captured in the second memory"
+    assert channel.size_bytes >= before + 2 * 10**6, "graphs need the memory that they know"
+    assert channel.size_bytes < held + 3 * 10**6, "nothing was captured in the new memory"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")

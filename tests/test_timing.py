@@ -10,9 +10,10 @@ import torch.distributed as dist
 from races import agreed
 from ranks import be_late, here, on_cpu_ranks, on_device_ranks
 
+from flux_megatron.lab.bench.candidates import host_time_us
 from flux_megatron.tuning import beside, timing
 from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
-from flux_megatron.tuning.timing import host_time_us, race
+from flux_megatron.tuning.timing import race
 
 CPU = torch.device("cpu")
 

@@ -12,30 +12,16 @@ from flux_megatron import ops
 from flux_megatron.nn import all_reduced, functions, operators
 
 
-def column_parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
-    """`functions.column_parallel_linear`."""
+def linear(layer: str, x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
+    """The function of a layer that `functions` names. With the group "" dx of a local layer stays
+    this rank's partial sum; row and whole layers have no bias.
+    """
     if ops.is_traced():
-        return operators.linear("column", x, w, None, name, R, bias, False)[0]
-    return functions.column_parallel_linear(x, w, bias, group=ops.group_named(name))
-
-
-def row_parallel_linear(x: Tensor, w: Tensor, name: str, R: int) -> Tensor:
-    """`functions.row_parallel_linear`."""
-    if ops.is_traced():
-        return operators.linear("row", x, w, None, name, R, None, False)[0]
-    return functions.row_parallel_linear(x, w, group=ops.group_named(name))
-
-
-def local_linear(x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
-    """`all_reduced.local_linear`; with the name "" dx stays this rank's partial sum."""
-    if ops.is_traced():
-        return operators.linear("local", x, w, None, name, R, bias, False)[0]
-    group = ops.group_named(name) if name else None
-    return all_reduced.local_linear(x, w, bias, allreduce_group=group)
-
-
-def row_linear(x: Tensor, w: Tensor, name: str, R: int) -> Tensor:
-    """`all_reduced.row_linear`."""
-    if ops.is_traced():
-        return operators.linear("whole", x, w, None, name, R, None, False)[0]
-    return all_reduced.row_linear(x, w, group=ops.group_named(name))
+        return operators.linear(layer, x, w, None, name, R, bias, False)[0]
+    if layer == "local":
+        group = ops.group_named(name) if name else None
+        return all_reduced.local_linear(x, w, bias, allreduce_group=group)
+    if layer == "column":
+        return functions.column_parallel_linear(x, w, bias, group=ops.group_named(name))
+    function = functions.row_parallel_linear if layer == "row" else all_reduced.row_linear
+    return function(x, w, group=ops.group_named(name))

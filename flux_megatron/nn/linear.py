@@ -120,7 +120,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         self._check(x, "tokens / R")
-        return by_name.column_parallel_linear(x, weight, bias, self.group_name, self.world_size)
+        return by_name.linear("column", x, weight, bias, self.group_name, self.world_size)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -144,7 +144,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         self._check(x, "tokens")
-        y = by_name.row_parallel_linear(x, weight, self.group_name, self.world_size)
+        y = by_name.linear("row", x, weight, None, self.group_name, self.world_size)
         return y if bias is None else y + SumGradient.apply(bias, self.group_name)
 
 

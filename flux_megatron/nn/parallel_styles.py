@@ -130,9 +130,9 @@ class _Colwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.input_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.column_parallel_linear(x.movedim(d, 0), w, bias, name, R).movedim(0, d)
+            y = by_name.linear("column", x.movedim(d, 0), w, bias, name, R).movedim(0, d)
         else:
-            y = by_name.local_linear(x, w, bias, "" if summed else name, R)
+            y = by_name.linear("local", x, w, bias, "" if summed else name, R)
         return self._result(y, Shard(y.dim() - 1))
 
 
@@ -142,10 +142,10 @@ class _Rowwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.output_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.row_parallel_linear(x.movedim(d, 0), w, name, R).movedim(0, d)
+            y = by_name.linear("row", x.movedim(d, 0), w, None, name, R).movedim(0, d)
             bias = None if bias is None else SumGradient.apply(bias, name)
         else:
-            y = by_name.row_linear(x, w, name, R)
+            y = by_name.linear("whole", x, w, None, name, R)
         return self._result(y if bias is None else y + bias, _positive(layout, y.dim()))
 
 

@@ -1,10 +1,11 @@
 """One direction in which calls move data: a symmetric buffer, signals, and the number of the call.
 
-The buffer has three regions. Eager calls alternate between the first two, by the parity of their
-epoch, and begin without a barrier. A call that a CUDA graph captures uses the third region and
-signals of its own. A replay repeats everything, the number of its call included, so it begins with
-a rank barrier. `docs/memory_model.md` has both arguments. They need one open call a channel, which
-`begin` and `end` enforce.
+The buffer has two regions. Eager calls alternate between them, by the parity of their epoch, and
+begin without a barrier. A call that a CUDA graph captures has a region and signals of its own. A
+replay repeats everything, the number of its call included, so it begins with a rank barrier. A
+capture cannot allocate: the first captured call takes a region of eager calls for all that follow,
+and the next eager call replaces it. `docs/memory_model.md` has both arguments. They need one open
+call a channel, which `begin` and `end` enforce.
 
 `Workspace` makes the channels, begins and ends their calls, and calls a barrier before one grows.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,8 +31,6 @@ from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.status import Status
 
-_REGIONS = 3  # two for eager calls, by parity, then that of captured calls
-_CAPTURED = 2
 REFRESH_EVERY = 2**30  # calls: epochs are compared over 2**31
 _PAGE = 4096
 
@@ -142,7 +141,7 @@ class Call(NamedTuple):
 
 
 class Channel:
-    """A symmetric buffer in three regions, its signals, and the epoch of the last eager call.
+    """A symmetric buffer in regions, its signals, and the epoch of the last eager call.
 
     `status` records waits that run out of time. Collective constructor.
     """
@@ -161,6 +160,7 @@ class Channel:
         self._pad_bytes = signals.pad_words(self._world_size) * torch.int32.itemsize
         self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
+        self._captured_pad_pointers = self._pad_buffer.pointers + self._pad_bytes
         slots = self._world_size * signals.MAX_COMM_TILES
         self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
         self.partial_counters = torch.zeros(
@@ -177,8 +177,9 @@ class Channel:
         self.open = False  # whether a call is
         self.region_bytes = 0
         self._regions: tuple[Region, ...] = ()
-        self._captured = False  # whether a graph holds the addresses of these regions
-        self._outgrown: list[tuple[Region, ...]] = []  # that replays of older graphs write
+        self._captured: Region | None = None  # of captured calls, once there was one
+        self._spare: Region | None = None  # of eager calls, when captured ones have taken the other
+        self._outgrown: list[Region] = []  # that replays of older graphs write
 
     def _name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
         self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
@@ -200,8 +201,13 @@ class Channel:
 
     @property
     def size_bytes(self) -> int:
-        held = [self._regions, *self._outgrown] if self._regions else []
-        return sum(_REGIONS * regions[0].size_bytes for regions in held)
+        held = (*self._regions, self._captured, self._spare, *self._outgrown)
+        buffers = {id(one._data): one._data for one in held if one is not None}
+        return sum(one.size_bytes for one in buffers.values())
+
+    def room(self, captured: bool) -> int:
+        """The bytes that the next call may have without growth."""
+        return self._captured.size_bytes if captured and self._captured else self.region_bytes
 
     def may_begin(self, size_bytes: int) -> bool:
         """Whether the next eager call needs nothing before it: no end of another, no growth, no
@@ -215,10 +221,23 @@ class Channel:
         """Open the next call."""
         assert not self.open, "a channel has one open call"
         if captured:
-            self.open = self._captured = True
-            return Call(signals.CAPTURED_EPOCH, self._status.words, self._regions[_CAPTURED], self)
+            self.open = True
+            region = self._captured or self._taken()
+            return Call(signals.CAPTURED_EPOCH, self._status.words, region, self)
         epoch, region = self.begin_eager()
         return Call(epoch, self._status.words, region, self)
+
+    def _taken(self) -> Region:
+        """A region for captured calls. Nothing is made: that would go into the graph."""
+        region, self._spare = self._regions
+        pads, pad_pointers = self._captured_pads, self._captured_pad_pointers
+        fixed = (region.pointers, pad_pointers, pads[self._rank], *region.fixed[3:])
+        self._captured = replace(
+            region, pads=pads, pad_pointers=pad_pointers, entries=self._entries, fixed=fixed,
+            _prepared=Recent(),
+        )  # fmt: skip
+        self._regions, self.region_bytes = (), 0
+        return self._captured
 
     def begin_eager(self) -> tuple[int, Region]:
         """Open the next eager call, which `may_begin`: its epoch and its region."""
@@ -233,7 +252,7 @@ class Channel:
 
     def end(self, call: Call) -> None:
         """Close the call: all that reads its region has been enqueued on the current stream."""
-        captured = call.region is self._regions[_CAPTURED]
+        captured = call.region is self._captured
         assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
         self.end_in(call.region)
 
@@ -251,15 +270,20 @@ class Channel:
         region.view(region.rank, (region.size_bytes,), torch.uint8).fill_(0xFF)
 
     def grow(self, size_bytes: int) -> None:
-        """Allocate new regions of `size_bytes` or more; no rank uses the old ones any more.
-        Collective.
+        """Allocate new regions of `size_bytes` or more, or the one that captured calls have taken;
+        no rank uses the old ones any more. Collective.
         """
-        if self._captured:
-            self._outgrown.append(self._regions)
-            self._captured = False
         size = rounded(size_bytes)
-        data = devices.allocate(_REGIONS * size, self._group, self._device)
-        self._regions = tuple(self._new_region(data, size, index) for index in range(_REGIONS))
+        spare, self._spare = self._spare, None
+        if spare is not None and size <= spare.size_bytes:
+            size = spare.size_bytes
+        else:
+            spare = None
+            if self._captured is not None:
+                self._outgrown.append(self._captured)
+                self._captured = None
+        data = devices.allocate(size if spare else 2 * size, self._group, self._device)
+        self._regions = self._new_region(data, size, 0), spare or self._new_region(data, size, 1)
         self.region_bytes = size
 
     @lasting()
@@ -282,19 +306,17 @@ class Channel:
         return self.tile_counters, self.partial_counters, self.work_counter
 
     def _new_region(self, data: SymmetricBuffer, size_bytes: int, index: int) -> Region:
-        captured = index == _CAPTURED
-        pads = self._captured_pads if captured else self._pads
         pointers = data.pointers + index * size_bytes
-        pad_pointers = self._pad_buffer.pointers + captured * self._pad_bytes
+        pad, pad_pointers = self._pads[self._rank], self._pad_buffer.pointers
         return Region(
             rank=self._rank,
             world_size=self._world_size,
             size_bytes=size_bytes,
             pointers=pointers,
-            pads=pads,
+            pads=self._pads,
             pad_pointers=pad_pointers,
-            entries=self._entries if captured else None,
-            fixed=(pointers, pad_pointers, pads[self._rank], self._status.words, *self._counters()),
+            entries=None,
+            fixed=(pointers, pad_pointers, pad, self._status.words, *self._counters()),
             _data=data,
             _offset_bytes=index * size_bytes,
         )

@@ -38,6 +38,7 @@ class WordChannel(Channel):
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
         self._mine: Tensor | None = None  # the words that this rank awaits
+        self._in_graphs = False  # whether a graph holds the addresses of these words
         self._waiter = f"rank {self._rank} of group {group.group_name}"
         self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
@@ -50,7 +51,7 @@ class WordChannel(Channel):
         """
         assert not self.open, "a channel has one open call"
         self.open = True
-        self._captured |= captured
+        self._in_graphs |= captured
         self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
 
@@ -69,8 +70,11 @@ class WordChannel(Channel):
 
     def grow(self, size_bytes: int) -> None:
         """Take new memory, of epoch 0, whose halves have so many bytes. Collective."""
-        if self._mine is not None and not self._captured:
+        if self._in_graphs:
+            self._outgrown += self._regions
+        elif self._mine is not None:
             self._forget(self._mine)
+        self._in_graphs = False
         super().grow(size_bytes)
         mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
         self._name(mine, self._waiter, "words of rank {}".format)

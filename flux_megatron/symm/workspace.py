@@ -95,7 +95,7 @@ class Workspace:
         found = self.channels.get(channel)
         if found is not None and found.open:
             raise errors.WorkspaceError(f"a {channel} was begun while another was open")
-        if found is None or size_bytes > found.region_bytes:
+        if found is None or size_bytes > found.room(captured):
             found = self._enlarged(channel, size_bytes, captured, kind)
         if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
             self._barrier(f"{channel} is refreshed")  # all signals of the calls so far have come
@@ -114,7 +114,7 @@ class Workspace:
         self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
     ) -> Channel:
         if captured:
-            held = self.channels[channel].region_bytes if channel in self.channels else 0
+            held = self.channels[channel].room(True) if channel in self.channels else 0
             raise errors.WorkspaceError(
                 f"a captured call needs {size_bytes} bytes of symmetric memory, {held} are there, "
                 "and a capture cannot allocate: make the same call once before it is "

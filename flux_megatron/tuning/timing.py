@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ Candidate = Callable[[], object]
 # device-side sleeps in cycles, for a clock near 2 GHz
 HIDE_LAUNCH = 3_000_000  # 1.5 ms: all that a candidate enqueues is enqueued before it starts
 AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
-BEHIND_SLEEP = 20_000_000  # 10 ms: calls whose host time is taken start no work meanwhile
 GAP_S = 0.002  # between two candidates, for the clocks to recover
 
 
@@ -92,23 +90,6 @@ def _slowest(
     found = measure(calls, group, device, rounds, load)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found
-
-
-def host_time_us(call: Candidate, device: torch.device, n: int = 20) -> float:
-    """The median time that the host spends in one call, in microseconds, on this rank.
-
-    On CUDA the n calls are enqueued behind a sleeping device. Collective if the call is.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(BEHIND_SLEEP)
-    marks = [time.perf_counter()]
-    for _ in range(n):
-        call()
-        marks.append(time.perf_counter())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return statistics.median((b - a) * 1e6 for a, b in pairwise(marks))
 
 
 def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup: int) -> str:

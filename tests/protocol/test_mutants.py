@@ -21,9 +21,12 @@ from protocol_cases import WrongResult
 from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
+from flux_megatron.errors import CapacityExceeded
+
 pytestmark = needs_interpreter
 _SHORT = {
-    Deadlock: "deadlock", WrongResult: "wrong", OutOfBounds: "address", Misuse: "mbarrier"
+    Deadlock: "deadlock", WrongResult: "wrong", OutOfBounds: "address", Misuse: "mbarrier",
+    CapacityExceeded: "refused",  # counts that no rank has sent
 }  # fmt: skip
 
 

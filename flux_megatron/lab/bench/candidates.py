@@ -5,8 +5,11 @@ must give, the reference on the operands of all ranks in a wider dtype.
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +23,8 @@ from flux_megatron.lab.bench.records import IN_A_GRAPH
 from flux_megatron.patterns import Pattern
 
 Call = Callable[[], tuple[Any, ...]]  # tensors
+# cycles, 10 ms near 2 GHz: calls whose host time is taken start no work meanwhile
+BEHIND_SLEEP = 20_000_000
 Results = TypeVar("Results")
 
 
@@ -116,3 +121,20 @@ def _of_all(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
     shards = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(shards, mine.detach().contiguous(), group=group)
     return [widened(shard) for shard in shards]
+
+
+def host_time_us(call: Callable[[], object], device: torch.device, n: int = 20) -> float:
+    """The median time that the host spends in one call, in microseconds, on this rank.
+
+    On CUDA the n calls are enqueued behind a sleeping device. Collective if the call is.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(BEHIND_SLEEP)
+    marks = [time.perf_counter()]
+    for _ in range(n):
+        call()
+        marks.append(time.perf_counter())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median((b - a) * 1e6 for a, b in pairwise(marks))

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.lab.bench import provenance, records
 from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
-from flux_megatron.lab.bench.candidates import Candidate, in_graphs
+from flux_megatron.lab.bench.candidates import Candidate, host_time_us, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import BASELINES, Options
@@ -38,7 +38,7 @@ from flux_megatron.lab.bench.records import (
 from flux_megatron.lab.bench.suites import PEERS, Case
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.lab.bench.verify import Verdict, examine
-from flux_megatron.tuning.timing import Race, host_time_us, race
+from flux_megatron.tuning.timing import Race, race
 
 WITH_HOST_TIME = ("auto", "serial")
 # the experiments that are more than one GEMM, by pattern

@@ -19,13 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
+from flux_megatron.lab.bench.candidates import BEHIND_SLEEP
 from flux_megatron.lab.bench.options import TraceOptions
 from flux_megatron.lab.bench.worker import joined
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
 from flux_megatron.tune_command.rank_processes import as_rank
-from flux_megatron.tuning.timing import AFTER_ALIGNMENT, BEHIND_SLEEP
+from flux_megatron.tuning.timing import AFTER_ALIGNMENT
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
