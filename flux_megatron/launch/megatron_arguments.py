@@ -23,6 +23,9 @@ RECOMPUTE = {
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
+FP8 = {"none": ""} | {
+    recipe: f"--fp8-format hybrid --fp8-recipe {recipe}" for recipe in ("tensorwise", "delayed")
+}
 # The values of the workload that an option takes as they are; the data-parallel size follows from
 # the number of ranks.
 SIZES = """
@@ -102,6 +105,7 @@ def render(
     arguments = [word for option in options.items() for word in option]
     arguments += [flag for flag, given in flags.items() if given]
     arguments += [*DTYPE[training.dtype], *RECOMPUTE[training.recompute].split(), *SAME.split()]
+    arguments += FP8[training.fp8].split()
     arguments += CPU.split() if cpu else []
     return [*arguments, *(["--data-path", *data] if data else ["--mock-data"])]
 
@@ -133,10 +137,11 @@ def _layers(workload: Workload) -> str:
     """Whose linear layers run. Stock and ours are of one specification.
 
     Megatron's local layers have no flash attention, and no RMSNorm for sequence parallelism.
-    TransformerEngine's without `--tp-comm-overlap` have both, and communicate one after the other
-    with their GEMMs just so.
+    TransformerEngine's without `--tp-comm-overlap` have both, and FP8, and communicate one after
+    the other with their GEMMs just so.
     """
     can = not workload.training.flash_attention and workload.model.norm == "LayerNorm"
+    can = can and workload.training.fp8 == "none"
     local = workload.arm != "te" and (workload.cluster.gpu == "cpu" or can)
     return "local" if local else "transformer_engine"
 

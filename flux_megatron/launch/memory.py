@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux_megatron.launch.workload import ELEMENT_BYTES, Model, Parallel, Workload
+from flux_megatron.launch.workload import ELEMENT_BYTES, FP8, Model, Parallel, Workload
 
 RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, fragmentation
 # Buffers of one gathered matrix [M, hidden] that each arm keeps for its tensor parallelism.
@@ -56,12 +56,13 @@ def fits(w: Workload) -> bool:
 
 
 def of_stage(w: Workload, stage: Stage) -> int:
-    """Parameters and fp32 gradients; Adam's two moments in fp32, and the fp32 parameter where the
-    model's is another; activations; the arm's workspace.
+    """Parameters, with FP8 and its transpose, and fp32 gradients; Adam's two moments in fp32, and
+    the fp32 parameter where the model's is another; activations; the arm's workspace.
     """
     dtype = w.training.dtype
     state = (8 if dtype == "float32" else 12) * updated(w, stage)
-    weights = parameters(w, stage) * (ELEMENT_BYTES[dtype] + 4)
+    in_fp8 = 2 * ELEMENT_BYTES[FP8] if w.training.fp8 != "none" else 0
+    weights = parameters(w, stage) * (ELEMENT_BYTES[dtype] + in_fp8 + 4)
     return weights + state + activations(w, stage) + workspace(w)
 
 

@@ -16,7 +16,7 @@ BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document 
 OWN_LOOP = {
     "model.vocab": BYTE_VOCAB, "model.moe": None, "parallel.pp": 1, "training.recompute": "none",
     "training.distributed_optimizer": False, "training.overlap_grad_reduce": False,
-    "training.overlap_param_gather": False,
+    "training.overlap_param_gather": False, "training.fp8": "none",
 }  # fmt: skip
 
 
@@ -44,6 +44,8 @@ def _release(file: File, arguments: list[str]) -> Iterator[Rule]:
     elif file.program == "pretrain_gpt":
         for error in parser_signature.check(arguments, file.megatron_lm):
             yield "arguments", error
+        if any(word.partition("=")[0] in ("--fp8-format", "--fp8-recipe") for word in arguments):
+            yield "arguments", "--fp8-format given, training.fp8 expected: predictions read that"
     elif arguments:
         yield "arguments", f"{arguments} given, program train takes none of Megatron's"
 
@@ -106,6 +108,12 @@ def _training(w: Workload) -> Iterator[tuple[bool, str, str]]:
     needed = training.distributed_optimizer and training.overlap_grad_reduce
     rule = "needs training.distributed_optimizer and training.overlap_grad_reduce"
     yield training.overlap_param_gather and not needed, "training.overlap_param_gather", rule
+    if training.fp8 != "none":
+        alone = w.parallel.tp > 1 and not w.parallel.sequence_parallel
+        yield alone, "training.fp8", "needs parallel.sequence_parallel"
+        yield training.dtype != "bfloat16", "training.fp8", "needs training.dtype bfloat16"
+        yield w.cluster.gpu == "cpu", "training.fp8", "needs GPUs"
+        yield w.model.moe is not None, "training.fp8", "nobody measured experts in FP8"
 
 
 def _own_loop(w: Workload) -> Iterator[Rule]:

@@ -17,7 +17,8 @@ Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 CountFromZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 Arm = Literal["megatron", "te", "flux"]
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+FP8 = "float8_e4m3fn"
+ELEMENT_BYTES = {FP8: 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ class Training:
     overlap_param_gather: bool = False
     lr: Positive = 1e-4
     seed: CountFromZero = 1234
+    # the recipe of TransformerEngine's linear layers, with one scale a tensor
+    fp8: Literal["none", "tensorwise", "delayed"] = "none"
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ sequence parallelism, one step of a micro-batch whose weights are quantized alre
 same on all rows without communication. All arms have the same weights and input; ours is first
 compared with `te`: what the first layer gives, y, dx, and the weights' gradients, whose GEMMs TE
 makes of what we gathered. For that every second layer is given what `te`'s first layer gave: where
-the last bit of bf16 differs, FP8 may differ by 12 %.
+the last bit of bf16 differs, FP8 may differ by 12 %. `host_us` is what a step takes the host, which
+bounds the time of small layers.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -37,6 +40,7 @@ RECIPES = {
 }
 # Of the norm: bf16 rounds by 1e-3 of a value in the mean, and FP8 made of such values by more.
 CLOSE = 5e-3
+HOST_STEPS = 20
 
 
 class Mlp:
@@ -91,6 +95,18 @@ def differences(run: Run, ours: list[Tensor], others: list[Tensor]) -> list[floa
     return run.slowest(torch.stack(found)).tolist()
 
 
+def host_us(run: Run, call: Callable[[], object]) -> float:
+    """The median of steps that begin with an idle GPU, of the slowest rank."""
+    took = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        took.append(1e6 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return round(run.slowest(torch.tensor([statistics.median(took)], device=run.device)).item(), 1)
+
+
 def measure(
     run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool
 ) -> bool:
@@ -129,10 +145,14 @@ def measure(
     wrong = not max(found["ours"]) <= CLOSE
     run.say(f"{'WRONG' if wrong else 'right'} {case} M {M} {recipe}: h y dx dw1 dw2 {found}")
     del given, results
+    host = {arm_: host_us(run, call) for arm_, call in calls.items()}
+    run.say(f"  host_us {host}")
     columns = {"case": name, "M": M, "hidden": int(hidden), "ffn": int(ffn), "recipe": recipe}
     good = gpu_run.race_rows(
         run, "fp8_layers", calls, rounds, beside, lambda _, us: (us["te"], us["alone"]),
-        lambda one, _: {**columns, "candidate": one, "differences": found.get(one)},
+        lambda one, _: {
+            **columns, "candidate": one, "differences": found.get(one), "host_us": host[one],
+        },
     )  # fmt: skip
     base._ub_communicators = None
     return good and not wrong

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux_megatron.lab.perf import hardware
-from flux_megatron.launch.workload import Cluster
+from flux_megatron.launch.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,27 @@ KNOWN = {
     ),
 }
 
+KNOWN_IN_FP8 = {
+    ("H100", "nvlink"): Accuracy(
+        (-0.03, 0.05), (0.01, 0.04), "8 iterations of two models in FP8 on 2 and 4 x H100"
+    ),
+}
 
-def of(cluster: Cluster) -> Accuracy:
-    """What is known of predictions for this GPU and link. `ValueError` as `hardware.of`."""
+
+def of(workload: Workload) -> Accuracy:
+    """What is known of predictions for this GPU and link, in FP8 or in 16 bits. `ValueError` as
+    `hardware.of`.
+    """
+    cluster, in_fp8 = workload.cluster, workload.training.fp8 != "none"
     name, link = hardware.of(cluster).name, cluster.link.kind
-    unknown = Accuracy(None, None, f"no step is measured or published for {name} on {link}")
-    return KNOWN.get((name, link), unknown)
+    what = f"{name} in FP8" if in_fp8 else name
+    unknown = Accuracy(None, None, f"no step is measured or published for {what} on {link}")
+    return (KNOWN_IN_FP8 if in_fp8 else KNOWN).get((name, link), unknown)
 
 
-def sentence(cluster: Cluster) -> str:
+def sentence(workload: Workload) -> str:
     """For the reader of a prediction."""
-    found = of(cluster)
+    found = of(workload)
     if found.step is None:
         return f"Error of the model here: unknown; {found.of}."
     text = f"Error of the model here: steps {_range(found.step)}"

@@ -7,9 +7,10 @@ microseconds and include the tensor-parallel communication that stays exposed. E
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flux_megatron.lab.perf import attention, linear, moe_layer
+from flux_megatron.lab.perf import attention, linear, moe_layer, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import pass_us
 from flux_megatron.lab.perf.hardware import H200, in_training
@@ -50,27 +51,44 @@ def pieces(workload: Workload) -> list[Piece]:
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
+    sizes = {"qkv": (qkv, model.hidden), "proj": (model.hidden, model.hidden)}
     if model.moe:
         mlp = [Piece(*times) for times in moe_layer.times(workload)]
     else:
-        mlp = [
-            _linear(workload, "fc1", N=model.fc1_width, K=model.hidden),
-            _linear(workload, "fc2", N=model.hidden, K=model.ffn),
-        ]
+        sizes |= {"fc1": (model.fc1_width, model.hidden), "fc2": (model.hidden, model.ffn)}
+        mlp = [_linear(workload, name, *sizes[name]) for name in ("fc1", "fc2")]
     return [
-        _linear(workload, "qkv", N=qkv, K=model.hidden),
+        _linear(workload, "qkv", *sizes["qkv"]),
         Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
-        _linear(workload, "proj", N=model.hidden, K=model.hidden),
+        _linear(workload, "proj", *sizes["proj"]),
         *mlp[:-1],
         _activation(workload),
         mlp[-1],
         _norms(workload),
         *_userbuffers(workload),
+        *_quantization(workload, sizes),
     ]
 
 
+def _quantization(workload: Workload, sizes: Mapping[str, tuple[int, int]]) -> list[Piece]:
+    """The weights are quantized once a step."""
+    recipe, hardware = workload.training.fp8, in_training(workload.cluster)
+    if recipe == "none":
+        return []
+    once = 1 / workload.micro_batches
+    layers = [_layer(workload, name, *NK) for name, NK in sizes.items()]
+    times = [quantization.cost(layer, recipe, hardware, once) for layer in layers]
+    return [Piece("quantization", *map(sum, zip(*times, strict=True)))]
+
+
 def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None = None) -> Piece:
-    layer = linear.Linear(
+    layer = _layer(workload, name, N, K)
+    strategy = strategy or linear.STRATEGY[workload.arm]
+    return Piece(name, *linear.cost(layer, strategy, in_training(workload.cluster)))
+
+
+def _layer(workload: Workload, name: str, N: int, K: int) -> linear.Linear:
+    return linear.Linear(
         column=name not in ("proj", "fc2"),
         M=workload.tokens,
         N=N,
@@ -78,9 +96,8 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
         tp=workload.parallel.tp,
         dtype=workload.training.dtype,
         sequence_parallel=workload.parallel.sequence_parallel,
+        fp8=workload.training.fp8 != "none" and name != "head",
     )
-    strategy = strategy or linear.STRATEGY[workload.arm]
-    return Piece(name, *linear.cost(layer, strategy, in_training(workload.cluster)))
 
 
 def _activation(workload: Workload) -> Piece:

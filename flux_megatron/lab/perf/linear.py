@@ -19,8 +19,14 @@ from typing import NamedTuple
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us
 from flux_megatron.lab.perf.hardware import Hardware
-from flux_megatron.lab.perf.operator_cost import gemms_us, moved_bytes, predict_us, shard_us
-from flux_megatron.launch.workload import Arm
+from flux_megatron.lab.perf.operator_cost import (
+    gathered_share,
+    gemms_us,
+    moved_bytes,
+    predict_us,
+    shard_us,
+)
+from flux_megatron.launch.workload import FP8, Arm
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 
@@ -45,15 +51,18 @@ class Linear:
     tp: int
     dtype: str = "bfloat16"
     sequence_parallel: bool = True
+    fp8: bool = False
 
     @property
     def forward(self) -> Problem:
         pattern = COLUMN if self.column else ROW
+        if self.fp8:
+            return Problem(pattern, self.M, self.N, self.K, FP8, self.tp, out_dtype=self.dtype)
         return Problem(pattern, self.M, self.N, self.K, self.dtype, self.tp)
 
     @property
     def backward(self) -> Problem:
-        return self.forward.dual
+        return replace(self.forward.dual, split_accumulator=self.fp8)
 
 
 class Cost(NamedTuple):
@@ -102,7 +111,11 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     collective = collective_us(hardware, moved_bytes(problem), problem.world_size)
     gathers = problem.spec.gathers
     if problem.is_backward and not gathers:  # two collectives, each beside a GEMM
-        return sum(gemms) + _beside_us(collective, gemms, COLUMN_BACKWARD[strategy])
+        moved = collective * gathered_share(problem), collective
+        return sum(gemms) + sum(
+            _beside_us(one, [gemm], COLUMN_BACKWARD[strategy])
+            for one, gemm in zip(moved, gemms, strict=True)
+        )
     if strategy == "megatron":
         return sum(gemms) + collective
     exposed = collective * (USERBUFFERS_GATHER if gathers else USERBUFFERS_SCATTER)
@@ -119,5 +132,8 @@ def _beside_us(collective: float, gemms: Sequence[float], share: float) -> float
 def _chunking_us(problem: Problem, hardware: Hardware) -> float:
     """How much longer one GEMM per shard takes than one for all, where each hides a transfer."""
     N, K, ranks = problem.N_local, problem.K_local, problem.world_size
-    whole, chunk = (gemm_us(hardware, M, N, K, problem.dtype) for M in (problem.M, problem.M_shard))
+    whole, chunk = (
+        gemm_us(hardware, M, N, K, problem.dtype, problem.split_accumulator)
+        for M in (problem.M, problem.M_shard)
+    )
     return chunk + (ranks - 1) * max(chunk, shard_us(problem, hardware)) - whole

@@ -27,8 +27,14 @@ SMALLEST_COPY_BYTES = 2**20
 
 
 def moved_bytes(problem: Problem) -> int:
-    """The matrix that is gathered or scattered, in bytes."""
-    return problem.M * problem.columns_moved * ELEMENT_BYTES[problem.dtype]
+    """The matrix that is gathered or scattered, in bytes. Sums of FP8 have 16 bits."""
+    dtype = problem.dtype if problem.spec.gathers else problem.out_dtype or problem.dtype
+    return problem.M * problem.columns_moved * ELEMENT_BYTES[dtype]
+
+
+def gathered_share(problem: Problem) -> float:
+    """Bytes of x that are gathered for wgrad, over those of dx that are scattered."""
+    return ELEMENT_BYTES[problem.dtype] / ELEMENT_BYTES[problem.out_dtype or problem.dtype]
 
 
 def shard_us(problem: Problem, hardware: Hardware) -> float:
@@ -74,7 +80,8 @@ class _Prediction(NamedTuple):
     def gemm_us(self, M: int) -> float:
         """M rows of the local GEMM."""
         N, K = self.problem.N_local, self.problem.K_local
-        return gemm_us(self.hardware, M, N, K, self.problem.dtype)
+        split = self.problem.split_accumulator
+        return gemm_us(self.hardware, M, N, K, self.problem.dtype, split)
 
     def wgrad_us(self) -> float:
         """The weight's gradient [K_local, N_local] of dgrad's weight over all rows."""
@@ -134,7 +141,8 @@ class _Prediction(NamedTuple):
         remote = self.problem.world_size - 1
         shard = shard_us(self.problem, self.hardware)
         latency_us = self.hardware.copy_latency_us
-        gathered = latency_us + remote * shard if wgrad else 0.0
+        shard_of_x = shard * gathered_share(self.problem)
+        gathered = latency_us + remote * shard_of_x if wgrad else 0.0
         ready, push_us = self._stores_us(), shard
         if self.strategy != "fused":  # whose GEMM stores itself
             least = latency_us + SMALLEST_COPY_BYTES / self.hardware.copy_gbps * 1e-3

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flux_megatron.lab.perf import flops, layer, network, schedule
+from flux_megatron.lab.perf import flops, hardware, layer, network, schedule
 from flux_megatron.lab.perf.layer import Piece
 from flux_megatron.lab.perf.schedule import Buckets, Costs, Times
 from flux_megatron.launch import memory
-from flux_megatron.launch.workload import Workload
+from flux_megatron.launch.workload import FP8, Workload
 
 TP = "tensor-parallel communication"
 
@@ -78,6 +78,8 @@ def costs(workload: Workload) -> Costs:
             f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
             f"of {workload.cluster.gpus_per_node} GPUs"
         )
+    if training.fp8 != "none" and FP8 not in hardware.of(workload.cluster).tflops:
+        raise ValueError(f"training.fp8 {training.fp8} given, {workload.cluster.gpu} has no FP8")
     ranks = memory.stages(workload)
     pieces = _pieces(workload)
     return Costs(

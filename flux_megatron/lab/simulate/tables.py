@@ -20,7 +20,7 @@ A_NANOSECOND = 1e-3  # less is what rounding leaves
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
     yield title(found)
-    yield accuracy.sentence(next(iter(found.workloads.values())).cluster)
+    yield accuracy.sentence(next(iter(found.workloads.values())))
     yield _parts(found)
     yield _arms(found)
     if found.alternatives:
@@ -123,7 +123,7 @@ def plain(found: Predictions) -> dict[str, Any]:
     return {
         "experiment": experiment.name,
         "paper": experiment.paper if found.is_published else {},
-        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())).cluster)),
+        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())))),
         "assumed": experiment.assumed,
         "arms": {arm: asdict(step) for arm, step in found.steps.items()},
         "speedups": {arm: found.speedups(arm) for arm in found.steps},
