@@ -116,12 +116,8 @@ def _of_values(args: Any) -> Iterator[Refusal]:
     yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
-        yield Refusal("--multi-latent-attention", "it needs TransformerEngine's layers")
-    elif value("multi_latent_attention") and (not layers or "qkv" in layers):
-        yield Refusal(
-            "--multi-latent-attention",
-            "its projections take listed classes only; --flux-layers without qkv can go with it",
-        )
+        why = "it needs TransformerEngine's layers: Megatron's own attention cannot do it"
+        yield Refusal("--multi-latent-attention", why)
     if value("qk_l2_norm") and not (of_te or value("num_experts") or value("spec") == OUR_SPEC):
         yield Refusal("--qk-l2-norm", "Megatron drops it where its local layers are all alike")
     if value("position_embedding_type") == "relative":

@@ -65,7 +65,7 @@ CASES: Mapping[str, str] = {
     "expert overlap": f"{LLAMA} {MOE} {EP}",
     "delayed weight gradients": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024",
     "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
-                        "--multi-latent-attention",
+                        "--multi-latent-attention --q-lora-rank 512",
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
     "CUDA graphs of layers": f"{GPT} --cuda-graph-impl local --te-rng-tracker",
     "offloaded activations": f"{GPT} --cpu-offloading-num-layers 1",
@@ -89,7 +89,6 @@ OF_16_BITS = {
     "expert overlap": "--overlap-moe-expert-parallel-comm",
     "delayed weight gradients": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
-OURS_ALONE = {"latent attention": "--flux-layers proj fc1 fc2"}  # qkv is refused there
 SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
 ARMS = {
     # its LM head's wgrad fusion needs apex
@@ -105,9 +104,8 @@ REFUSED = "--flux-overlap cannot go with"
 
 def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
     """Of pretrain_gpt.py."""
-    more = OURS_ALONE.get(case, "") if arm == "ours" else ""
-    if arm != "reference":
-        more += OF_FOUR.get(case, "") + OF_16_BITS.get(case, "")
+    of_bf16 = (each.get(case, "") for each in (OF_FOUR, OF_16_BITS))
+    more = "" if arm == "reference" else " ".join(of_bf16)
     return f"{COMMON} {CASES[case]} {ARMS[arm]} {more} --train-iters {steps}".split()
 
 
