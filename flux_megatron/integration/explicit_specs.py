@@ -57,11 +57,11 @@ def substitute(spec: Any, replacements: Mapping[Any, Any], names: Collection[str
     """In a specification and all its members; if given, in those of these `names` alone, and in all
     of Mamba's mixers.
     """
-    anywhere = names is None or type(spec).__name__ == MIXER
+    of_mixer = type(spec).__name__ == MIXER
     for name, value in list(_members(spec)):
         if not isinstance(value, type):
             substitute(value, replacements, names)
-        elif value in replacements and (anywhere or name in names):
+        elif value in replacements and (names is None or of_mixer or name in names):
             setattr(spec, name, replacements[value])
 
 
